@@ -15,7 +15,6 @@ from ..options.shared import Json
 if TYPE_CHECKING:
     from ...collect.store.folder import Trace
     from ...policies.latency.batch import BatchCosts
-    from ...policies.rules.base import Rule
 
 _NAMED = 6
 
@@ -181,7 +180,7 @@ def _policy(path: Path) -> dict[str, Any]:
         **({"hidden states": hidden} if hidden else {}),
         "calibration": f"accept {policy.accept.kind}, next {policy.next.kind}",
         "first decision at depth": policy.first,
-        **({"batches that are not asked about": unasked} if (unasked := _unasked(policy.rule)) else {}),
+        **({"batches that are not asked about": undecided} if (undecided := policy.rule.undecided) else {}),
         "max depth": policy.max_depth,
         "weights": sum(array.size for array in policy.head.tensors().values()),
         "temperature": facts.temperature,
@@ -193,11 +192,6 @@ def _policy(path: Path) -> dict[str, Any]:
         **{f"provenance: {name}": _short(value) for name, value in facts.provenance.items()},
         **{name: value for name, value in facts.metrics.items() if not isinstance(value, list)},
     }
-
-
-def _unasked(rule: Rule) -> str:
-    """Return the batch sizes of `Rule.lengths` at which nothing is decided, with what is drafted there."""
-    return ", ".join(f"{size} texts (drafts {tokens})" for size, tokens in rule.lengths if tokens is not None)
 
 
 def _profile(path: Path) -> dict[str, Any]:

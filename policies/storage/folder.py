@@ -288,6 +288,7 @@ def card(policy: LearnedPolicy) -> str:
     rows = [
         ("head", policy.head.kind),
         ("rule", policy.rule.kind),
+        *([("batches that are not asked about", undecided)] if (undecided := policy.rule.undecided) else []),
         ("features", ", ".join(policy.features)),
         ("hidden states", ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items()) or "none"),
         ("calibration", f"accept {policy.accept.kind}, next {policy.next.kind}"),

@@ -309,6 +309,8 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
     for mangled in ([(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none"):
         with pytest.raises(PolicyError, match="rule"):
             build_rule({"kind": "batch", "send": "best", "lengths": mangled})
+        with pytest.raises(PolicyError, match="rule"):
+            build_rule({"kind": "derived", "thresholds": [0.1], "first": 0, "lengths": mangled})
     for wrong in ([(4, 1.0), (2, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, float("nan"))], [3], "none"):
         with pytest.raises(PolicyError, match="rule"):
             build_rule({"kind": "batch", "send": "best", "rates": wrong})

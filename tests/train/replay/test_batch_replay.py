@@ -29,7 +29,7 @@ from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.rules.chains import BatchRule, Derived
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.batches import batch_rate, settle_batch, settle_lengths
 from specstop.train.replay.arrivals import at_once, poisson, recorded
@@ -222,7 +222,7 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float
 
 
 def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
-    arrays: dict[float, TraceArrays], timed: Profile
+    arrays: dict[float, TraceArrays], timed: Profile, tmp_path: Path
 ) -> None:
     held, policy = arrays[0.7], learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
     paid = timed.with_decisions({policy.cost_name: Price(1.0, 1.0, 1.0)})
@@ -238,6 +238,10 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
         streams = np.bincount(played.log[:, 0])[played.log[:, 0]]
         assert not decided[streams > 1].any()
         assert (played.log[streams > 1] == fixed.log[: (streams > 1).sum()]).all()
+    save_policy(settled, tmp_path / "p")
+    assert load_policy_folder(tmp_path / "p").unasked == settled.unasked
+    drafts = ", ".join(f"{size} texts (drafts {length})" for size, length in lengths)
+    assert f"| batches that are not asked about | {drafts} |" in (tmp_path / "p" / "README.md").read_text()
     free = timed.with_decisions({policy.cost_name: 0.0})
     never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
     best = int(np.argmax([batch_rate(FixedLength(k), held, free, 4) for k in range(DEPTH + 1)]))
