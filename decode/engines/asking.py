@@ -50,7 +50,8 @@ class Asking:
     def __init__(self, policy: StopPolicy, rows: int, depth: int, fallback: int) -> None:
         self._rows, self._depth, self._fallback = rows, depth, min(fallback, depth)
         self._here = np.zeros(0, dtype=np.int64)
-        self._histories = self.history = History.start(rows)
+        self.history = History.start(rows)
+        self._past = self.history.record.copy()  # [R, .], `History.record` of every row
         # Rows do not share arrays between steps: a state's width may say how deep a round has come.
         self._kept: list[tuple[State, int]] = [(None, 0)] * rows
         self._state: State = None
@@ -92,7 +93,7 @@ class Asking:
         """Go on to other texts in `rows` [n], of keys [n] int64; a policy that carries its state keeps it there."""
         if not len(rows):
             return
-        self._histories = state.put(self._histories, rows, History.start(len(rows)))
+        self._past[rows] = History.start(len(rows)).record
         if not self.policy.carries:
             self._guarded(lambda: self._start(rows, keys))
 
@@ -102,7 +103,7 @@ class Asking:
     def attend(self, rows: Array) -> None:
         """Begin a step of these rows [S]: what is asked from here on is of them, in this order."""
         self._here = rows
-        self.history, self._state = state.take(self._histories, rows), self.state_of(rows)
+        self.history, self._state = History(self._past[rows]), self.state_of(rows)
 
     def leave(self) -> None:
         """End the step: keep what the policy remembers of its rows."""
@@ -139,9 +140,8 @@ class Asking:
         """
         if not len(rows):
             return
-        before: History = state.take(self._histories, rows)
-        after = before.after(outcome.accepted, outcome.verified, outcome.active, outcome.cut)
-        self._histories = state.put(self._histories, rows, after)
+        before = History(self._past[rows])
+        self._past[rows] = before.after(outcome.accepted, outcome.verified, outcome.active, outcome.cut).record
         if self._observes:
             self._guarded(lambda: self._observe(rows, outcome))
 
