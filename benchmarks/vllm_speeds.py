@@ -31,7 +31,7 @@ KEPT = {"draft_model": 2, "ngram": 1, "ours fixed": 3}
 """Lengths that take turns, of each drafter: a first pass may miss the best ones by a little."""
 
 AGAIN = "the same again"
-"""The first of our lengths in another process: what differs there is the machine, by where it laid the memory of each."""
+"""The first of our lengths in another process: what differs there is no drafter's doing."""
 
 Times = Mapping[str, Sequence[tuple[int, float]]]
 """By engine, tokens and seconds of each prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +25,22 @@ from ..policies.splitmix import mix
 
 _SALT = 0x5EED
 _SHARE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class ExploringState:
+    """Of `Exploring`.
+
+    Attributes:
+        inner: the policy's.
+        keys, number: [S] int64, of the streams, and the number of the round.
+        asked: [S] bool, whether the policy was asked in it; so it begins.
+    """
+
+    inner: State
+    keys: Array
+    number: Array
+    asked: Array
 
 
 class Exploring(StopPolicy):
@@ -52,25 +69,26 @@ class Exploring(StopPolicy):
         self.name = inner.name
 
     def start(self, streams: int, keys: Array) -> State:
-        """Return (inner state, keys, number of the round)."""
-        return checked_start(self.inner, streams, keys), keys, np.zeros_like(keys)
+        """Return the state before the first round."""
+        inner = checked_start(self.inner, streams, keys)
+        return ExploringState(inner, keys, np.zeros_like(keys), np.ones(streams, dtype=bool))
 
     def explores(self, state: State) -> Array:
         """Return [S] bool, whether the round is one of those drafted to full depth."""
-        _, keys, number = state
         # Whole numbers, keyed by stream and round alone: a shard that is collected again explores the same rounds.
-        drawn: Array = mix(mix(keys ^ _SALT) + number) & (_SHARE - 1)
+        drawn: Array = mix(mix(state.keys ^ _SALT) + state.number) & (_SHARE - 1)
         return drawn < round(self.share * _SHARE)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Ask the policy, and overrule it in rounds that explore."""
-        inner, keys, number = state
-        depth, length = step.depth, self._unasked(step)
+        inner, depth, length = state.inner, step.depth, self._unasked(step)
         if length is None and self.inner.first <= depth < self.inner.max_depth:
             kept, inner = checked_keep(self.inner, step, inner)
         else:
             kept = np.full_like(step.alive, depth < (self.inner.max_depth if length is None else length))
-        return step.alive & (kept | self.explores(state)[:, None]), (inner, keys, number)
+        asked = np.full(len(step.alive), length is None)
+        kept = step.alive & (kept | self.explores(state)[:, None])
+        return kept, ExploringState(inner, state.keys, state.number, asked)
 
     def _unasked(self, step: DraftStep) -> int | None:
         """Return what the policy drafts without being asked, by how many streams share the round; None = it is asked."""
@@ -79,16 +97,18 @@ class Exploring(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Tell the policy, and count the round."""
-        inner, keys, number = state
-        return checked_observe(self.inner, outcome, inner), keys, number + outcome.active
+        inner = checked_observe(self.inner, outcome, state.inner)
+        return ExploringState(inner, state.keys, state.number + outcome.active, np.ones_like(state.asked))
 
 
 class SelectingExploring(Exploring):
     """The same of a policy that selects."""
 
     def select(self, tree: DraftTree, state: State) -> Array | None:
-        """Let the policy select, but in rounds that explore."""
-        mask = checked_select(self.inner, tree, state[0])
+        """Let the policy select, but in rounds that explore, and where it was not asked: it knows nothing of those."""
+        if not state.asked.any():
+            return None
+        mask = checked_select(self.inner, tree, state.inner)
         return None if mask is None else mask | (self.explores(state)[:, None] & tree.drawn)
 
 

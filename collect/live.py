@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check
 from ..policies.limits import check_limits
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
-from .explore import Exploring, exploring
+from .explore import Exploring, ExploringState, exploring
 from .schema import NO_TOKEN, TIMES
 from .work import Work
 
@@ -100,11 +101,10 @@ class Recorder:
 
     def _explored(self, state: State) -> bool:
         """Whether the round explored: the policy's state at its end is that of the next one."""
-        # The state has taken this round in and counts the next one; a fallback's is no such tuple.
-        if self._policy is None or not (isinstance(state, tuple) and len(state) == 3):
+        # The state has taken this round in and counts the next one; a fallback's is another.
+        if self._policy is None or not isinstance(state, ExploringState):
             return False
-        inner, key, number = state
-        return bool(self._policy.explores((inner, key, number - 1)))
+        return bool(self._policy.explores(dataclasses.replace(state, number=state.number - 1)))
 
     def _missing(self, found: Candidates, node: Sequence[int]) -> list[int]:
         """Return the nodes below those that were fed for which a filter has left no token."""

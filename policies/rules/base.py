@@ -57,7 +57,7 @@ class Rule:
     @property
     def undecided(self) -> str:
         """The batch sizes at which nothing is decided, with what is drafted there, as text; empty where there are none."""
-        return ", ".join(f"{size} texts (drafts {tokens})" for size, tokens in self.lengths if tokens is not None)
+        return ", ".join(f"{size} (drafts {tokens})" for size, tokens in self.lengths if tokens is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""

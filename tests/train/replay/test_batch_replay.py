@@ -240,12 +240,14 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
         assert (played.log[streams > 1] == fixed.log[: (streams > 1).sum()]).all()
     save_policy(settled, tmp_path / "p")
     assert load_policy_folder(tmp_path / "p").unasked == settled.unasked
-    drafts = ", ".join(f"{size} texts (drafts {length})" for size, length in lengths)
+    drafts = ", ".join(f"{size} (drafts {length})" for size, length in lengths)
     assert f"| batches that are not asked about | {drafts} |" in (tmp_path / "p" / "README.md").read_text()
     free = timed.with_decisions({policy.cost_name: 0.0})
     never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
     best = int(np.argmax([batch_rate(FixedLength(k), held, free, 4) for k in range(DEPTH + 1)]))
     assert best == 1 or settle_lengths(never, held, free).unasked[4] == best
+    once = settle_lengths(policy, held, free)
+    assert settle_lengths(settled, held, free).unasked == once.unasked, "what it was settled for before is forgotten"
     assert settle_lengths(policy, held, dataclasses.replace(timed, batch=None)) is policy
 
 

@@ -73,14 +73,15 @@ def settle_lengths(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile)
     replayable = arrays.header.has_every_anchor and arrays.tree.is_chain
     if not isinstance(rule, Derived) or profile.batch is None or not replayable:
         return policy
+    bare = policy.with_rule(Derived(rule.thresholds, rule.first))  # it may have been settled for other costs
     lengths: dict[int, int | None] = {1: None}
     for size in profile.batch.sizes:
         if size > 1:
             length, rate = _best_length(arrays, profile, size, policy.max_depth)
-            gains = batch_rate(policy, arrays, profile, size) >= (1.0 + CLEARLY) * rate
+            gains = batch_rate(bare, arrays, profile, size) >= (1.0 + CLEARLY) * rate
             lengths[size] = None if gains else length
     if set(lengths.values()) == {None}:
-        return policy
+        return bare
     return policy.with_rule(Derived(rule.thresholds, rule.first, [*lengths.items()]))
 
 
