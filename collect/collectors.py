@@ -148,7 +148,7 @@ def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) ->
 
 def choose_engine_collector(
     through: str,
-    models: tuple[str, str],
+    models: tuple[str, str, str],
     tree: Topology,
     settings: Settings,
     policy: StopPolicy | None,
@@ -161,7 +161,7 @@ def choose_engine_collector(
 
     Args:
         through: its name.
-        models: names of target and draft.
+        models: names of target, draft and drafter.
         tree: a chain.
         settings, policy, explore, batch: as of `run.plan_run`.
         dtype: of the models.

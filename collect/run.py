@@ -190,8 +190,9 @@ def plan_run(
     )
     widths = hidden_widths(pair, check_hidden(hidden, "--hidden"))
     if through is not None:
+        models = target, draft if pair.drafter == "model" else pair.draft_name, pair.drafter
         chosen = choose_engine_collector(
-            through, (target, draft), topology, settings, policy, explore, batch, pair.target.dtype,
+            through, models, topology, settings, policy, explore, batch, pair.target.dtype,
             [mix, completions, *widths, *shaping.facts],
         )  # fmt: skip
     else:
@@ -286,6 +287,7 @@ def facts(pair: Pair) -> dict[str, Any]:
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "weight layouts": layouts_of(pair.target),
+        **({} if pair.drafter == "model" else {"drafter": pair.drafter, "draft model": pair.draft_name}),
         "versions": {name: version(name) for name in packages},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

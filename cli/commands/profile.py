@@ -85,10 +85,9 @@ def profile(
     sizes, shaping = batch_sizes(batch), filters.shaping()
     if through is not None and through != "vllm":
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if through is not None and (tree or shaping.facts or models.drafter != "model" or verification != "auto"):
+    if through is not None and (tree or shaping.facts or verification != "auto"):
         raise InputError(
-            "--through vllm: expected chains of a draft model; leave out --tree, --verification, --drafter, and options "
-            "that change what is sampled from"
+            "--through vllm: expected chains; leave out --tree, --verification, and options that change what is sampled from"
         )
     claim_file(out, MARK, overwrite=overwrite)
     saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
@@ -111,7 +110,7 @@ def profile(
         if through is not None:
             from ...collect.engines.vllm_profile import measure_vllm
 
-            measured = measure_vllm(found.target, found.draft or "", ids, **_of_pair(pair), **shared)
+            measured = measure_vllm(found.target, pair.draft_name, ids, **_of_pair(pair), **shared)
         else:
             measured = measure_profile(pair, ids, tree=tree, shaping=shaping, verification=verification, **shared)
     with uninterrupted:  # a signal leaves both files or neither
@@ -173,7 +172,7 @@ def _decisions(
 
         return measure_vllm_decisions(
             found.target,
-            found.draft or "",
+            pair.draft_name,
             tokens,
             rules,
             depth=costs.max_depth,
@@ -194,7 +193,8 @@ def _decisions(
 
 def _of_pair(pair: Pair) -> dict[str, Any]:
     """Return what vLLM is told of a pair beside its names."""
-    return {"readable": pair.readable, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    return {"drafter": pair.drafter, "readable": pair.readable, "dtype": dtype}
 
 
 def _show(path: Path, json: bool) -> None:

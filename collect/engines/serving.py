@@ -148,13 +148,15 @@ class RecordingProposer(Proposer):
         mode = "match" if told.temperature == 0.0 else "point"
         from vllm import __version__
 
+        facts = {"engine": f"vllm {__version__}", "drafter": told.drafter, "draft model": told.draft}
         # The number of prompts is known once the files are put together (`import_parts`).
         header = Header(
-            target=str(config.model), draft=told.draft, pair={}, vocabulary=int(config.get_vocab_size()),
+            target=str(config.model), draft=told.draft if told.drafter == "model" else told.drafter, pair={},
+            vocabulary=int(config.get_vocab_size()),
             eos=tuple(options.eos), temperature=told.temperature, topology=chain(self.depth),
             features=engine_features(told.temperature), anchor_features=ANCHORS, max_new_tokens=int(config.max_model_len),
             seed=0, shards=1, prompts=1, prompts_hash="", verification=mode, label=mode, collector="live",
-            policy=self._policy.name, explore=told.explore, facts={"engine": f"vllm {__version__}"},
+            policy=self._policy.name, explore=told.explore, facts=facts,
         )  # fmt: skip
         self.writer = PartWriter(
             Path(told.traces), header, options.eos, told.share, options.rows, options.depth, options.temperature,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ...decode.engines.drafting import Options
-from ...decode.engines.policies import check_engine_policy
+from ...decode.engines.policies import check_engine_drafter, check_engine_policy
 from ...decode.engines.rounds import Observer
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
@@ -65,7 +65,8 @@ class ThroughVLLM:
     """Collects through vLLM.
 
     Args:
-        target, draft: folders or hub names.
+        target, draft: folders or hub names; "" where the drafter takes no draft model.
+        drafter: as of `--drafter`.
         policy: any that vLLM can run.
         depth: K.
         temperature, max_new_tokens: of the texts.
@@ -78,13 +79,14 @@ class ThroughVLLM:
 
     Raises:
         PolicyError: the policy reads what vLLM does not hand to a drafter.
-        InputError: vLLM is not installed.
+        InputError: vLLM is not installed, or the drafter reads the target's hidden states.
     """
 
     def __init__(
         self,
         target: str,
         draft: str,
+        drafter: str,
         policy: StopPolicy,
         depth: int,
         temperature: float = 0.0,
@@ -94,8 +96,9 @@ class ThroughVLLM:
         dtype: str = "float32",
     ) -> None:
         check_engine_policy(policy, "vllm")
+        self._drafts = {"draft": draft, "drafter": check_engine_drafter(drafter, "vllm")}
         self._policy = exploring(policy, explore, depth) if explore else policy.limited(depth)
-        self._models, self._depth, self._requests, self._dtype = (target, draft), depth, requests, dtype
+        self._target, self._depth, self._requests, self._dtype = target, depth, requests, dtype
         self._temperature, self._tokens = temperature, max_new_tokens
         self.features, self._engine = engine_features(temperature), None
         self.header = {
@@ -111,9 +114,8 @@ class ThroughVLLM:
         """Return vLLM, started when the first texts are wanted."""
         if self._engine is None:
             _HANDED.policy = self._policy
-            target, draft = self._models
-            told = {"draft": draft, "temperature": self._temperature, "rows": self._requests}
-            self._engine = start_vllm(target, CLASS, self._depth, told, self._dtype)
+            told = {**self._drafts, "temperature": self._temperature, "rows": self._requests}
+            self._engine = start_vllm(self._target, CLASS, self._depth, told, self._dtype)
             if self._temperature > 0 and str(_HANDED.proposer and _HANDED.proposer.device) == "cpu":
                 warnings.warn(
                     "on a CPU vLLM 0.32 does not sample rightly with drafts at temperatures above 0: these texts are not the "

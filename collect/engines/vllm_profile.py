@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from ...decode.engines.drafting import Options, Spent
-from ...decode.engines.policies import check_engine_policy
+from ...decode.engines.policies import check_engine_drafter, check_engine_policy
 from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
 from ...decode.profile.batches import BatchScript
@@ -203,6 +203,7 @@ def measure_vllm(
     draft: str,
     prompts: Sequence[Sequence[int]],
     *,
+    drafter: str = "model",
     depth: int = 8,
     temperature: float = 0.0,
     new_tokens: int = NEW_TOKENS,
@@ -217,8 +218,9 @@ def measure_vllm(
     """Measure what rounds cost inside vLLM, which runs in this process.
 
     Args:
-        target, draft: folders or hub names.
+        target, draft: folders or hub names; "" where the drafter takes no draft model.
         prompts: token ids; not the ones that predictions are made for.
+        drafter: as of `--drafter`.
         depth: K, the longest draft timed.
         temperature: of the sampling.
         new_tokens: decoded from each of two contexts.
@@ -231,13 +233,13 @@ def measure_vllm(
         progress: see `Progress`.
 
     Raises:
-        InputError: vLLM is not installed, or an option is out of range.
+        InputError: vLLM is not installed, an option is out of range, or the drafter reads the target's hidden states.
         PolicyError: a policy reads what vLLM does not hand to a drafter.
     """
     sizes = sorted({1, *batch})
     check_limits(depth=depth, temperature=temperature, batch=sizes[-1])
     check_limit("depth", depth, least=1)
-    run = _Run((target, draft), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
+    run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
     cases = {f"requests {n}": partial(run.play, n) for n in sizes}
     measured = measure({**cases, **run.deciding()}, effort, progress=progress)
     short, long = (statistics.fmean(run.contexts[side]) for side in CONTEXTS)
@@ -257,6 +259,7 @@ def measure_vllm_decisions(
     prompts: Sequence[Sequence[int]],
     policies: Sequence[StopPolicy],
     *,
+    drafter: str = "model",
     depth: int,
     temperature: float = 0.0,
     new_tokens: int = NEW_TOKENS,
@@ -265,7 +268,7 @@ def measure_vllm_decisions(
     dtype: str = "float32",
 ) -> Measurements:
     """Return the timings of decisions inside vLLM, about one request and about `most`; see `measure_vllm`."""
-    run = _Run((target, draft), prompts, policies, depth, temperature, new_tokens, most, readable, dtype)
+    run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, most, readable, dtype)
     return measure(run.deciding(), EFFORT)
 
 
@@ -273,13 +276,14 @@ class _Run:
     """Texts that vLLM, started for them, decodes to time its steps; see `measure_vllm`."""
 
     def __init__(
-        self, models: tuple[str, str], prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], depth: int,
+        self, models: tuple[str, str, str], prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], depth: int,
         temperature: float, new_tokens: int, rows: int, readable: int, dtype: str,
     ) -> None:  # fmt: skip
         self._policies = [check_engine_policy(policy, "vllm").limited(depth) for policy in policies]
         self._rows = rows
         self._prompts, self._lengths = prompts, two_lengths(readable, prompts, new_tokens + depth)
-        settings = {"draft": models[1], "rows": rows, "temperature": temperature}
+        drafter = check_engine_drafter(models[2], "vllm")
+        settings = {"draft": models[1], "drafter": drafter, "rows": rows, "temperature": temperature}
         # The same texts are decoded again and again, and their prompts are to be read each time.
         self._engine = start_vllm(models[0], CLASS, depth, settings, dtype, enable_prefix_caching=False)
         self._proposer = TimedProposer.made

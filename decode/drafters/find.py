@@ -110,6 +110,12 @@ def needs_draft(name: str) -> bool:
     return needs_draft(both[3]) if both else name == "model"
 
 
+def reads_states(name: str) -> bool:
+    """Whether a spec names a trained drafter, which reads the target's hidden states; a plugin's tells by its `layers`."""
+    both = TWO.fullmatch(name)
+    return reads_states(both[3]) if both else name.partition(":")[0] in TRAINED
+
+
 def _identity(name: str, pair: Pair) -> str:
     """Return what tells a drafter from others: a folder by what it holds, wherever it lies."""
     if both := TWO.fullmatch(name):

@@ -61,14 +61,14 @@ class Spent:
 
 
 class _Timed:
-    """A draft model whose calls are timed."""
+    """A drafter whose calls are timed."""
 
     def __init__(self, draft: DraftRows, spent: Spent) -> None:
         self._draft, self._spent, self.roll_back = draft, spent, draft.roll_back
 
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
         begin = time.perf_counter()
-        logits = self._draft.read(rows, tokens)
+        logits = self._draft.read(rows, tokens, depth)
         self._spent.model_s += time.perf_counter() - begin
         return logits
 
@@ -77,7 +77,7 @@ class Drafting:
     """Drafts for the requests of an engine.
 
     Args:
-        draft: the draft model.
+        draft: what drafts.
         policy: ends each draft; see `policies.check_engine_policy`.
         options: see there.
         profile: prices rounds for policies that observe seconds; None = they take no time.
@@ -218,8 +218,8 @@ class Drafting:
         drafts = []
         for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
             drafted, tokens = int(found.drafted[at]), source.tokens[at, : found.verified[at]].tolist()
-            if drafted:
-                self._read[row] = len(text) + drafted - 1  # what was drawn last was not read
+            # A token drawn last was not read, unless nothing was known to come after it.
+            self._read[row] += int(source.read[at])
             drafts.append(
                 Sent(row, len(text), tokens, drafted, int(found.decisions[at]), len(unread[at]), len(rows),
                      bool(found.capped[at]), began_s)

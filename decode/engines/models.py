@@ -56,7 +56,7 @@ class ModelRows:
         self._cache = open_cache(model, _LEAST, vocabulary, streams=rows)
 
     @torch.inference_mode()
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
         """See `DraftRows.read`."""
         for row, more in zip(rows, tokens, strict=True):
             self._texts[row].extend(more)

@@ -1,11 +1,12 @@
-"""What a policy may read inside an engine, and which policies are refused there."""
+"""What policies and drafters may read inside an engine, and which are refused there."""
 
 from __future__ import annotations
 
 from ...policies.contract import StopPolicy
-from ...policies.errors import PolicyError
+from ...policies.errors import InputError, PolicyError
 from ...policies.features import FEATURES, Kind, Need
 from ...policies.learned.policy import LearnedPolicy
+from ..drafters.find import reads_states
 
 ANCHORS = ("anchor_token", "before_token", "temperature")
 """ANCHOR features that need no row of the target's."""
@@ -43,3 +44,22 @@ def check_engine_policy(policy: StopPolicy, engine: str) -> StopPolicy:
             f"rows and hidden states nor its noise); train one with `specstop train --for {engine}`"
         )
     return policy
+
+
+def check_engine_drafter(name: str, engine: str, reads: bool = False) -> str:
+    """Return the name of a drafter.
+
+    Args:
+        name: as of `--drafter`.
+        engine: for the message.
+        reads: whether it is known to read the target's hidden states; of trained drafters that is known by the name.
+
+    Raises:
+        InputError: it reads hidden states of the target.
+    """
+    if reads or reads_states(name):
+        raise InputError(
+            f"--drafter {name}: it reads the target's hidden states, which {engine} does not hand to a class; expected "
+            "model, lookup, suffix, or two such as suffix+model"
+        )
+    return name

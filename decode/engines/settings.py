@@ -9,6 +9,7 @@ from typing import Any
 
 from ...policies.errors import InputError, close_match
 from ...policies.limits import check_limits
+from ..drafters.find import needs_draft
 
 KEY = "specstop"
 
@@ -18,7 +19,8 @@ class EngineSettings:
     """What an engine's configuration says under `specstop`.
 
     Attributes:
-        draft: folder or hub name of the draft model.
+        draft: folder or hub name of the draft model, if the drafter takes one.
+        drafter: as of `--drafter`: `model`, `lookup`, `suffix`, a plugin's, or two such as `suffix+model`.
         policy: as of `--policy`: a folder, or a name such as `confidence:0.4`.
         profile: latency profile of the engine, for policies that observe what rounds took.
         dtype, device: of the draft; "" = the engine's.
@@ -29,8 +31,9 @@ class EngineSettings:
             of whose rounds are drafted to full depth whatever the policy says.
     """
 
-    draft: str
+    draft: str = ""
     policy: str = "fixed:4"
+    drafter: str = "model"
     profile: str = ""
     dtype: str = ""
     device: str = ""
@@ -66,9 +69,9 @@ def read_settings(raw: Any) -> EngineSettings:
         if not good:
             raise InputError(f"{where}: {name}: expected {_WORDS[kind]}, not {value!r}")
         values[name] = kind(value)
-    if not values.get("draft"):
-        raise InputError(f"{where}: draft: expected the folder or hub name of the draft model")
     settings = EngineSettings(**values)
+    if needs_draft(settings.drafter) and not settings.draft:
+        raise InputError(f"{where}: draft: expected the folder or hub name of the draft model")
     check_limits(temperature=settings.temperature, fallback=settings.fallback, explore=settings.explore)
     if not 0.0 < settings.share <= 1.0:
         raise InputError(f"{where}: share: expected more than 0, at most 1, not {settings.share:g}")

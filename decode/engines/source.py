@@ -26,10 +26,16 @@ Look = Callable[[int, Array, Tensor, Drawn], None]
 
 
 class DraftRows(Protocol):
-    """A draft model that has read a text in each of its rows."""
+    """A drafter that has read a text in each of its rows."""
 
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append tokens, at least one each, to the texts of some rows; return [R, V], what comes after the last of each."""
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
+        """Append tokens, at least one each, to the texts of some rows; return [R, V], what comes after the last of each.
+
+        Args:
+            rows: R of them.
+            tokens: of each: at depth 0 what the text has grown by, at another the one that was drawn there.
+            depth: of the tokens in the draft.
+        """
 
     def roll_back(self, row: int, length: int) -> None:
         """Forget all of a row but its first `length` tokens."""
@@ -52,6 +58,7 @@ class Chains:
     Attributes:
         tokens: [S, K] int64, the tokens drawn, -1 elsewhere.
         backlog: [S] int64, the tokens that the draft had to read before it could draw.
+        read: [S] int64, the tokens that it has read, drawn ones included.
     """
 
     asks_ended = selects_levels = False
@@ -73,6 +80,7 @@ class Chains:
         self._ends, self._columns = eos, layout.node_columns
         self.tokens = np.full((len(rows), topology.deepest), -1, dtype=np.int64)
         self.backlog = np.array([len(tokens) for tokens in unread], dtype=np.int64)
+        self.read = np.zeros(len(rows), dtype=np.int64)
         self._path = np.zeros(len(rows))
         self._base: Array | None = None
         self._nodes = np.zeros((len(rows), len(layout.names)), dtype=np.float32)
@@ -85,7 +93,8 @@ class Chains:
         at = np.flatnonzero(feeding[:, 0])
         places = at.tolist()
         fed = [self._unread[i] for i in places] if depth == 0 else self.tokens[at, depth - 1 : depth].tolist()
-        logits = self._draft.read([self._rows[i] for i in places], fed)
+        logits = self._draft.read([self._rows[i] for i in places], fed, depth)
+        self.read[at] += self.backlog[at] if depth == 0 else 1
         likeliest = best_of_rows(logits)
         best, token = logits.gather(-1, likeliest[:, None])[:, 0], likeliest.cpu().numpy()
         if not math.isfinite(float(best.sum())):  # a lookup may know of no token, a broken model of none to compare

@@ -23,9 +23,9 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
-from ..models.pair import check_dtype, end_tokens, readable
+from ..models.pair import check_dtype, end_tokens
+from .drafters import load_rows
 from .drafting import Drafting, Options
-from .models import ModelRows, load_draft
 from .policies import check_engine_policy
 from .rounds import Observer
 from .settings import EngineSettings, read_settings
@@ -73,16 +73,16 @@ class Proposer:
         vocabulary = int(config.get_vocab_size())
         dtype = check_dtype(settings.dtype) if settings.dtype else config.dtype
         self.device = torch.device(settings.device or self._config.device_config.device)
-        model = load_draft(settings.draft, self.device, dtype, vocabulary)
-        kernels.load()  # not while requests wait
         rows = min(settings.rows, int(self._config.scheduler_config.max_num_seqs))
+        drafter, readable = load_rows(
+            settings.drafter, settings.draft, str(config.model), self.device, dtype, vocabulary, rows, self.depth
+        )
+        kernels.load()  # not while requests wait
         options = Options(
-            rows, self.depth, min(readable(model), int(config.max_model_len)), settings.temperature,
+            rows, self.depth, min(readable, int(config.max_model_len)), settings.temperature,
             self._eos(), settings.fallback,
         )  # fmt: skip
-        self.drafting = Drafting(
-            ModelRows(model, rows, vocabulary), self._policy, options, self._profile, self.observer(options)
-        )
+        self.drafting = Drafting(drafter, self._policy, options, self._profile, self.observer(options))
 
     def _eos(self) -> tuple[int, ...]:
         """Return the tokens that end a text, as the target's folder says."""

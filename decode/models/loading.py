@@ -90,6 +90,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model's modules on the device `meta`: shapes and no numbers; `PairError` if the library has no such model."""
+    with _library(checkpoint.option, checkpoint.name, "a model"), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
+    return model
+
+
 def load_model(
     checkpoint: Checkpoint,
     device: torch.device,

@@ -79,6 +79,11 @@ class Pair:
         return self.draft
 
     @property
+    def draft_name(self) -> str:
+        """Folder or hub name of the draft; "" where there is none."""
+        return "" if self.draft is None else str(self.draft.config.name_or_path)
+
+    @property
     def logits_dtype(self) -> torch.dtype:
         """In which scores are computed: float64 for float64 models, else float32."""
         return torch.float64 if self.target.dtype == torch.float64 else torch.float32

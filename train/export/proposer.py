@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.schema import Header
+from ...decode.drafters.find import needs_draft, reads_states
 from ...decode.engines.policies import missing_in_engines
 from ...decode.engines.settings import KEY
 from ...policies.contract import StopPolicy
@@ -26,14 +27,17 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
         depth: K, the most tokens of a draft.
         out: folder of the export, which the configuration points into.
     """
-    if missing_in_engines(policy) or policy.max_depth < 1:
+    drafter = drafter_of(header)
+    if _obstacle(policy, drafter):
         return {}
     drafts = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": min(policy.max_depth, depth)}
     name, mark, options = policy.shown_name.partition("?")
     given = Path(name).expanduser()
     source = policy.source or (given if mark and given.is_dir() else None)  # a folder under other options than its own
+    draft = header.draft if drafter == "model" else str(header.facts.get("draft model", ""))
     told: dict[str, Any] = {
-        "draft": header.draft or "DRAFT",
+        **({"draft": draft or "DRAFT"} if needs_draft(drafter) else {}),
+        **({} if drafter == "model" else {"drafter": drafter}),
         "policy": policy.shown_name if source is None else f"{(out / POLICY).resolve()}{mark}{options}",
     }
     if header.temperature > 0:
@@ -49,8 +53,22 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
     return files
 
 
-def proposer_use(policy: StopPolicy | None, files: Mapping[str, str | bytes]) -> str:
-    """Return what a page says of the policy itself inside vLLM."""
+def drafter_of(header: Header) -> str:
+    """Return the drafter of a trace, as of `--drafter`."""
+    return str(header.facts.get("drafter", "model"))
+
+
+def _obstacle(policy: StopPolicy, drafter: str) -> str:
+    """Return why vLLM cannot run a policy with its drafter; "" where it can."""
+    if reads_states(drafter):
+        return f"its drafter, {drafter}, reads the target's hidden states, which vLLM does not hand to a class"
+    if missing := missing_in_engines(policy):
+        return f"it reads {', '.join(missing)}, which vLLM does not hand to a drafter"
+    return "" if policy.max_depth else "it never drafts"
+
+
+def proposer_use(policy: StopPolicy | None, drafter: str, files: Mapping[str, str | bytes]) -> str:
+    """Return what a page says of the policy itself, and of its drafter, inside vLLM."""
     if files:
         return (
             f"The policy `{policy.name if policy else ''}` itself, which ends each request's draft, exactly:\n\n"
@@ -64,8 +82,7 @@ def proposer_use(policy: StopPolicy | None, files: Mapping[str, str | bytes]) ->
         )
     if policy is None:
         return "With `--policy` the policy itself is written for vLLM as well."
-    missing = missing_in_engines(policy)
-    why = f"it reads {', '.join(missing)}, which vLLM does not hand to a drafter" if missing else "it never drafts"
     return (
-        f"The policy `{policy.name}` itself cannot run in vLLM: {why}. `specstop train --for vllm` trains one that can."
+        f"The policy `{policy.name}` itself cannot run in vLLM: {_obstacle(policy, drafter)}. `specstop train --for vllm` "
+        "trains one that can, on traces of a draft model, lookup or suffix."
     )

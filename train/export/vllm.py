@@ -20,7 +20,7 @@ from .acceptance import fit_acceptance
 from .by_batch import choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, page_text, policy_loss
-from .proposer import proposer_files, proposer_use
+from .proposer import drafter_of, proposer_files, proposer_use
 from .serving import assumptions, batch_profile, batch_seconds, measured_rows
 
 CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
@@ -44,7 +44,8 @@ def make_files(export: Export) -> Written:
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
         files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
     own = {} if export.asked is None else proposer_files(export.asked, export.header, export.depth, export.out)
-    return Written({**files, **own}, page_of(export, config, alone, batches, proposer_use(export.asked, own)), figures)
+    use = proposer_use(export.asked, drafter_of(export.header), own)
+    return Written({**files, **own}, page_of(export, config, alone, batches, use), figures)
 
 
 def lengths_by_size(export: Export) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:

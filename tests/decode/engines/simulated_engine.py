@@ -7,6 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from specstop.decode.engines.drafting import Drafting, Options
+from specstop.decode.engines.source import DraftRows
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.pair import Pair
+from specstop.policies.contract import StopPolicy
+
+K, PLACES = 5, 4
 
 Drafts = list[list[int]]
 Propose = Callable[[list[list[int]], np.ndarray, np.ndarray], Drafts]
@@ -103,3 +111,50 @@ class Engine:
         request.rounds.append((len(request.text), list(request.draft), new))
         request.done += len(new)
         return new
+
+
+def requests_of(pair: Pair) -> list[Request]:
+    """Return 14 requests with the target's own texts, two of them equal, two of which begin alike."""
+    chance = np.random.default_rng(1)
+    prompts = [[int(t) for t in chance.integers(17, 48, n)] for n in chance.integers(2, 12, 12)]
+    prompts += [list(prompts[3]), [*prompts[5], 20, 21]]
+    made = []
+    for at, prompt in enumerate(prompts):
+        cache = CachedModel(pair.target, 128, pair.vocabulary)
+        logits, answer = cache.read(torch.tensor([prompt]), rows=1), []
+        for _ in range(24):
+            answer.append(int(logits[0, -1].argmax()))
+            logits = cache.read(torch.tensor([answer[-1:]]))
+        made.append(Request(f"r{at}", prompt, answer))
+    return made
+
+
+class Asked:
+    """Drafting with its engine, and what it was asked for: each text with its draft.
+
+    Args:
+        draft: what drafts, K tokens at most for `PLACES` requests.
+        policy: that ends the drafts.
+        seed: of the engine.
+        requests: not begun yet; they are left so.
+        named: the engine tells names.
+        more: of `Options`.
+    """
+
+    def __init__(
+        self, draft: DraftRows, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool, **more: int
+    ) -> None:
+        self.drafting = Drafting(draft, policy, Options(**{"rows": PLACES, "depth": K, "readable": 128, **more}))
+        self.engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], PLACES, seed)
+        self.named = named
+        self.asked: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, sampled: Drafts, lengths: np.ndarray, tokens: np.ndarray) -> Drafts:
+        at = [i for i, new in enumerate(sampled) if new]
+        texts = [tokens[i, : lengths[i]] for i in at]
+        made = self.drafting.propose(texts, [self.engine.names[i] for i in at] if self.named else None)
+        self.asked += [(text.tolist(), draft) for text, draft in zip(texts, made, strict=True)]
+        drafts: Drafts = [[] for _ in sampled]
+        for i, draft in zip(at, made, strict=True):
+            drafts[i] = draft
+        return drafts

@@ -10,18 +10,15 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from simulated_engine import Engine, Request
+from simulated_engine import PLACES, Asked, K, Request, requests_of
 from specstop.decode.engines import models
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.models import ModelRows
 from specstop.decode.engines.rounds import Heard, Sent
-from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import RoundOutcome, State, StopPolicy
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.storage.registry import load_policy
-
-K, PLACES = 5, 4
 
 
 @pytest.fixture(scope="session")
@@ -48,44 +45,11 @@ def greedy(model: torch.nn.Module, text: list[int], count: int) -> tuple[list[in
 
 @pytest.fixture(scope="module")
 def requests(pair: Pair) -> list[Request]:
-    """14 requests with the target's own texts, two of them equal, two of which begin alike."""
-    chance = np.random.default_rng(1)
-    prompts = [[int(t) for t in chance.integers(17, 48, n)] for n in chance.integers(2, 12, 12)]
-    prompts += [list(prompts[3]), [*prompts[5], 20, 21]]
-    made = []
-    for at, prompt in enumerate(prompts):
-        cache = CachedModel(pair.target, 128, pair.vocabulary)
-        logits, answer = cache.read(torch.tensor([prompt]), rows=1), []
-        for _ in range(24):
-            answer.append(int(logits[0, -1].argmax()))
-            logits = cache.read(torch.tensor([answer[-1:]]))
-        made.append(Request(f"r{at}", prompt, answer))
-    return made
+    return requests_of(pair)
 
 
-def fresh(requests: list[Request]) -> list[Request]:
-    return [Request(r.name, r.prompt, r.answer) for r in requests]
-
-
-class Tool:
-    """Drafting with its engine, and what it was asked for."""
-
-    def __init__(self, pair: Pair, policy: StopPolicy, seed: int, requests: list[Request], named: bool, **more: object):
-        options = Options(PLACES, K, 128, eos=(), **more)  # type: ignore[arg-type]
-        self.drafting = Drafting(ModelRows(pair.draft_model, PLACES, pair.vocabulary), policy, options)
-        self.engine = Engine(fresh(requests), PLACES, seed)
-        self.named = named
-        self.asked: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        at = [i for i, new in enumerate(sampled) if new]
-        texts = [tokens[i, : lengths[i]] for i in at]
-        made = self.drafting.propose(texts, [self.engine.names[i] for i in at] if self.named else None)
-        self.asked += [(text.tolist(), draft) for text, draft in zip(texts, made, strict=True)]
-        drafts: list[list[int]] = [[] for _ in sampled]
-        for i, draft in zip(at, made, strict=True):
-            drafts[i] = draft
-        return drafts
+def of_model(pair: Pair, *args: object, **more: object) -> Asked:
+    return Asked(ModelRows(pair.draft_model, PLACES, pair.vocabulary), *args, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -93,7 +57,7 @@ def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request
     """Preempted, moved, aborted, trimmed, read in chunks: the draft never mistakes a request for another."""
     done: Counter[str] = Counter()
     for seed in range(3):
-        tool = Tool(pair, load_policy("confidence:0.3"), seed, requests, named)
+        tool = of_model(pair, load_policy("confidence:0.3"), seed, requests, named)
         tool.engine.run(tool.propose)
         done.update(tool.engine.counts)
         for text, draft in tool.asked[:: 3 if named else 5]:
@@ -112,7 +76,7 @@ def test_decisions_are_timed_apart_from_the_model(pair: Pair, requests: list[Req
             time.sleep(1e-3)
             return step.alive, state
 
-    tool = Tool(pair, Slow(), 0, requests[:1], True)
+    tool = of_model(pair, Slow(), 0, requests[:1], True)
     tool.engine.run(tool.propose, most=6)
     spent = tool.drafting.spent
     assert spent.drafted > 6
@@ -136,7 +100,7 @@ def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[R
             heard.extend(zip(state[:, 0].tolist(), outcome.verified.tolist(), outcome.accepted.tolist(), strict=True))
             return state
 
-    tool = Tool(pair, Listening(), 5, requests, True)
+    tool = of_model(pair, Listening(), 5, requests, True)
     tool.engine.run(tool.propose)
     ended = [request for request in tool.engine.finished]
     expected = Counter()
@@ -172,7 +136,7 @@ def test_a_state_that_grows_with_a_round_begins_anew_with_each(pair: Pair, reque
 
     policy = Growing()
     policy.first = first
-    tool = Tool(pair, policy, 3, requests, True)
+    tool = of_model(pair, policy, 3, requests, True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tool.engine.run(tool.propose)
@@ -206,7 +170,7 @@ def test_a_policy_that_fails_is_named_once_and_replaced(pair: Pair, requests: li
     policy = type("Broken", (StopPolicy,), {where: broken, **({} if where == "keep" else {"keep": _all})})()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        tool = Tool(pair, policy, 1, requests[:5], True, fallback=2)
+        tool = of_model(pair, policy, 1, requests[:5], True, fallback=2)
         tool.engine.run(tool.propose)
     named = [str(w.message) for w in told if issubclass(w.category, SpecstopWarning)]
     assert len(named) == 1 and "seven" in named[0] and "drafting 2 tokens" in named[0]
@@ -243,7 +207,7 @@ def test_a_cache_that_grows_reads_its_texts_again(
     pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "_LEAST", 4)
-    tool = Tool(pair, load_policy("fixed:3"), 2, requests[:6], True)
+    tool = of_model(pair, load_policy("fixed:3"), 2, requests[:6], True)
     tool.engine.run(tool.propose)
     assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3
     for text, draft in tool.asked[::3]:

@@ -20,6 +20,7 @@ from specstop.policies.storage.registry import load_policy
 
 def vllm_config(pair_folder: Path, vocabulary: int = 48, **settings: Any) -> SimpleNamespace:
     model = SimpleNamespace(
+        model=str(pair_folder / "target"),
         dtype=torch.float64,
         max_model_len=128,
         hf_text_config=SimpleNamespace(eos_token_id=2),
@@ -124,6 +125,7 @@ def test_a_rule_that_reads_noise_is_refused_whatever_the_temperature() -> None:
         ({}, "expected an object such as .*not None"),
         ({"specstop": []}, "expected an object such as"),
         ({"specstop": {}}, "draft: expected the folder"),
+        ({"specstop": {"drafter": "suffix+model"}}, "draft: expected the folder"),
         ({"specstop": {"draft": "d", "polcy": "x"}}, "unknown 'polcy' .did you mean 'policy'"),
         ({"specstop": {"draft": 3}}, "draft: expected a text, not 3"),
         ({"specstop": {"draft": "d", "temperature": "warm"}}, "temperature: expected a number, not 'warm'"),

@@ -1,0 +1,107 @@
+"""Drafters of the loop inside an engine: they draft for each request what they draft for its text alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from simulated_engine import PLACES, Asked, K, Request, requests_of
+from specstop.decode.candidates import Candidates
+from specstop.decode.drafters import Drafter, find_drafter
+from specstop.decode.engines import drafters
+from specstop.decode.engines.drafters import DrafterRows, load_rows
+from specstop.decode.models.pair import Pair
+from specstop.decode.topology import chain
+from specstop.policies.errors import InputError, PairError
+from specstop.policies.storage.registry import load_policy
+
+LEAST = 0.4
+DRAFTERS = ("model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?sure=0.9+model")
+
+
+@pytest.fixture(scope="module")
+def requests(plain_pair: Pair) -> list[Request]:
+    return requests_of(plain_pair)
+
+
+def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
+    """Return the draft of a text that is told all at once, ended after the first token of a lower chance than `LEAST`."""
+    drafter.reserve(1, 128)
+    drafter.begin(0)
+    drafter.committed(0, text[:-1], None)
+    found = Candidates.at(text[-1:], chain(K))
+    for depth in range(K):
+        scores = drafter.propose([0], [found], [[depth]]).dense(vocabulary)[0]
+        if not torch.isfinite(scores).any():
+            break
+        found.add(depth, depth + 1, int(scores.argmax()))
+        if scores.softmax(-1).max() < LEAST:
+            break
+    return found.tokens[1:]
+
+
+@pytest.mark.parametrize("spec", DRAFTERS)
+def test_each_draft_is_that_of_its_text_alone(plain_pair: Pair, requests: list[Request], spec: str) -> None:
+    """Preempted, moved, aborted, trimmed, read in chunks: the drafter never mistakes a request for another."""
+    done, known = Counter[str](), find_drafter(spec, plain_pair)
+    for seed in range(2):
+        rows = DrafterRows(find_drafter(spec, plain_pair), PLACES, K, plain_pair.vocabulary)
+        tool = Asked(rows, load_policy(f"confidence:{LEAST}"), seed, requests, named=bool(seed))
+        tool.engine.run(tool.propose)
+        done.update(tool.engine.counts)
+        for text, draft in tool.asked[:: 2 if spec == "lookup" else 5]:
+            assert draft == alone(known, text, plain_pair.vocabulary)
+        assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
+        assert len({len(draft) for _, draft in tool.asked}) > 2
+    assert min(done.values()) > 1 and done["rounds"] > 40
+
+
+@pytest.mark.parametrize("spec", ["suffix", "suffix+model"])
+def test_a_drafter_that_is_given_more_room_is_told_its_texts_again(
+    plain_pair: Pair, requests: list[Request], spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafters, "_LEAST", 4)
+    rows = DrafterRows(find_drafter(spec, plain_pair), PLACES, K, plain_pair.vocabulary)
+    tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 2, requests[:6], named=True)
+    tool.engine.run(tool.propose)
+    known = find_drafter(spec, plain_pair)
+    assert len({(len(text) + K).bit_length() for text, _ in tool.asked}) > 2
+    for text, draft in tool.asked[::3]:
+        assert draft == alone(known, text, plain_pair.vocabulary)
+
+
+def test_earlier_texts_are_drafted_from_if_asked(plain_pair: Pair, requests: list[Request]) -> None:
+    """One request after the other, the same text twice: the second time nearly all of it is a draft."""
+    twice, rounds = [requests[0], Request("again", requests[0].prompt, requests[0].answer)], {}
+    for keep in (0, 1):
+        rows = DrafterRows(find_drafter(f"suffix?keep={keep}", plain_pair), 1, K, plain_pair.vocabulary)
+        tool = Asked(rows, load_policy(f"fixed:{K}"), 0, twice, named=True, rows=1)
+        tool.engine.places, tool.engine.gentle = 1, True
+        tool.engine.run(tool.propose)
+        rounds[keep] = [len(request.rounds) for request in tool.engine.finished]
+    assert rounds[1][0] == rounds[0][0] == rounds[0][1] and rounds[1][1] < rounds[0][1]
+
+
+def load(drafter: str, folder: Path, draft: str = "") -> tuple[object, int]:
+    return load_rows(drafter, draft, str(folder / "target"), torch.device("cpu"), torch.float64, 48, 2, K)
+
+
+def test_drafters_are_made_without_the_engine_s_target(pair_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "seen.txt").write_text("a b c", encoding="utf-8")
+    for spec in ("lookup", "suffix", f"suffix:{tmp_path / 'seen.txt'}", "suffix+model", "model"):
+        rows, readable = load(spec, pair_folder, str(pair_folder / "draft") if spec.endswith("model") else "")
+        assert rows.read([1], [[20, 21, 20]], 0).shape == (1, 48)  # type: ignore[attr-defined]
+        assert (readable < 1 << 20) == spec.endswith("model")
+
+
+@pytest.mark.parametrize("spec", ["medusa:heads", "suffix+ctc:heads"])
+def test_drafters_on_the_target_s_states_are_refused_by_name(pair_folder: Path, spec: str) -> None:
+    with pytest.raises(InputError, match=f"--drafter {spec.replace('+', '.')}: it reads the target's hidden"):
+        load(spec, pair_folder)
+
+
+def test_a_target_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PairError, match="target"):
+        load("lookup", tmp_path)
