@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def test_a_policy_that_vllm_cannot_run_is_refused(pair: Pair, prompts: list[Prom
     policy.features = ("anchor_entropy",)
     with pytest.raises(PolicyError, match="reads anchor_entropy, which vllm"):
         collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm", policy=policy)
+
+
+def test_a_drafter_on_the_target_s_states_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+    heads = replace(pair, drafter="medusa:heads")
+    with pytest.raises(InputError, match="--drafter medusa:heads: it reads the target's hidden states, which vllm"):
+        collect(heads, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
 
 
 def test_a_machine_without_vllm_is_told(

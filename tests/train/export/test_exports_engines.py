@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from specstop.policies.storage.registry import load_policy
 from specstop.train import train
 from specstop.train.export.acceptance import CLAMP, fit_acceptance, log_odds
 from specstop.train.export.deploy import deploy
+from specstop.train.export.proposer import drafter_of, proposer_files, proposer_use
 from specstop.train.export.trtllm import older_schedule, schedule
 
 
@@ -51,6 +53,33 @@ def test_a_rule_is_named_and_what_vllm_cannot_run_is_said(
     deploy("vllm", traces[0.7], profile, tmp_path / "b", sampled, max_batch=1)
     assert not (tmp_path / "b" / "proposer.json").exists()
     assert "cannot run in vLLM: it reads noisy_margin" in (tmp_path / "b" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "told"),
+    [
+        ("suffix", {"drafter": "suffix"}),
+        ("suffix?sure=0.8+model", {"drafter": "suffix?sure=0.8+model", "draft": "small"}),
+    ],
+)
+def test_the_traces_drafter_is_written(
+    drafter: str, told: dict[str, str], traces: dict[float, Trace], tmp_path: Path
+) -> None:
+    facts = {"drafter": drafter, "draft model": told.get("draft", "")}
+    header = replace(traces[0.0].header, draft=drafter, facts=facts)
+    files = proposer_files(load_policy("confidence:0.3"), header, 3, tmp_path)
+    raw = json.loads(files["additional_config.json"])
+    assert raw == {"specstop": {**told, "policy": "confidence:0.3"}}
+    assert read_settings(raw).drafter == drafter
+
+
+def test_a_drafter_on_the_target_s_states_has_no_class(traces: dict[float, Trace], tmp_path: Path) -> None:
+    policy, header = load_policy("fixed:2"), replace(traces[0.0].header, facts={"drafter": "suffix+hydra:heads"})
+    files = proposer_files(policy, header, 3, tmp_path)
+    assert not files
+    assert "its drafter, suffix+hydra:heads, reads the target's hidden" in proposer_use(
+        policy, drafter_of(header), files
+    )
 
 
 @pytest.mark.parametrize("length", [0, 3])
