@@ -26,7 +26,7 @@ from paired import ratio
 from pairs import pair_folder
 from vllm_bench import SIZES, TOKENS, Bench
 from vllm_engine import MOST, Engine, engines, ours, work
-from vllm_speeds import speeds
+from vllm_speeds import BOTH, speeds
 from vllm_traces import kills, predict, trace
 
 HERE = str(Path(__file__).parent)
@@ -76,6 +76,7 @@ def texts(bench: Bench) -> None:
         "fixed:4": ours(bench.folder, "fixed:4"),
         "learned": ours(bench.folder, bench.policy()),
         "joint": ours(bench.folder, bench.policy("batch")),
+        "both": ours(bench.folder, bench.policy("", BOTH), drafter=BOTH),
     }
     with engines(bench.folder, told) as (plain, *mine):
         known = plain.ask("serve", prompts=prompts, tokens=TOKENS, size=1)["texts"]

@@ -60,18 +60,32 @@ class Bench:
                 raise RuntimeError(f"specstop {words[0]} ended with {ran.returncode}:\n{ran.stderr[-2000:]}")
         return out
 
-    def profile(self) -> Path:
-        """Return the engine's profile."""
+    def profile(self, drafter: str = "model") -> Path:
+        """Return the engine's profile with a drafter."""
         where = self.folder / "prompts-train.jsonl"
         return self.run(
-            "engine.json", "profile", "--through", "vllm", "--prompts", where, "--depth", DEPTH, "--batch",
-            ",".join(map(str, SIZES)), "--budget", 240,
+            f"engine{_mark(drafter)}.json", "profile", "--through", "vllm", "--prompts", where, "--depth", DEPTH,
+            "--batch", ",".join(map(str, SIZES)), "--budget", 240, "--drafter", drafter,
         )  # fmt: skip
 
-    def policy(self, rule: str | None = None) -> str:
-        """Return a policy trained on the pair's training prompts for the engine's costs; of a rule."""
-        told = ("--prompts", self.folder / "prompts-train.jsonl", "--limit", 160, "--depth", DEPTH)
-        traces = self.run("traces", "collect", *told, "--max-new-tokens", TOKENS)
+    def policy(self, rule: str = "", drafter: str = "model") -> str:
+        """Return a policy trained on the pair's training prompts for the engine's costs; of a rule, and for a drafter."""
+        told = (
+            "--prompts",
+            self.folder / "prompts-train.jsonl",
+            "--limit",
+            160,
+            "--depth",
+            DEPTH,
+            "--drafter",
+            drafter,
+        )
+        traces = self.run(f"traces{_mark(drafter)}", "collect", *told, "--max-new-tokens", TOKENS)
         more = ("--rule", rule) if rule else ()
-        words = ("train", "--traces", traces, "--profile", self.profile(), "--for", "vllm", *more)
-        return str(self.run(rule or "policy", *words))
+        words = ("train", "--traces", traces, "--profile", self.profile(drafter), "--for", "vllm", *more)
+        return str(self.run(f"{rule or 'policy'}{_mark(drafter)}", *words))
+
+
+def _mark(drafter: str) -> str:
+    """Return what is added to the names of what is made with a drafter."""
+    return "" if drafter == "model" else f"-{drafter.partition('?')[0]}"

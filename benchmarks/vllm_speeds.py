@@ -27,7 +27,10 @@ AT_FIRST = 16
 PROMPTS = 24
 """Of a round."""
 
-KEPT = {"draft_model": 2, "ngram": 1, "ours fixed": 3}
+BOTH = "suffix?sure=0.8+model"
+"""Our other drafter: what came before in the text where that is sure, the draft model elsewhere."""
+
+KEPT = {"draft_model": 2, "ngram": 1, "ours fixed": 2, "ours both fixed": 2}
 """Lengths that take turns, of each drafter: a first pass may miss the best ones by a little."""
 
 AGAIN = "the same again"
@@ -40,7 +43,11 @@ Times = Mapping[str, Sequence[tuple[int, float]]]
 def speeds(bench: Bench) -> None:
     """Tokens/s by requests side by side, the best of each kind in turns."""
     kinds = drafters(bench.folder)
-    mine = {"ours learned": ours(bench.folder, bench.policy()), "ours joint": ours(bench.folder, bench.policy("batch"))}
+    mine = {
+        f"ours {both}{name}": ours(bench.folder, bench.policy(rule, drafter), drafter=drafter)
+        for both, drafter in (("", "model"), ("both ", BOTH))
+        for name, rule in (("learned", ""), ("joint", "batch"))
+    }
     every = {name: told for kind in kinds.values() for name, told in kind.items()}
     rates = first_pass(bench, every)
     for size in SIZES:
@@ -52,7 +59,7 @@ def speeds(bench: Bench) -> None:
         # All of them new at each size: a process that has served before may be slower for it.
         with engines(bench.folder, {"plain": {}, **mine, **chosen}) as running:
             times = in_turns(bench, size, running)
-        compare(bench, size, times, list(mine), best["ours fixed"])
+        compare(bench, size, times, list(mine), best)
     achievable(bench)
 
 
@@ -62,6 +69,7 @@ def drafters(folder: Path) -> dict[str, dict[str, Any]]:
         "draft_model": {f"draft_model:{k}": theirs(folder, "draft_model", k) for k in LENGTHS},
         "ngram": {f"ngram:{k}": theirs(folder, "ngram", k) for k in LENGTHS},
         "ours fixed": {f"ours fixed:{k}": ours(folder, f"fixed:{k}") for k in LENGTHS},
+        "ours both fixed": {f"ours both fixed:{k}": ours(folder, f"fixed:{k}", drafter=BOTH) for k in LENGTHS},
     }
 
 
@@ -106,21 +114,26 @@ def served(engine: Engine, prompts: list[str], size: int) -> list[tuple[int, flo
     return list(zip(map(len, answer["texts"]), answer["shares"], strict=True))
 
 
-def compare(bench: Bench, size: int, times: Times, mine: Sequence[str], fixed: Sequence[str]) -> None:
-    """Print speeds and hold what was trained against the best fixed length and the best of vLLM's own."""
+def compare(bench: Bench, size: int, times: Times, mine: Sequence[str], lengths: Mapping[str, Sequence[str]]) -> None:
+    """Print speeds and hold what was trained against the best fixed length of its drafter and the best of vLLM's own."""
     resamples = Resamples(range(len(times["plain"])))
     rates = {name: np.divide(*resamples.total(np.array(found)).T) for name, found in times.items()}
     for name, rate in rates.items():
         bench.bars.figures[f"{name} at {size}, tokens/s"] = round(float(rate[0]), 1)
         print(f"      {name} at {size}: {rate[0]:.1f} tokens/s")
-    twice = resamples.interval(rates[AGAIN] / rates[fixed[0]])
-    bench.bars.figures[f"{fixed[0]} to itself at {size}"] = asdict(twice)
+    once = lengths["ours fixed"][0]
+    twice = resamples.interval(rates[AGAIN] / rates[once])
+    bench.bars.figures[f"{once} to itself at {size}"] = asdict(twice)
     print(
-        f"      {fixed[0]} to itself in another process at {size}: {text(twice)}; what is nearer to 1 than that tells nothing"
+        f"      {once} to itself in another process at {size}: {text(twice)}; what is nearer to 1 than that tells nothing"
     )
-    others = [name for name in rates if name not in (*mine, *fixed, AGAIN)]
-    best, rival = (max(names, key=lambda name: rates[name][0]) for names in (fixed, others))
+
+    def fastest(names: Sequence[str]) -> str:
+        return max(names, key=lambda name: float(rates[name][0]))
+
+    rival = fastest(["plain", *lengths["draft_model"], *lengths["ngram"]])
     for name in mine:
+        best = fastest(lengths["ours both fixed" if name.startswith("ours both") else "ours fixed"])
         to_best, to_rival = (resamples.interval(rates[name] / rates[against]) for against in (best, rival))
         met = to_best.is_above if size <= 4 else to_best.high is None or to_best.high >= 0.99
         bench.bars.add(f"{name} to {best} at {size}", asdict(to_best), met, text(to_best))
