@@ -23,6 +23,9 @@ ENVIRONMENT = {
 CLASS = "specstop.decode.engines.vllm.Proposer"
 MOST = 16
 """Requests side by side."""
+BLOCKS = 160
+"""Of 128 tokens each, in vLLM's cache: enough for `MOST` requests and as many aborted ones; its own choice is ten times that,
+and a dozen engines wait for their turns."""
 LAST_LINES = 20
 """Of what an engine logged, shown where it dies."""
 
@@ -115,7 +118,7 @@ def work(task: Mapping[str, Any]) -> int:
 
     llm = LLM(
         model=str(Path(task["folder"]) / "target"), dtype="float32", enforce_eager=True, max_model_len=512,
-        max_num_seqs=MOST, **task["options"],
+        max_num_seqs=MOST, block_size=128, num_gpu_blocks_override=BLOCKS, **task["options"],
     )  # fmt: skip
     for line in sys.stdin:
         asked = json.loads(line)
