@@ -126,8 +126,10 @@ def work(task: Mapping[str, Any]) -> int:
     return 0
 
 
-def serve(llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool = False) -> dict[str, Any]:
-    """Serve prompts, `size` at a time, the next one arriving as one ends.
+def serve(
+    llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool = False, policy: str = ""
+) -> dict[str, Any]:
+    """Serve prompts, `size` at a time, the next one arriving as one ends; under another policy of ours, if one is named.
 
     With `abort` every fifth comes twice, and one of the two is aborted on the way. `shares` are seconds by prompt: those of a
     step are shared out among the requests in it.
@@ -136,7 +138,12 @@ def serve(llm: Any, prompts: Sequence[str], tokens: int, size: int, abort: bool 
 
     engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens)
     waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
-    spent = drafting_of(llm)
+    drafting = drafting_of(llm)
+    if policy:
+        from specstop.policies.storage.registry import load_policy
+
+        drafting.use(load_policy(policy))
+    spent = drafting.spent if drafting else None
     before, aborted, shares = (spent.all_s, spent.model_s) if spent else (0.0, 0.0), 0, [0.0] * len(prompts)
     begin = last = time.perf_counter()
     while waiting or running:
@@ -180,9 +187,9 @@ def sample(llm: Any, prompt: str, seeds: Sequence[int], tokens: int) -> dict[str
 
 
 def drafting_of(llm: Any) -> Any:
-    """Return what our proposer has spent; None of other engines."""
+    """Return our drafting inside an engine; None of others."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    return getattr(getattr(getattr(runner, "drafter", None), "drafting", None), "spent", None)
+    return getattr(getattr(runner, "drafter", None), "drafting", None)
 
 
 def memory() -> float:

@@ -71,9 +71,9 @@ llm = LLM(model=task["folder"] + "/target", dtype="float32", max_model_len=128, 
 params = [SamplingParams(temperature=0.7, max_tokens=5, ignore_eos=True, detokenize=False, seed=task["seed"] + at)
           for at in range(task["count"])]
 outputs = llm.generate([{"prompt_token_ids": [20, 31, 22, 40]}] * task["count"], params, use_tqdm=False)
-spent = helper.drafting_of(llm)
+drafting = helper.drafting_of(llm)
 texts = [list(output.outputs[0].token_ids) for output in outputs]
-print("ANSWER" + json.dumps({"texts": texts, "drafted": spent.drafted if spent else 0}))
+print("ANSWER" + json.dumps({"texts": texts, "drafted": drafting.spent.drafted if drafting else 0}))
 """
 
 
