@@ -286,7 +286,7 @@ def achievable(bench: Bench) -> None:
     told = ("--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
     held = open_trace(bench.run("held-out", "collect", *told, "--max-new-tokens", TOKENS))
     policies = [load_policy(bench.policy()), load_policy(bench.policy("batch"))]
-    policies[0].name, policies[1].name = "learned", "joint"
+    policies[0].label, policies[1].label = "learned", "joint"
     profile = Profile.load(bench.profile())
     found = bench.kept(
         "achievable", lambda: evaluate(held, profile, policies, achievable=True, batch=SIZES).details["batch"]
