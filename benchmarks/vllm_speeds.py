@@ -26,8 +26,8 @@ LENGTHS = (1, 2, 3, 4, 5)
 AT_FIRST = 16
 """Prompts of the first pass. Whole texts: drafts are accepted more often later in them, so short ones favour short drafts."""
 
-PROMPTS = 24
-"""Of a round."""
+PROMPTS, SOME = 24, 8
+"""Of a round, and at least of a turn: machines change their pace within minutes, so turns are short."""
 
 BOTH = "suffix?sure=0.8+model"
 """Our other drafter: what came before in the text where that is sure, the draft model elsewhere."""
@@ -118,7 +118,7 @@ def in_turns(bench: Bench, size: int, every: Mapping[str, Contender], running: M
 
     More prompts at a time where more requests run side by side, so that few steps run half empty.
     """
-    prompts, some = bench.prompts(PROMPTS * bench.rounds), max(PROMPTS, 4 * size)
+    prompts, some = bench.prompts(PROMPTS * bench.rounds), max(SOME, 3 * size)
     times: dict[str, list[tuple[int, float]]] = {name: [] for name in every}
     for turn, start in enumerate(range(0, len(prompts), some)):
         for name in list(every) if turn % 2 == 0 else list(every)[::-1]:
