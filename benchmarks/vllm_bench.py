@@ -70,17 +70,10 @@ class Bench:
 
     def policy(self, rule: str = "", drafter: str = "model") -> str:
         """Return a policy trained on the pair's training prompts for the engine's costs; of a rule, and for a drafter."""
-        told = (
-            "--prompts",
-            self.folder / "prompts-train.jsonl",
-            "--limit",
-            160,
-            "--depth",
-            DEPTH,
-            "--drafter",
-            drafter,
-        )
-        traces = self.run(f"traces{_mark(drafter)}", "collect", *told, "--max-new-tokens", TOKENS)
+        traces = self.run(
+            f"traces{_mark(drafter)}", "collect", "--prompts", self.folder / "prompts-train.jsonl", "--limit", 160,
+            "--depth", DEPTH, "--drafter", drafter, "--max-new-tokens", TOKENS,
+        )  # fmt: skip
         more = ("--rule", rule) if rule else ()
         words = ("train", "--traces", traces, "--profile", self.profile(drafter), "--for", "vllm", *more)
         return str(self.run(f"{rule or 'policy'}{_mark(drafter)}", *words))

@@ -192,7 +192,7 @@ def collect(
     if ray is not None:
         if dry_run or overwrite or repair or place.world > 1:
             raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
-        from .ray_tasks import by_tasks
+        from ..ray_tasks import by_tasks
 
         show_trace(by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
         return

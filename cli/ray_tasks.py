@@ -15,14 +15,14 @@ from typing import Any
 
 import yaml
 
-from ...collect.schema import Header
-from ...collect.store.folder import Trace, finished, read_header
-from ...policies.errors import InputError, SpecstopError, TraceError
-from ...policies.files.outputs import claim_folder
-from ...policies.progress import Progress
-from ..console.interrupt import Interrupted, finish_first
-from ..console.output import progress_bars
-from ..options.config import running_options
+from ..collect.schema import Header
+from ..collect.store.folder import Trace, finished, read_header
+from ..policies.errors import InputError, SpecstopError, TraceError
+from ..policies.files.outputs import claim_folder
+from ..policies.progress import Progress
+from .console.interrupt import Interrupted, finish_first
+from .console.output import progress_bars
+from .options.config import running_options
 
 LOCAL = "local"
 RETRIES = 100
@@ -39,7 +39,7 @@ def collect_rank(options: dict[str, Any], folder: str, rank: int, world: int) ->
         folder: where its paths begin.
         rank, world: this process among the others.
     """
-    from ..app import app
+    from .app import app
 
     os.chdir(folder)
     os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0"})  # Ray shows a task its own GPUs
