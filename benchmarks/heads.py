@@ -28,7 +28,7 @@ import torch
 from bars import Bars, arguments
 from baselines import measured
 from hindsight import policy_survival, settle_thresholds
-from pairs import documents, effort, own_pair
+from pairs import documents, effort, own_pair, unseen_prompts
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
@@ -43,7 +43,6 @@ from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.train.demo.pair import unseen_prompts
 from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train

@@ -29,7 +29,7 @@ import numpy as np
 from bars import Bars, arguments
 from drafting.subtrees import likeliest_nodes, on_subtree, subtree
 from drafting.tree_choice import TREE, TreeChoice, choose_tree, likely_tree
-from pairs import documents, effort, pair_folder
+from pairs import documents, effort, pair_folder, unseen_prompts
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, facts, reading_room
@@ -45,7 +45,6 @@ from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.train.demo.pair import unseen_prompts
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.fit import fit_tree, tree_features
 from specstop.train.fit.trees.solve import solve_tree

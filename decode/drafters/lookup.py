@@ -14,6 +14,9 @@ from ..candidates import Candidates
 from ..models.pair import ENDLESS, Pair
 from .base import Proposal
 
+LONGEST = 3
+"""Tokens of context that are looked for, at most, unless told otherwise."""
+
 
 class LookupDrafter:
     """Prompt lookup: what followed the longest earlier occurrence of the last tokens, weighted by how often (free).
@@ -29,7 +32,7 @@ class LookupDrafter:
     layers: tuple[int, ...] = ()
     readable = ENDLESS
 
-    def __init__(self, pair: Pair, longest: int = 3) -> None:
+    def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
         if longest < 1:
             raise InputError(f"lookup: expected a length of 1 or more, not {longest}")
         self._device, self._dtype, self._longest = pair.device, pair.logits_dtype, longest

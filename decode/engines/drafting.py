@@ -7,7 +7,9 @@ came of a draft is what follows in the text.
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +18,10 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
+from ...policies.errors import SpecstopWarning
 from ...policies.features import Drawn
 from ...policies.latency.profile import Profile
+from ...policies.plugin_code import reason
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
 from .asking import Asking
@@ -60,17 +64,35 @@ class Spent:
     asked_s: float = 0.0
 
 
-class _Timed:
-    """A drafter whose calls are timed."""
+class _Guarded:
+    """A drafter whose calls are timed; one that raises an error is named once, and knows of no token from then on."""
 
     def __init__(self, draft: DraftRows, spent: Spent) -> None:
-        self._draft, self._spent, self.roll_back = draft, spent, draft.roll_back
+        self._draft: DraftRows | None = draft
+        self._spent = spent
 
     def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
         begin = time.perf_counter()
-        logits = self._draft.read(rows, tokens, depth)
+        logits = torch.full((len(rows), 1), -math.inf)
+        try:
+            if self._draft is not None:
+                logits = self._draft.read(rows, tokens, depth)
+        except Exception as error:  # a plugin may raise anything; the engine must live
+            self._fail(error)
         self._spent.model_s += time.perf_counter() - begin
         return logits
+
+    def roll_back(self, row: int, length: int) -> None:
+        try:
+            if self._draft is not None:
+                self._draft.roll_back(row, length)
+        except Exception as error:  # a plugin may raise anything; the engine must live
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._draft = None
+        text = f"the drafter failed ({reason(error)}); nothing is drafted from here on"
+        warnings.warn(text, SpecstopWarning, stacklevel=3)
 
 
 class Drafting:
@@ -97,7 +119,7 @@ class Drafting:
         observer: Observer | None = None,
     ) -> None:
         self.options, self.spent = options, Spent()
-        self._draft, self._profile, self._observer = _Timed(draft, self.spent), profile, observer
+        self._draft, self._profile, self._observer = _Guarded(draft, self.spent), profile, observer
         self._watch = Stopwatch(torch.device("cpu"))
         self.use(policy)
         self._rows, self._eos = Rows(options.rows), frozenset(options.eos)

@@ -59,7 +59,7 @@ def check_engine_drafter(name: str, engine: str, reads: bool = False) -> str:
     """
     if reads or reads_states(name):
         raise InputError(
-            f"--drafter {name}: it reads the target's hidden states, which {engine} does not hand to a class; expected "
+            f"drafter {name}: it reads the target's hidden states, which {engine} does not hand to a class; expected "
             "model, lookup, suffix, or two such as suffix+model"
         )
     return name

@@ -22,7 +22,6 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from ...collect.prompts.tokens import Prompt
 from ...policies.errors import InputError
 from ...policies.files.atomic import cache_folder, read_json, sha256, write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
@@ -79,43 +78,6 @@ def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, prog
         }
         write_json(stage / "pair.json", described)
     return out
-
-
-def unseen_prompts(
-    pair: Path, documents: Sequence[Document], train: int, test: int
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Cut more prompts than a pair came with, from text that neither of its models has seen.
-
-    Args:
-        pair: Folder of `make_pair`.
-        documents: What it was made of.
-        train: Prompts for collecting traces.
-        test: Prompts for tests, from other documents.
-
-    Returns:
-        Training and test prompts, as many as the text has.
-
-    Raises:
-        InputError: The pair was not made of these documents.
-    """
-    described: Any = read_json(pair / "pair.json", "the pair")
-    recipe = described["recipe"]
-    split = split_documents(documents, recipe["held_out"], recipe["seed"], recipe["text_bytes"])
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(pair / "target")
-    # Three fifths for training, as `split_documents` deals what it holds out.
-    most = len(split.left) * 3 // 5
-    found = []
-    for side, own, more, count in (
-        ("train", split.prompts_train, split.left[:most], train),
-        ("test", split.prompts_test, split.left[most:], test),
-    ):
-        cut = cut_prompts(tokenizer, [*own, *more], count, tuple(recipe["prompt_tokens"]), recipe["seed"])
-        first = (pair / f"prompts-{side}.jsonl").read_text(encoding="utf-8").partition("\n")[0]
-        # The pair's own documents come first, cut with the same seed: the same text gives the same first prompt.
-        if cut[0] != json.loads(first):
-            raise InputError(f"expected the text that {pair} was made of: its first {side} prompt is not in this one")
-        found.append([Prompt(record["id"], record["prompt"], record["group"]) for record in cut])
-    return found[0], found[1]
 
 
 def demo_pair(seed: int = 0, progress: Progress = silent) -> Path:

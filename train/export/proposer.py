@@ -34,9 +34,8 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
     name, mark, options = policy.shown_name.partition("?")
     given = Path(name).expanduser()
     source = policy.source or (given if mark and given.is_dir() else None)  # a folder under other options than its own
-    draft = header.draft if drafter == "model" else str(header.facts.get("draft model", ""))
     told: dict[str, Any] = {
-        **({"draft": draft or "DRAFT"} if needs_draft(drafter) else {}),
+        **({"draft": draft_of(header)} if needs_draft(drafter) else {}),
         **({} if drafter == "model" else {"drafter": drafter}),
         "policy": policy.shown_name if source is None else f"{(out / POLICY).resolve()}{mark}{options}",
     }
@@ -56,6 +55,11 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
 def drafter_of(header: Header) -> str:
     """Return the drafter of a trace, as of `--drafter`."""
     return str(header.facts.get("drafter", "model"))
+
+
+def draft_of(header: Header) -> str:
+    """Return the draft model of a trace, `DRAFT` where it has none."""
+    return str((header.draft if drafter_of(header) == "model" else header.facts.get("draft model")) or "DRAFT")
 
 
 def _obstacle(policy: StopPolicy, drafter: str) -> str:

@@ -8,6 +8,7 @@ both ends included, the first from 1 on, none overlapping; sizes after the last 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...collect.schema import Header
+from ...decode.drafters.lookup import LONGEST
 from ..report.whatif.records import markdown_table
 from .acceptance import fit_acceptance
 from .by_batch import choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, page_text, policy_loss
-from .proposer import drafter_of, proposer_files, proposer_use
+from .proposer import draft_of, drafter_of, proposer_files, proposer_use
 from .serving import assumptions, batch_profile, batch_seconds, measured_rows
 
 CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
@@ -28,6 +31,8 @@ VERSION = "0.33.0"
 """Whose parser the file was held against."""
 
 MAX_BATCH = 256
+
+_LOOKUP = re.compile(r"lookup(?:(?::|\?longest=)(\d+))?")
 
 Range = tuple[int, int, int]
 
@@ -38,7 +43,7 @@ def make_files(export: Export) -> Written:
     A batch larger than the largest one looked at keeps its length.
     """
     ranges, alone, batches = lengths_by_size(export)
-    config = speculative_config(ranges, export.header.draft)
+    config = {**table_drafter(export.header), **length_table(ranges)}
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile)}
     files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
@@ -68,11 +73,19 @@ def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
     return ranges
 
 
-def speculative_config(ranges: Sequence[Range], draft: str) -> dict[str, Any]:
-    """Return what `--speculative-config` takes. Where no length pays, 1 stands for the least that it accepts."""
+def table_drafter(header: Header) -> dict[str, Any]:
+    """Return what names, in `--speculative-config`, the drafter of vLLM's own that a table of lengths is for.
+
+    Lookup is its ngram. Its suffix drafter takes no table, and others it has none like: a draft model stands for them.
+    """
+    if found := _LOOKUP.fullmatch(drafter_of(header)):
+        return {"method": "ngram", "prompt_lookup_max": int(found[1] or LONGEST), "prompt_lookup_min": 1}
+    return {"method": "draft_model", "model": draft_of(header)}
+
+
+def length_table(ranges: Sequence[Range]) -> dict[str, Any]:
+    """Return the lengths in `--speculative-config`. Where none pays, 1 stands for the least that it accepts."""
     return {
-        "method": "draft_model",
-        "model": draft,
         "num_speculative_tokens": max(1, *(length for *_, length in ranges)),
         "num_speculative_tokens_per_batch_size": [list(entry) for entry in ranges],
     }
@@ -142,6 +155,24 @@ def sizes_table(export: Export, batches: Mapping[str, Any]) -> str:
     )
 
 
+def _drafter_use(config: Mapping[str, Any], drafter: str) -> str:
+    """Return what is to be known of the drafter that a configuration names."""
+    if config["method"] == "ngram":
+        return (
+            "`ngram` is vLLM's own lookup. It drafts what followed one earlier occurrence, not what followed most often, "
+            "so that it may be accepted less often than on the traces."
+        )
+    if drafter == "model":
+        return (
+            f"`model` is the draft of the traces (`{config['model']}`): change it to where vLLM finds it. For an EAGLE, MTP "
+            "or other drafter change `method` as well, and only if the traces are of that drafter."
+        )
+    return (
+        f"The traces are of the drafter `{drafter}`, and vLLM itself has none of that kind that takes a table: change "
+        "`method` and `model` to one that does. The lengths hold as far as it is accepted as often and as fast."
+    )
+
+
 def page_of(
     export: Export, config: Mapping[str, Any], alone: Mapping[str, Any], batches: Mapping[str, Any], own: str
 ) -> str:
@@ -149,8 +180,7 @@ def page_of(
     use = (
         f"{own}\n\nThe table of lengths, for setups that cannot take a class:\n\n"
         '```console\nvllm serve TARGET --speculative-config "$(cat speculative_config.json)"\n```\n\n'
-        f"`model` is the draft of the traces (`{config['model']}`): change it to where vLLM finds it. For an EAGLE, MTP or "
-        "other drafter change `method` as well, and only if the traces are of that drafter. vLLM drops the "
+        f"{_drafter_use(config, drafter_of(export.header))} vLLM drops the "
         f"table under data parallelism. The parser of vLLM {VERSION} accepts the file; versions without "
         "`num_speculative_tokens_per_batch_size` do not. Under Model Runner V2 a draft model drafts the full length and the "
         "surplus is blanked: there the table saves verification, not drafting; eagle and mtp draft what it says.\n\n"

@@ -88,14 +88,6 @@ def replay(arrays: TraceArrays, policy: StopPolicy, profile: Profile, details: b
     return _played(arrays, policy, profile, _queues(arrays, policy), [policy], details)[0]
 
 
-def replay_orders(
-    arrays: TraceArrays, policy: StopPolicy, profile: Profile, count: int = 5, seed: int = 0
-) -> list[Replayed]:
-    """Replay a policy that carries its state in several orders of the texts: that of the trace, then shuffled ones."""
-    check_replayable(arrays, policy, profile)
-    return _played(arrays, policy, profile, _by_draw(arrays, _orders(arrays.sequences, count, seed)), [policy] * count)
-
-
 def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Profile) -> list[Replayed]:
     """Replay many policies; those that differ in a threshold only run side by side, which is what a sweep wants."""
     most = min([MOST_STREAMS, *(_streams_of(arrays, policy) for policy in policies if policy.hidden)])
@@ -120,24 +112,13 @@ def replay_many(arrays: TraceArrays, policies: Sequence[StopPolicy], profile: Pr
 
 
 def _queues(arrays: TraceArrays, policy: StopPolicy) -> Array:
-    """Return [R, Q], the streams of a policy: one for each sequence, or one for all where it carries its state on."""
-    every = np.arange(arrays.sequences)
-    return _by_draw(arrays, every[None]) if policy.carries else every[:, None]
+    """Return [R, Q], the streams of a policy: one for each sequence, or where it carries its state one for each of N draws.
 
-
-def _by_draw(arrays: TraceArrays, orders: Array) -> Array:
-    """Return orders [count, S] of the sequences as [count x N, S / N]: what carries its state meets a text once, not N draws.
-
-    Each order is taken as one of the texts, by where their first draws stand in it.
+    What carries its state meets a text once, not N draws of it.
     """
-    draws = arrays.header.draws
-    if draws == 1:
-        return orders
-    # The N draws of a text are sequences that follow one another; multiples of N are first draws.
-    texts = orders[orders % draws == 0].reshape(len(orders), 1, -1)
-    # [count, N, S / N] -> [count x N, S / N]
-    out: Array = (texts + np.arange(draws)[:, None]).reshape(len(orders) * draws, -1)
-    return out
+    every = np.arange(arrays.sequences)
+    # The N draws of a text are sequences that follow one another.
+    return every.reshape(-1, arrays.header.draws).T.copy() if policy.carries else every[:, None]
 
 
 def _streams_of(arrays: TraceArrays, policy: StopPolicy) -> int:
@@ -213,13 +194,6 @@ def _played(
             )
         )
     return out
-
-
-def _orders(sequences: int, count: int, seed: int) -> Array:
-    """Return [count, S]: the order of the trace, then shuffled ones."""
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = [torch.randperm(sequences, generator=generator).numpy() for _ in range(count - 1)]
-    return np.stack([np.arange(sequences), *shuffled])
 
 
 def _joined(parts: Sequence[Array], width: int, dtype: Any) -> Array:

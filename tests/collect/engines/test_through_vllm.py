@@ -45,7 +45,7 @@ def test_a_policy_that_vllm_cannot_run_is_refused(pair: Pair, prompts: list[Prom
 
 def test_a_drafter_on_the_target_s_states_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     heads = replace(pair, drafter="medusa:heads")
-    with pytest.raises(InputError, match="--drafter medusa:heads: it reads the target's hidden states, which vllm"):
+    with pytest.raises(InputError, match="drafter medusa:heads: it reads the target's hidden states, which vllm"):
         collect(heads, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from specstop.decode.engines import drafters
 from specstop.decode.engines.drafters import DrafterRows, load_rows
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import chain
-from specstop.policies.errors import InputError, PairError
+from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.storage.registry import load_policy
+from torch import Tensor
 
 LEAST = 0.4
 DRAFTERS = ("model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?sure=0.9+model")
@@ -84,6 +87,41 @@ def test_earlier_texts_are_drafted_from_if_asked(plain_pair: Pair, requests: lis
     assert rounds[1][0] == rounds[0][0] == rounds[0][1] and rounds[1][1] < rounds[0][1]
 
 
+class Breaking(DrafterRows):
+    """Fails at its `at`-th call, and must not be called again."""
+
+    def __init__(self, at: int, *args: Any) -> None:
+        super().__init__(*args)
+        self.left = at
+
+    def counted(self) -> None:
+        assert self.left > 0, "a drafter that has failed was called again"
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("out of words")
+
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
+        self.counted()
+        return super().read(rows, tokens, depth)
+
+    def roll_back(self, row: int, length: int) -> None:
+        self.counted()
+        super().roll_back(row, length)
+
+
+@pytest.mark.parametrize("at", range(20, 26))
+def test_an_engine_outlives_its_drafter(plain_pair: Pair, requests: list[Request], at: int) -> None:
+    """Whatever call fails, it is said once, and the requests are finished without drafts."""
+    rows = Breaking(at, find_drafter("lookup", plain_pair), PLACES, K, plain_pair.vocabulary)
+    tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 0, requests, named=True)
+    with pytest.warns(SpecstopWarning, match=r"the drafter failed \(.*out of words.*\); nothing is drafted") as told:
+        tool.engine.run(tool.propose)
+    assert len(told) == 1 and rows.left == 0
+    assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
+    lengths = [len(draft) for _, draft in tool.asked]
+    assert any(lengths) and not any(lengths[-40:])
+
+
 def load(drafter: str, folder: Path, draft: str = "") -> tuple[object, int]:
     return load_rows(drafter, draft, str(folder / "target"), torch.device("cpu"), torch.float64, 48, 2, K)
 
@@ -98,7 +136,7 @@ def test_drafters_are_made_without_the_engine_s_target(pair_folder: Path, tmp_pa
 
 @pytest.mark.parametrize("spec", ["medusa:heads", "suffix+ctc:heads"])
 def test_drafters_on_the_target_s_states_are_refused_by_name(pair_folder: Path, spec: str) -> None:
-    with pytest.raises(InputError, match=f"--drafter {spec.replace('+', '.')}: it reads the target's hidden"):
+    with pytest.raises(InputError, match=f"drafter {spec.replace('+', '.')}: it reads the target's hidden"):
         load(spec, pair_folder)
 
 

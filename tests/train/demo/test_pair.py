@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from pair_documents import documents
 from safetensors.torch import load_file
-from specstop.collect.prompts.read import Prompt
 from specstop.policies.errors import InputError
 from specstop.train.demo import pair as module
-from specstop.train.demo.pair import demo_pair, make_pair, unseen_prompts
+from specstop.train.demo.pair import demo_pair, make_pair
 from specstop.train.demo.pair_recipe import RECIPES
 from specstop.train.demo.pair_text import Document, split_documents, stdlib_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = RECIPES["tiny"]
-
-
-def documents(count: int = 10) -> list[Document]:
-    chance = random.Random(5)
-    words = ["alpha", "beta", "gamma", "delta", "value", "index", "return", "self", "print", "for"]
-    found = []
-    for number in range(count):
-        lines = [
-            f"doc{number}_{line} = {chance.choice(words)}({chance.choice(words)}, {chance.choice(words)})"
-            for line in range(40)
-        ]
-        found.append(Document(f"file{number}.py", "\n".join(lines) + "\n", f"group{number % 3}"))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -97,24 +83,6 @@ def test_prompts_come_from_held_out_documents(built: Path) -> None:
         seen[name] = {record["id"].rpartition("#")[0] for record in found}
     assert not seen["train"] & seen["test"]
     assert not (seen["train"] | seen["test"]) & {document.name for document in split.learn}
-
-
-def test_unseen_prompts_are_of_text_that_was_never_learnt(tmp_path: Path) -> None:
-    found, recipe = documents(24), dataclasses.replace(TINY, text_bytes=4000)
-    pair = make_pair(found, recipe, tmp_path / "pair")
-    split = split_documents(found, recipe.held_out, recipe.seed, recipe.text_bytes)
-    assert split.left
-    seen = {document.name for document in (*split.learn, *split.spare)}
-    sides = unseen_prompts(pair, found, 1000, 1000)
-    names = [{prompt.id.rpartition("#")[0] for prompt in side} for side in sides]
-    assert not names[0] & names[1] and not seen & (names[0] | names[1])
-    assert seen | names[0] | names[1] == {document.name for document in found}
-    for side, more in zip(("train", "test"), sides, strict=True):
-        own = records(pair / f"prompts-{side}.jsonl")
-        assert len(more) > len(own)
-        assert all(Prompt(prompt["id"], prompt["prompt"], prompt["group"]) in more for prompt in own)
-    with pytest.raises(InputError, match="expected the text that"):
-        unseen_prompts(pair, documents(23)[::-1], 10, 10)
 
 
 def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:

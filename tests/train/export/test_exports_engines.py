@@ -20,6 +20,7 @@ from specstop.train.export.acceptance import CLAMP, fit_acceptance, log_odds
 from specstop.train.export.deploy import deploy
 from specstop.train.export.proposer import drafter_of, proposer_files, proposer_use
 from specstop.train.export.trtllm import older_schedule, schedule
+from specstop.train.export.vllm import table_drafter
 
 
 def test_a_policy_that_vllm_can_run_is_written_with_its_folder(
@@ -71,6 +72,25 @@ def test_the_traces_drafter_is_written(
     raw = json.loads(files["additional_config.json"])
     assert raw == {"specstop": {**told, "policy": "confidence:0.3"}}
     assert read_settings(raw).drafter == drafter
+
+
+@pytest.mark.parametrize(
+    ("drafter", "named"),
+    [
+        ("model", {"method": "draft_model", "model": "pairs/draft"}),
+        ("lookup", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
+        ("lookup:5", {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 1}),
+        ("lookup?longest=2", {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}),
+        ("suffix", {"method": "draft_model", "model": "DRAFT"}),
+        ("lookup+model", {"method": "draft_model", "model": "small"}),
+    ],
+)
+def test_a_table_is_for_vllm_s_own_drafter_of_the_traces_kind(
+    drafter: str, named: dict[str, str], traces: dict[float, Trace]
+) -> None:
+    facts = {"drafter": drafter, "draft model": "small" if "+" in drafter else ""}
+    draft = "pairs/draft" if drafter == "model" else drafter
+    assert table_drafter(replace(traces[0.0].header, draft=draft, facts=facts)) == named
 
 
 def test_a_drafter_on_the_target_s_states_has_no_class(traces: dict[float, Trace], tmp_path: Path) -> None:

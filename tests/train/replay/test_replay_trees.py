@@ -22,7 +22,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay import run
-from specstop.train.replay.run import Replayed, replay, replay_orders
+from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 TREES = {"widths": "3,2,1,1,1", "fork": "fork:2x5", "odd": "parents:-1,-1,-1,0,0,1,3,3,4,6,9"}
@@ -174,16 +174,6 @@ def test_seconds_are_those_of_the_live_rounds_under_the_profile(
         )
         total = sum(heard) + profile.prefill_seconds(np.array([len(prompt)])).item()
         assert float(replayed.seconds[s]) == pytest.approx(total, rel=1e-12)
-
-
-def test_orders_of_a_carrying_policy_begin_with_that_of_the_trace(
-    forests: dict[object, TraceArrays], profile: Profile
-) -> None:
-    arrays = forests["odd", 0.7]
-    first, *others = replay_orders(arrays, Carrying(), profile, count=3, seed=4)
-    assert torch.equal(first.log, replay(arrays, Carrying(), profile).log)
-    assert all(torch.equal(one.tokens, first.tokens) for one in others)
-    assert not torch.equal(others[0].log, first.log)
 
 
 def test_a_sequence_is_replayed_alike_in_any_company(forests: dict[object, TraceArrays], profile: Profile) -> None:
