@@ -73,14 +73,14 @@ class _Guarded:
 
     def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
         begin = time.perf_counter()
-        logits = torch.full((len(rows), 1), -math.inf)
+        logits = None
         try:
             if self._draft is not None:
                 logits = self._draft.read(rows, tokens, depth)
         except Exception as error:  # a plugin may raise anything; the engine must live
             self._fail(error)
         self._spent.model_s += time.perf_counter() - begin
-        return logits
+        return torch.full((len(rows), 1), -math.inf) if logits is None else logits
 
     def roll_back(self, row: int, length: int) -> None:
         try:
