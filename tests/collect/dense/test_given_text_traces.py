@@ -215,15 +215,18 @@ def test_a_collection_of_draws_goes_on_where_it_was_stopped(
 
 
 def test_what_carries_its_state_meets_a_text_once(drawn: dict[str, Trace], profile: Profile) -> None:
-    from specstop.train.replay.run import _by_draw
-
-    arrays = trace_arrays(drawn["block"])
-    order = np.array([[4, 5, 0, 1, 3, 2]])
-    assert _by_draw(arrays, order).tolist() == [[4, 0, 2], [5, 1, 3]]
-    assert _by_draw(trace_arrays(drawn["point"]), order) is order
+    from specstop.train.replay.run import _queues
 
     class Carrying(FixedLength):
         carries = True
 
+    arrays = trace_arrays(drawn["block"])
+    every = list(range(arrays.sequences))
+    assert arrays.header.draws == 2
+    assert _queues(arrays, Carrying(3)).tolist() == [every[::2], every[1::2]]
+    assert _queues(arrays, FixedLength(3)).tolist() == [[s] for s in every]
+    point = trace_arrays(drawn["point"])
+    assert point.header.draws == 1
+    assert _queues(point, Carrying(3)).tolist() == [list(range(point.sequences))]
     carried, plain = replay(arrays, Carrying(3), profile), replay(arrays, FixedLength(3), profile)
     assert carried.tokens.tolist() == plain.tokens.tolist() and carried.rounds.tolist() == plain.rounds.tolist()
