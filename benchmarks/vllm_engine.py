@@ -132,11 +132,12 @@ def serve(
     """Serve prompts, `size` at a time, the next one arriving as one ends; under another policy of ours, if one is named.
 
     With `abort` every fifth comes twice, and one of the two is aborted on the way. `shares` are seconds by prompt: those of a
-    step are shared out among the requests in it.
+    step are shared out among the requests in it. `full` is tokens/s as long as another prompt is waiting, so `size` run.
     """
     from vllm import SamplingParams
 
-    engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens)
+    # Token ids are enough, as for profiles: a server makes text of them in another process than its engine's.
+    engine, params = llm.llm_engine, SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False)
     waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
     drafting = drafting_of(llm)
     if policy:
@@ -146,6 +147,7 @@ def serve(
     spent = drafting.spent if drafting else None
     before, aborted, shares = (spent.all_s, spent.model_s) if spent else (0.0, 0.0), 0, [0.0] * len(prompts)
     begin = last = time.perf_counter()
+    written, full = dict[str, int](), None
     while waiting or running:
         while waiting and len(running) < size:
             at, prompt = waiting.pop(0)
@@ -153,12 +155,15 @@ def serve(
             engine.add_request(f"{number}-{at}", prompt, params)
             if abort and at % 5 == 4:
                 engine.add_request(f"{number}-{at}-aborted", prompt, params)
+        if not waiting and full is None and written:
+            full = sum(written.values()) / (last - begin)
         outputs, now = engine.step(), time.perf_counter()
         for at in running.values():
             shares[at] += (now - last) / len(running)
         last = now
         for output in outputs:
             name = output.request_id
+            written[name] = len(output.outputs[0].token_ids)
             if abort and name.endswith("aborted") and len(output.outputs[0].token_ids) > 9 and not output.finished:
                 engine.abort_request([name])
                 aborted += 1
@@ -170,6 +175,7 @@ def serve(
         "seconds": seconds,
         "shares": shares,
         "tokens": sum(map(len, texts.values())),
+        "full": full,
         "aborted": aborted,
         "outside": (after[0] - before[0]) - (after[1] - before[1]),
         "memory": memory(),

@@ -214,17 +214,17 @@ def predict(bench: Bench) -> None:
         live = open_trace(made)
         report = evaluate(live, batch_profile(profile, size), [load_policy(spec) for spec in specs.values()])
         for name, spec in specs.items():
-            said, was = report.line(load_policy(spec).name).tokens_per_s, mean(rates[name, size])
+            said, was = report.line(load_policy(spec).shown_name).tokens_per_s, mean(rates[name, size])
             text = f"{said:.1f} predicted, {was:.1f} tokens/s measured: {said / was - 1:+.1%}; 10%"
             bench.bars.add(f"{name} at {size} predicted", said / was, abs(said / was - 1) <= 0.1, text)
 
 
 def rate(engine: Engine, prompts: list[str], size: int) -> float:
-    """Return tokens/s over these prompts; an engine that has done nothing yet first warms up."""
+    """Return tokens/s while so many requests run, as is predicted; an engine that has done nothing yet first warms up."""
     if not engine.started:
         engine.ask("serve", prompts=prompts[:8], tokens=16, size=8)
     answer = engine.ask("serve", prompts=prompts, tokens=TOKENS, size=size)
-    return float(answer["tokens"] / answer["seconds"])
+    return float(answer["full"])
 
 
 def served(bench: Bench) -> Path:

@@ -82,6 +82,8 @@ class Chains:
         self.backlog = np.array([len(tokens) for tokens in unread], dtype=np.int64)
         self.read = np.zeros(len(rows), dtype=np.int64)
         self._path = np.zeros(len(rows))
+        # One batch: an engine verifies all requests of a step together.
+        self._parent, self._batch = np.zeros((len(rows), 1), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
         self._base: Array | None = None
         self._nodes = np.zeros((len(rows), len(layout.names)), dtype=np.float32)
         self._drawn: tuple[Array, Tensor, Drawn] | None = None
@@ -131,11 +133,13 @@ class Chains:
         """Read the columns of the tokens drawn last, unless they are."""
         if self._drawn is None:
             return
-        at, logits, drawn = self._drawn
-        nodes = self._nodes[at]
+        (at, logits, drawn), every = self._drawn, len(self._drawn[0]) == len(self._rows)
+        nodes = self._nodes if every else self._nodes[at]
         # The draft takes the likeliest tokens, so the scores that it took the largest of are the logits.
         path = read_columns(self._columns, logits, drawn, self._temperature, nodes, scores=logits)
-        self._nodes[at], self._drawn = nodes, None
+        if not every:
+            self._nodes[at] = nodes
+        self._drawn = None
         if self._columns.plan.path:
             self._path[at] = path
 
@@ -151,11 +155,9 @@ class Chains:
         self._read()
         # Each fills columns of its own, with zeros elsewhere.
         features = self._base + self._nodes
-        features[~alive[:, 0]] = 0.0
-        streams = len(alive)
-        # One batch: an engine verifies all requests of a step together.
-        parent, batch = np.zeros((streams, 1), dtype=np.int64), np.zeros(streams, dtype=np.int64)
-        return DraftStep(depth, alive, parent, features[:, None], {}, batch)
+        if np.count_nonzero(alive) < len(alive):
+            features[~alive[:, 0]] = 0.0
+        return DraftStep(depth, alive, self._parent, features[:, None], {}, self._batch)
 
     def tree(self, sent: Array) -> DraftTree:
         """Return the tokens drawn [S, K] as a policy sees them."""

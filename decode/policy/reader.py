@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,16 +34,23 @@ class Level:
     Attributes:
         features: [n, F].
         path: [n] log-probabilities of the paths to them, where a feature follows paths; else none.
-        where: (stream, place) of each; none in a chain of one stream.
-        branch: [n] int64, each token's place in its depth of the topology; None in a chain of one stream.
+        streams: of each; none = one token of each stream, in their order, as in most rounds of chains.
+        places: of each.
+        branch: [n] int64, each token's place in its depth of the topology.
         states: [n, H] the draft's, where they are wanted.
     """
 
     features: Array
     path: Array
-    where: Sequence[tuple[int, int]] = ()
-    branch: Array | None = None
+    streams: Sequence[int] = ()
+    places: Sequence[int] = ()
+    branch: Array | int = 0
     states: Tensor | None = None
+
+    def rows(self, parents: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the rows of the tokens at these (stream, place)."""
+        row = {place: at for at, place in enumerate(zip(self.streams, self.places, strict=True))}
+        return [row[parent] for parent in parents]
 
 
 @dataclass(slots=True)
@@ -109,6 +116,7 @@ class Reader:
         self._looks = bool(self.layout.node or policy.hidden)
         self._widths = dict(widths or {})
         self._batch = self._together = np.zeros(streams, dtype=np.int64)
+        self._parents = np.zeros((streams, 1), dtype=np.int64)  # of single branches
         self.unknown = Base(np.zeros((streams, len(policy.features)), dtype=np.float32))
 
     def wants(self, depth: int, deepest: int) -> bool:
@@ -171,27 +179,31 @@ class Reader:
             before: the level before it.
         """
         tree, drawn = turns[0][1].topology, Drawn(np.array(logits.tokens, dtype=np.int64))
-        chain = self._streams == 1 and tree.is_chain  # one token a level: there is nothing to put in order
-        where = [] if chain else [(number, place) for number, _, places in turns for place in places]
+        every = tree.is_chain and len(turns) == self._streams  # then there is nothing to put in order
+        streams = [] if every else [number for number, _, places in turns for _ in places]
         if self.follows_path and before is not None:
             drawn.parent_path = before.path
-            if not chain:
-                # By stream and place: not everything of the level before was extended.
-                row = {place: at for at, place in enumerate(before.where)}
+            if not every and not before.streams:
+                drawn.parent_path = before.path[streams]
+            elif not every:  # not everything of the level before was extended
                 parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
-                drawn.parent_path = before.path[[row[parent] for parent in parents]]
+                drawn.parent_path = before.path[before.rows(parents)]
         if self._columns.plan.noisy:
             drawn.lead = logits.lead(drawn)
-        features = base.features.copy() if chain else base.features[[stream for stream, _ in where]]  # [n, F]
+        features = base.features.copy() if every else base.features[streams]  # [n, F]
         path = read_columns(
             self._columns, logits.raw, drawn, temperature, features, logits.sampled, logits.scores, logits.best
         )
-        states = logits.states if logits.states is None or chain else logits.states[drawn.ids[:, 0].tolist()]
-        if chain:
+        states = logits.states
+        if every:
             return Level(features, path, states=states)
-        first = tree.spans[turns[0][1].depth[where[0][1]]].start  # all are of one depth
-        branch = np.array([found.rows[place] - first for _, found, places in turns for place in places])
-        return Level(features, path, where, branch, states)
+        states = None if states is None else states[drawn.ids[:, 0].tolist()]
+        places = [place for _, _, some in turns for place in some]
+        if tree.is_chain:
+            return Level(features, path, streams, places, 0, states)
+        first = tree.spans[turns[0][1].depth[places[0]]].start  # all are of one depth
+        branch = np.array([found.rows[place] - first for _, found, some in turns for place in some])
+        return Level(features, path, streams, places, branch, states)
 
     def step(self, depth: int, base: Base, level: Level | None, tree: Topology, alive: Array) -> DraftStep:
         """Return what the policy is shown.
@@ -205,18 +217,19 @@ class Reader:
         """
         if self._streams == 1 and (depth == 0 or tree.is_chain):
             return self._single(depth, base, level)
-        if depth == 0:
+        if depth == 0 and alive.shape[1] > 1:
             # Roots that are alternatives for the next token are decided on as one branch.
             alive = np.logical_or.reduce(alive, 1, keepdims=True)
-            parent = np.zeros((self._streams, 1), dtype=np.int64)
+        streams, branches = alive.shape
+        parent = self._parents if branches == 1 else tree.parent_in_level[depth][None].repeat(streams, 0)
+        if level is not None and not level.streams:
+            features = level.features[:, None]
         else:
-            parent = tree.parent_in_level[depth][None].repeat(self._streams, 0)
-        shape = (*alive.shape, base.features.shape[1])  # [S, B, F]
-        features = np.zeros(shape, dtype=np.float32)
-        features[:] = base.features[:, None]
-        if level is not None and level.branch is not None:
-            features[[stream for stream, _ in level.where], level.branch] = level.features
-        features[~alive] = 0.0  # the contract wants zeros there
+            features = base.features[:, None].repeat(branches, 1)  # [S, B, F]
+            if level is not None:
+                features[level.streams, level.branch] = level.features
+        if np.count_nonzero(alive) < alive.size:
+            features = np.where(alive[..., None], features, _ZERO)  # the contract wants zeros there
         hidden = self._hidden(base, level, alive) if self.policy.hidden else _NOTHING
         return DraftStep(depth, alive, parent, features, hidden, self._batch)
 
@@ -229,9 +242,9 @@ class Reader:
                 states = base.hidden[:, None].repeat(alive.shape[1], 1)
             else:
                 states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)  # [S, B, H]
-                if level is not None and level.branch is not None and level.states is not None:
+                if level is not None and level.states is not None:
                     drawn = seen(level.states).cpu().numpy()
-                    states[[stream for stream, _ in level.where], level.branch] = drawn
+                    states[level.streams or slice(None), level.branch] = drawn
             states[~alive] = 0.0
             out[name] = states
         return out
@@ -254,6 +267,7 @@ class Reader:
 
 
 _NOTHING: Mapping[str, Array] = {}
+_ZERO = np.float32(0.0)
 _ALIVE, _PARENT, _BATCH = np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64), np.zeros(1, dtype=np.int64)
 """Of every step with one branch. A plugin, which may write into what it is shown, is shown copies (`checked_keep`)."""
 

@@ -17,21 +17,18 @@ class Batches:
     Attributes:
         members: [M] int64, streams with a round, batch after batch, in each by their keys: whatever rows they stand in.
         starts: [G + 1] int64, where each batch begins.
+        largest: the most streams of a batch.
     """
 
     members: Array
     starts: Array
+    largest: int
 
     @property
     def sizes(self) -> Array:
         """[G] int64, streams of each."""
         out: Array = self.starts[1:] - self.starts[:-1]
         return out
-
-    @property
-    def largest(self) -> int:
-        """The most streams of a batch."""
-        return int(self.sizes.max(initial=0))
 
     def spread(self, values: Array, streams: int) -> Array:
         """Return [S, ...] what each batch has, to its streams; zeros to those without a round.
@@ -71,4 +68,5 @@ def _batches_of(of_batch: bytes, of_keys: bytes) -> Batches:
     order = order[np.count_nonzero(batch < 0) :]  # they come first
     of = batch[order]
     bounds = np.flatnonzero(of[1:] != of[:-1]) + 1
-    return Batches(order, np.concatenate([[0], bounds, [len(order)]]) if len(order) else np.zeros(1, dtype=np.int64))
+    starts = np.concatenate([[0], bounds, [len(order)]]) if len(order) else np.zeros(1, dtype=np.int64)
+    return Batches(order, starts, int(np.diff(starts).max(initial=0)))

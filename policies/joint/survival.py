@@ -168,9 +168,9 @@ class BatchStop(LearnedPolicy):
 
     def _rate(self, grid: Grid) -> Array:
         """Return [R] tokens that a second is worth, by streams."""
-        streams = np.arange(len(grid.verify))
-        key = len(streams), self.max_depth
+        key = len(grid.verify), self.max_depth
         if key not in self._rates:
+            streams = np.arange(len(grid.verify))
             self._rates[key] = self.fixed_rate(streams) * self.rule.times(streams)
         return self._rates[key]
 

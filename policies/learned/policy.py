@@ -125,7 +125,6 @@ class LearnedPolicy(StopPolicy):
             rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
         found, kept = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool)
         accept, next_, rule = self.accept, self.next, self.rule
-        levels = rule.levels
         kernels().decide(
             self.head.scores(rows, depth, hidden),
             alive,
@@ -141,7 +140,7 @@ class LearnedPolicy(StopPolicy):
             rule.by,
             rule.strict,
             rule.together,
-            levels[depth] if depth < len(levels) else levels[-1],
+            rule.threshold(depth, step.batch),
             found,
             kept,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 Lengths = Sequence[tuple[int, int | None]]
 """(streams, tokens); see `Rule.lengths`."""
 
+Times = Sequence[tuple[int, float]]
+"""(streams, times) rising: what something is multiplied by in batches of so many streams."""
+
 
 class Rule:
     """Says which branches to draft further: those that pass a threshold.
@@ -28,9 +32,11 @@ class Rule:
         by: what is compared.
         strict: only what is above the threshold passes, not what equals it.
         together: all branches of a stream pass if one of them does.
-        levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds.
+        levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds
+            (`threshold`).
         lengths: (streams, tokens) rising, of the batch sizes that were settled: where decisions cost more than they gain, so
             many tokens are drafted and nothing is decided; None = the rule decides.
+        times: of the thresholds, by batch size; see `Times`.
     """
 
     kind: str
@@ -40,6 +46,17 @@ class Rule:
     together: bool = False
     levels: tuple[Array, ...] = (np.zeros(1),)  # void where the policy itself compares, or another kernel
     lengths: tuple[tuple[int, int | None], ...] = ()
+    times: tuple[tuple[int, float], ...] = ()
+
+    def threshold(self, depth: int, batch: Array) -> Array:
+        """Return what is to be passed at a depth, [1] for all streams or [S].
+
+        Args:
+            depth: of the decision.
+            batch: [S] int64, see `DraftStep`.
+        """
+        levels = self.levels
+        return levels[depth] if depth < len(levels) else levels[-1]
 
     def settled(self) -> dict[int, int | None]:
         """Return `lengths` by size, rising."""
@@ -62,6 +79,22 @@ class Rule:
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         raise NotImplementedError
+
+
+def times_at(times: Times, streams: Array) -> Array:
+    """Return [n], `times` in batches of so many streams [n]: between two of them linear, beyond them the outermost one."""
+    sizes, factors = zip(*times, strict=True) if times else ((1,), (1.0,))
+    out: Array = np.interp(streams, sizes, factors)
+    return out
+
+
+def checked_times(kind: str, name: str, times: Times) -> tuple[tuple[int, float], ...]:
+    """Return the `times` of a rule of this kind, called `name`; a `PolicyError` says what is wrong with them."""
+    found = tuple((int(streams), float(factor)) for streams, factor in times)
+    sizes = [streams for streams, _ in found]
+    if sizes != sorted({n for n in sizes if n > 0}) or not all(0.0 < factor < math.inf for _, factor in found):
+        raise PolicyError(f"rule {kind}: expected {name} as [streams, times] with streams rising, not {times!r:.80}")
+    return found
 
 
 def checked_lengths(kind: str, lengths: Lengths) -> tuple[tuple[int, int | None], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 from ..baselines.scores import check_whole
 from ..errors import PolicyError
 from ..learned.calibration import Array
-from .base import ACCEPT, GAIN, SURVIVAL, Lengths, Rule, checked_lengths
+from .base import ACCEPT, GAIN, SURVIVAL, Lengths, Rule, Times, checked_lengths, checked_times, times_at
 from .trees import TreeRule
 
 
@@ -57,12 +58,16 @@ class Derived(Rule):
         thresholds: tau_0 .. tau_{K-1}.
         first: depth of the first decision: 0 to decide before drafting too; a decision saved is time saved where the first
             tokens are nearly always worth drafting. S_j then counts from x_first on, and the thresholds with it.
-        lengths: see `Rule`. The thresholds are those of one stream; in a batch a draft step is shared.
+        lengths: see `Rule`.
+        times: what the thresholds, which are those of one stream, are multiplied by where streams share draft steps and
+            verifications; see `base.Times`.
     """
 
     kind, by, strict = "derived", GAIN, True
 
-    def __init__(self, thresholds: Sequence[float], first: int = 0, lengths: Lengths = ()) -> None:
+    def __init__(
+        self, thresholds: Sequence[float], first: int = 0, lengths: Lengths = (), times: Times = ()
+    ) -> None:
         if not thresholds or not all(t == t for t in thresholds):  # NaN is not equal to itself
             raise PolicyError("rule derived: expected one number for each depth")
         if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
@@ -70,12 +75,26 @@ class Derived(Rule):
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
         self.levels = tuple(np.array([t]) for t in self.thresholds)
-        self.lengths = checked_lengths(self.kind, lengths)
+        self.lengths, self.times = checked_lengths(self.kind, lengths), checked_times(self.kind, "times", times)
+
+    def threshold(self, depth: int, batch: Array) -> Array:
+        """See `Rule.threshold`."""
+        level = super().threshold(depth, batch)
+        return level * _times_of(batch.tobytes(), self.times) if self.times else level
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         told: dict[str, Any] = {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
-        return told | ({"lengths": [list(pair) for pair in self.lengths]} if self.lengths else {})
+        by_size = {"lengths": self.lengths, "times": self.times}
+        return told | {name: [list(pair) for pair in pairs] for name, pairs in by_size.items() if pairs}
+
+
+@functools.lru_cache(maxsize=4)  # the same at every depth of a round, and mostly in the next one too
+def _times_of(batch: bytes, times: tuple[tuple[int, float], ...]) -> Array:
+    """Return [S], what each stream's batch has of `times`; `batch` as the bytes of `DraftStep.batch`, as arrays have no hash."""
+    of = np.frombuffer(batch, dtype=np.int64)
+    _, number, streams = np.unique(of, return_inverse=True, return_counts=True)
+    return times_at(times, streams)[number]
 
 
 class Continuation(Rule):
@@ -123,7 +142,7 @@ class BatchRule(Rule):
     def __init__(
         self,
         send: str = "best",
-        rates: Sequence[tuple[int, float]] = (),
+        rates: Times = (),
         first: int = 0,
         lengths: Lengths = (),
     ) -> None:
@@ -131,10 +150,7 @@ class BatchRule(Rule):
         if send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
         self.send = send
-        self.rates = tuple((int(streams), float(times)) for streams, times in rates)
-        sizes = [streams for streams, _ in self.rates]
-        if sizes != sorted({n for n in sizes if n > 0}) or not all(0.0 < times < math.inf for _, times in self.rates):
-            raise PolicyError(f"rule batch: expected rates as [streams, times] with streams rising, not {rates!r:.80}")
+        self.rates = checked_times(self.kind, "rates", rates)
         self.lengths = checked_lengths(self.kind, lengths)
 
     def settled(self) -> dict[int, int | None]:
@@ -144,9 +160,7 @@ class BatchRule(Rule):
 
     def times(self, streams: Array) -> Array:
         """Return [n] what the best fixed length's rate in batches of so many streams [n] is multiplied by."""
-        sizes, times = zip(*self.rates, strict=True) if self.rates else ((1,), (1.0,))
-        out: Array = np.interp(streams, sizes, times)  # beyond the sizes that were settled the outermost one holds
-        return out
+        return times_at(self.rates, streams)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -190,7 +204,8 @@ def build_rule(raw: Mapping[str, Any]) -> Rule:
         if raw["kind"] in THRESHOLDED:
             return THRESHOLDED[raw["kind"]](float(raw["threshold"]))
         if raw["kind"] == "derived":
-            return Derived([float(t) for t in raw["thresholds"]], raw["first"], raw.get("lengths", ()))
+            taus = [float(t) for t in raw["thresholds"]]
+            return Derived(taus, raw["first"], raw.get("lengths", ()), raw.get("times", ()))
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "batch":

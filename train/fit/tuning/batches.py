@@ -24,6 +24,9 @@ FEW = 48
 FIRST = (0, 1, 2, 3)
 """Depths of the first decision that are tried."""
 
+TIMES = (1.0, 1.25, 1.5, 1.8, 2.2)
+"""Multiples of thresholds that are tried in batches."""
+
 CLEARLY = 0.005
 """Shares of a rate within which two of them count as equal."""
 
@@ -59,10 +62,11 @@ def settle_batch(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -
 
 
 def settle_lengths(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile) -> LearnedPolicy:
-    """Return a policy of the derived rule that drafts a fixed length in batches of the sizes at which its decisions lose.
+    """Return a policy of the derived rule that has thresholds for batches, and drafts a fixed length where decisions lose.
 
-    Its thresholds are those of one stream. What it gains by them at each batch size of the profile is replayed; where that
-    is nothing to speak of, the best fixed length of the size is drafted, and nothing is decided.
+    Its thresholds are those of one stream, whose draft steps and verifications are its own. At each batch size of the profile
+    some multiples of them are replayed. Where the best gains nothing to speak of, the best fixed length of the size is
+    drafted, and nothing is decided.
 
     Args:
         policy: of any rule; one of another kind comes back as it is.
@@ -73,16 +77,15 @@ def settle_lengths(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile)
     replayable = arrays.header.has_every_anchor and arrays.tree.is_chain
     if not isinstance(rule, Derived) or profile.batch is None or not replayable:
         return policy
-    bare = policy.with_rule(Derived(rule.thresholds, rule.first))  # it may have been settled for other costs
-    lengths: dict[int, int | None] = {1: None}
-    for size in profile.batch.sizes:
-        if size > 1:
-            length, rate = _best_length(arrays, profile, size, policy.max_depth)
-            gains = batch_rate(bare, arrays, profile, size) >= (1.0 + CLEARLY) * rate
-            lengths[size] = None if gains else length
-    if set(lengths.values()) == {None}:
-        return bare
-    return policy.with_rule(Derived(rule.thresholds, rule.first, [*lengths.items()]))
+    lengths: list[tuple[int, int | None]] = [(1, None)]
+    times = [(1, 1.0)]
+    for size in (size for size in profile.batch.sizes if size > 1):
+        length, fixed = _best_length(arrays, profile, size, policy.max_depth)
+        tried = [Derived([factor * tau for tau in rule.thresholds], rule.first) for factor in TIMES]
+        rates = [batch_rate(policy.with_rule(one), arrays, profile, size) for one in tried]
+        times.append((size, TIMES[int(np.argmax(rates))]))
+        lengths.append((size, None if max(rates) >= (1.0 + CLEARLY) * fixed else length))
+    return policy.with_rule(Derived(rule.thresholds, rule.first, lengths, times))
 
 
 def _best_length(arrays: TraceArrays, profile: Profile, size: int, depth: int) -> tuple[int, float]:
