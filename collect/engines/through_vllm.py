@@ -130,6 +130,9 @@ class ThroughVLLM:
 
         Args:
             batch: the prompts.
+
+        Raises:
+            InputError: the drafter has failed.
         """
         engine = self._start()
         from vllm import SamplingParams
@@ -142,7 +145,8 @@ class ThroughVLLM:
         ]
         prompts = [{"prompt_token_ids": one.tokens} for one in batch]
         outputs = engine.generate(prompts, params, use_tqdm=False)
-        assert _HANDED.proposer is not None
+        assert _HANDED.proposer is not None and _HANDED.proposer.drafting is not None
+        _HANDED.proposer.drafting.check_drafter()
         recorder = _HANDED.proposer.recorder
         texts = recorder.take()
         chunks = []

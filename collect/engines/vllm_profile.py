@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.drafting import Options, Spent
+from ...decode.engines.drafting import Options
+from ...decode.engines.guarded import Spent
 from ...decode.engines.policies import check_engine_drafter, check_engine_policy
 from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
@@ -308,6 +309,7 @@ class _Run:
         proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, streams, policy.cost_name
         proposer.drafting.use(policy)
         self._engine.generate(self._texts(self._lengths[0], streams, number), self._params, use_tqdm=False)
+        proposer.drafting.check_drafter()
         proposer.drafting.use(proposer.script)
         proposer.timer.policy = None
         return timed if number else {}
@@ -332,4 +334,5 @@ class _Run:
                 self._engine.generate(texts, self._one, use_tqdm=False)
                 spent = time.perf_counter() - begun - (proposer.drafting.spent.all_s - before)
                 timed[Key(PREFILL, side, (length,))].append(spent)
+        proposer.drafting.check_drafter()
         return timed if number else {}

@@ -7,9 +7,7 @@ came of a draft is what follows in the text.
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,13 +16,12 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
-from ...policies.errors import SpecstopWarning
 from ...policies.features import Drawn
 from ...policies.latency.profile import Profile
-from ...policies.plugin_code import reason
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
 from .asking import Asking
+from .guarded import Guarded, Spent
 from .rounds import Heard, Observer, Sent
 from .rows import Placed, Rows
 from .source import Chains, DraftRows
@@ -51,50 +48,6 @@ class Options:
     fallback: int = 4
 
 
-@dataclass
-class Spent:
-    """Steps, their requests and the tokens drafted for them; seconds of all that is done here, of the draft model, and of
-    decisions with what is read for them."""
-
-    steps: int = 0
-    requests: int = 0
-    drafted: int = 0
-    all_s: float = 0.0
-    model_s: float = 0.0
-    asked_s: float = 0.0
-
-
-class _Guarded:
-    """A drafter whose calls are timed; one that raises an error is named once, and knows of no token from then on."""
-
-    def __init__(self, draft: DraftRows, spent: Spent) -> None:
-        self._draft: DraftRows | None = draft
-        self._spent = spent
-
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
-        begin = time.perf_counter()
-        logits = None
-        try:
-            if self._draft is not None:
-                logits = self._draft.read(rows, tokens, depth)
-        except Exception as error:  # a plugin may raise anything; the engine must live
-            self._fail(error)
-        self._spent.model_s += time.perf_counter() - begin
-        return torch.full((len(rows), 1), -math.inf) if logits is None else logits
-
-    def roll_back(self, row: int, length: int) -> None:
-        try:
-            if self._draft is not None:
-                self._draft.roll_back(row, length)
-        except Exception as error:  # a plugin may raise anything; the engine must live
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self._draft = None
-        text = f"the drafter failed ({reason(error)}); nothing is drafted from here on"
-        warnings.warn(text, SpecstopWarning, stacklevel=3)
-
-
 class Drafting:
     """Drafts for the requests of an engine.
 
@@ -119,7 +72,7 @@ class Drafting:
         observer: Observer | None = None,
     ) -> None:
         self.options, self.spent = options, Spent()
-        self._draft, self._profile, self._observer = _Guarded(draft, self.spent), profile, observer
+        self._draft, self._profile, self._observer = Guarded(draft, self.spent), profile, observer
         self._watch = Stopwatch(torch.device("cpu"))
         self.use(policy)
         self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
@@ -136,6 +89,10 @@ class Drafting:
     def policy(self) -> StopPolicy:
         """The policy that is asked."""
         return self.asking.policy
+
+    def check_drafter(self) -> None:
+        """Raise `InputError` where the drafter has failed: what is drafted by none is no trace or profile of it."""
+        self._draft.check()
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
         """Return a draft for each text, possibly empty.

@@ -140,7 +140,7 @@ class LearnedPolicy(StopPolicy):
             rule.by,
             rule.strict,
             rule.together,
-            rule.threshold(depth, step.batch),
+            rule.threshold_at(depth, step.batch),
             found,
             kept,
         )

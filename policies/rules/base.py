@@ -33,10 +33,10 @@ class Rule:
         strict: only what is above the threshold passes, not what equals it.
         together: all branches of a stream pass if one of them does.
         levels: by depth, the threshold of all streams [1], or of each [S]; beyond the last depth the last one holds
-            (`threshold`).
+            (`threshold_at`).
         lengths: (streams, tokens) rising, of the batch sizes that were settled: where decisions cost more than they gain, so
             many tokens are drafted and nothing is decided; None = the rule decides.
-        times: of the thresholds, by batch size; see `Times`.
+        scales: what the thresholds are multiplied by, by batch size.
     """
 
     kind: str
@@ -46,9 +46,9 @@ class Rule:
     together: bool = False
     levels: tuple[Array, ...] = (np.zeros(1),)  # void where the policy itself compares, or another kernel
     lengths: tuple[tuple[int, int | None], ...] = ()
-    times: tuple[tuple[int, float], ...] = ()
+    scales: tuple[tuple[int, float], ...] = ()
 
-    def threshold(self, depth: int, batch: Array) -> Array:
+    def threshold_at(self, depth: int, batch: Array) -> Array:
         """Return what is to be passed at a depth, [1] for all streams or [S].
 
         Args:

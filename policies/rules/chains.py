@@ -59,15 +59,13 @@ class Derived(Rule):
         first: depth of the first decision: 0 to decide before drafting too; a decision saved is time saved where the first
             tokens are nearly always worth drafting. S_j then counts from x_first on, and the thresholds with it.
         lengths: see `Rule`.
-        times: what the thresholds, which are those of one stream, are multiplied by where streams share draft steps and
+        scales: what the thresholds, which are those of one stream, are multiplied by where streams share draft steps and
             verifications; see `base.Times`.
     """
 
     kind, by, strict = "derived", GAIN, True
 
-    def __init__(
-        self, thresholds: Sequence[float], first: int = 0, lengths: Lengths = (), times: Times = ()
-    ) -> None:
+    def __init__(self, thresholds: Sequence[float], first: int = 0, lengths: Lengths = (), scales: Times = ()) -> None:
         if not thresholds or not all(t == t for t in thresholds):  # NaN is not equal to itself
             raise PolicyError("rule derived: expected one number for each depth")
         if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
@@ -75,26 +73,26 @@ class Derived(Rule):
         self.thresholds = tuple(float(t) for t in thresholds)
         self.first = first
         self.levels = tuple(np.array([t]) for t in self.thresholds)
-        self.lengths, self.times = checked_lengths(self.kind, lengths), checked_times(self.kind, "times", times)
+        self.lengths, self.scales = checked_lengths(self.kind, lengths), checked_times(self.kind, "scales", scales)
 
-    def threshold(self, depth: int, batch: Array) -> Array:
-        """See `Rule.threshold`."""
-        level = super().threshold(depth, batch)
-        return level * _times_of(batch.tobytes(), self.times) if self.times else level
+    def threshold_at(self, depth: int, batch: Array) -> Array:
+        """See `Rule.threshold_at`."""
+        level = super().threshold_at(depth, batch)
+        return level * _scales_of(batch.tobytes(), self.scales) if self.scales else level
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
         told: dict[str, Any] = {"kind": self.kind, "thresholds": list(self.thresholds), "first": self.first}
-        by_size = {"lengths": self.lengths, "times": self.times}
+        by_size = {"lengths": self.lengths, "scales": self.scales}
         return told | {name: [list(pair) for pair in pairs] for name, pairs in by_size.items() if pairs}
 
 
 @functools.lru_cache(maxsize=4)  # the same at every depth of a round, and mostly in the next one too
-def _times_of(batch: bytes, times: tuple[tuple[int, float], ...]) -> Array:
-    """Return [S], what each stream's batch has of `times`; `batch` as the bytes of `DraftStep.batch`, as arrays have no hash."""
+def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
+    """Return [S], what the batch of each stream has of `scales`; `batch` as bytes, since arrays have no hash."""
     of = np.frombuffer(batch, dtype=np.int64)
     _, number, streams = np.unique(of, return_inverse=True, return_counts=True)
-    return times_at(times, streams)[number]
+    return times_at(scales, streams)[number]
 
 
 class Continuation(Rule):
@@ -205,7 +203,7 @@ def build_rule(raw: Mapping[str, Any]) -> Rule:
             return THRESHOLDED[raw["kind"]](float(raw["threshold"]))
         if raw["kind"] == "derived":
             taus = [float(t) for t in raw["thresholds"]]
-            return Derived(taus, raw["first"], raw.get("lengths", ()), raw.get("times", ()))
+            return Derived(taus, raw["first"], raw.get("lengths", ()), raw.get("scales", ()))
         if raw["kind"] == "continuation":
             return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
         if raw["kind"] == "batch":

@@ -57,8 +57,8 @@ def _at_levels(
 def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
     """Return a rule with a threshold for each stream; None where they differ in more, or in the depths they have."""
     first = rules[0]
-    shape = type(first), first.kind, first.times, len(first.levels)
-    if any((type(r), r.kind, r.times, len(r.levels)) != shape for r in rules):
+    shape = type(first), first.kind, first.scales, len(first.levels)
+    if any((type(r), r.kind, r.scales, len(r.levels)) != shape for r in rules):
         return None
     rule = copy.copy(first)
     # By depth: a [1] of each policy -> [policies x streams].

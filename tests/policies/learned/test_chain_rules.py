@@ -44,13 +44,32 @@ def test_step_reads_accept_and_survival_reads_the_product() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [Threshold("step", 0.3), Threshold("survival", 1.0), Derived([0.1, -2.0]), Derived([0.3], 1)],
-    ids=["step", "survival", "derived", "derived from 1"],
-)
+    [
+        Threshold("step", 0.3), Threshold("survival", 1.0), Derived([0.1, -2.0]), Derived([0.3], 1),
+        Derived([0.3], 1, [(1, None), (4, 2)], [(1, 1.0), (4, 1.5)]),
+    ],
+    ids=["step", "survival", "derived", "derived from 1", "derived by batch size"],
+)  # fmt: skip
 def test_a_rule_is_made_again_from_its_dictionary(rule: Any) -> None:
     again = build_rule(rule.to_dict())
     assert again.to_dict() == rule.to_dict()
     assert again.first == rule.first
+
+
+def test_thresholds_are_multiplied_by_the_size_of_each_streams_batch() -> None:
+    rule = Derived([0.2, 0.4], 1, scales=[(2, 1.5), (4, 2.5)])
+    batch = np.array([0, 1, 0, -1, 2, 2, 2, 2, 2, 0])  # 0 has three streams, 1 one, 2 five
+    assert rule.threshold_at(0, batch)[batch >= 0] == pytest.approx(
+        0.2 * np.array([2.0, 1.5, 2.0, 2.5, 2.5, 2.5, 2.5, 2.5, 2.0])
+    )
+    assert rule.threshold_at(3, batch)[:2] == pytest.approx([0.8, 0.6]), "beyond the last depth that one holds"
+    assert Derived([0.2, 0.4], 1).threshold_at(1, batch).tolist() == [0.4]
+
+
+@pytest.mark.parametrize("times", [[(2, 1.0), (1, 1.0)], [(0, 1.0)], [(1, 0.0)], [(1, math.inf)], [(1, math.nan)]])
+def test_times_are_of_rising_sizes_and_above_0(times: list[tuple[int, float]]) -> None:
+    with pytest.raises(PolicyError, match="expected scales as"):
+        Derived([0.2], scales=times)
 
 
 @pytest.mark.parametrize(

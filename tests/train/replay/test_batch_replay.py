@@ -31,7 +31,7 @@ from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.rules.chains import BatchRule, Derived
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.batches import batch_rate, settle_batch, settle_lengths
+from specstop.train.fit.tuning.batches import SCALES, batch_rate, settle_batch, settle_lengths
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
 from specstop.train.replay.bounds.batch import batch_bound
@@ -76,7 +76,13 @@ class AboveMean(StopPolicy):
         return np.where(outcome.active, outcome.seconds, state)
 
 
-POLICIES = [AboveMean(), *(TEST_POLICIES[name] for name in ("trimming", "reads-history", "selecting")), FixedLength(3)]
+BY_SIZE = learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(1, 1.0), (2, 1.8), (4, 2.5)]))
+POLICIES = [
+    AboveMean(),
+    BY_SIZE,
+    *(TEST_POLICIES[name] for name in ("trimming", "reads-history", "selecting")),
+    FixedLength(3),
+]
 
 
 def rounds(made: BatchReplayed, request: int) -> list[list[int]]:
@@ -247,6 +253,15 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     best = int(np.argmax([batch_rate(FixedLength(k), held, free, 4) for k in range(DEPTH + 1)]))
     assert best == 1 or settle_lengths(never, held, free).unasked[4] == best
     once = settle_lengths(policy, held, free)
+    assert isinstance(once.rule, Derived) and [size for size, _ in once.rule.scales] == [1, 2, 4]
+    for size, factor in once.rule.scales[1:]:
+        tried = {
+            times: batch_rate(
+                policy.with_rule(Derived([0.1, 0.2, 0.3, 0.2], 1, scales=[(size, times)])), held, free, size
+            )
+            for times in SCALES
+        }
+        assert tried[factor] == max(tried.values())
     assert settle_lengths(settled, held, free).unasked == once.unasked, "what it was settled for before is forgotten"
     assert settle_lengths(policy, held, dataclasses.replace(timed, batch=None)) is policy
 

@@ -24,7 +24,7 @@ FEW = 48
 FIRST = (0, 1, 2, 3)
 """Depths of the first decision that are tried."""
 
-TIMES = (1.0, 1.25, 1.5, 1.8, 2.2)
+SCALES = (1.0, 1.25, 1.5, 1.8, 2.2)
 """Multiples of thresholds that are tried in batches."""
 
 CLEARLY = 0.005
@@ -78,14 +78,14 @@ def settle_lengths(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile)
     if not isinstance(rule, Derived) or profile.batch is None or not replayable:
         return policy
     lengths: list[tuple[int, int | None]] = [(1, None)]
-    times = [(1, 1.0)]
+    scales = [(1, 1.0)]
     for size in (size for size in profile.batch.sizes if size > 1):
         length, fixed = _best_length(arrays, profile, size, policy.max_depth)
-        tried = [Derived([factor * tau for tau in rule.thresholds], rule.first) for factor in TIMES]
+        tried = [Derived([factor * tau for tau in rule.thresholds], rule.first) for factor in SCALES]
         rates = [batch_rate(policy.with_rule(one), arrays, profile, size) for one in tried]
-        times.append((size, TIMES[int(np.argmax(rates))]))
+        scales.append((size, SCALES[int(np.argmax(rates))]))
         lengths.append((size, None if max(rates) >= (1.0 + CLEARLY) * fixed else length))
-    return policy.with_rule(Derived(rule.thresholds, rule.first, lengths, times))
+    return policy.with_rule(Derived(rule.thresholds, rule.first, lengths, scales))
 
 
 def _best_length(arrays: TraceArrays, profile: Profile, size: int, depth: int) -> tuple[int, float]:
