@@ -196,9 +196,7 @@ def predict(bench: Bench) -> None:
     from specstop.train.export.serving import batch_profile
     from specstop.train.report.evaluate import evaluate
 
-    learned, told = bench.policy(), ("--prompts", bench.folder / "prompts-train.jsonl")
-    asked = ("--add-policy", "confidence:0.4", "--add-policy", learned, "--profile", bench.profile())
-    profile = Profile.load(bench.run("priced.json", "profile", *asked, *told))
+    learned, profile = bench.policy(), Profile.load(priced(bench))
     specs = {"fixed:2": "fixed:2", "confidence:0.4": "confidence:0.4", "learned": learned}
     prompts, rates = bench.prompts(), dict[tuple[str, int], list[float]]()
     with engines(bench.folder, {name: ours(bench.folder, spec) for name, spec in specs.items()}) as running:
@@ -217,6 +215,12 @@ def predict(bench: Bench) -> None:
             said, was = report.line(load_policy(spec).shown_name).tokens_per_s, mean(rates[name, size])
             text = f"{said:.1f} predicted, {was:.1f} tokens/s measured: {said / was - 1:+.1%}; 10%"
             bench.bars.add(f"{name} at {size} predicted", said / was, abs(said / was - 1) <= 0.1, text)
+
+
+def priced(bench: Bench) -> Path:
+    """Return the engine's profile with what decisions cost there."""
+    told = ("--prompts", bench.folder / "prompts-train.jsonl", "--profile", bench.profile())
+    return bench.run("priced.json", "profile", "--add-policy", "confidence:0.4", "--add-policy", bench.policy(), *told)
 
 
 def rate(engine: Engine, prompts: list[str], size: int) -> float:
@@ -277,10 +281,16 @@ def served(bench: Bench) -> Path:
 
 
 def achievable(bench: Bench) -> None:
-    """Print what a policy could reach over the best fixed length that knows all scalars, by the engine's profile."""
+    """Print what a policy could reach over the best fixed length that knows all scalars, by the engine's profile.
+
+    Its decisions are free. Printed beside it is what it reaches if they cost what the learned policy's do in the engine.
+    """
     from specstop.collect import open_trace
     from specstop.policies.latency.profile import Profile
     from specstop.policies.storage.registry import load_policy
+    from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
+    from specstop.train.fit.tuning.batches import batch_rate
+    from specstop.train.replay.traces.arrays import trace_arrays
     from specstop.train.report.evaluate import evaluate
 
     told = ("--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
@@ -298,3 +308,15 @@ def achievable(bench: Bench) -> None:
         bench.bars.figures[f"{line['name']} by replay"] = line["to_best_fixed"]
         told = ", ".join("{value:.3f} [{low:.3f}, {high:.3f}]".format(**one) for one in line["to_best_fixed"])
         print(f"      {line['name']}: {told}")
+    arrays, names = trace_arrays(held), [f"fixed:{length}" for length in found["best_fixed"]]
+    price = Profile.load(priced(bench)).decision(policies[0].cost_name)
+    paid = profile.with_decisions({f"{NAME}?rule=batch": price})
+    known, estimate = achievable_in_batches(arrays, paid)
+    assert estimate.cost_name in paid.decision_s, "its decisions are paid for"
+    rates = {
+        size: batch_rate(estimate, known, paid, size) / batch_rate(load_policy(name), arrays, profile, size)
+        for size, name in zip(SIZES, names, strict=True)
+    }
+    bench.bars.figures["achievable with decisions paid for, by replay"] = rates
+    told = ", ".join(f"{rate:.3f} at {size}" for size, rate in rates.items())
+    print(f"      achievable estimate with decisions paid for: {told}")
