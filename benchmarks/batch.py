@@ -188,9 +188,9 @@ def loads(
     told = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH, "verification": "match"}
     held, seen = (collect(pair, side, out / f"loads{at}", **told) for at, side in enumerate((prompts, other)))
     known = encode(other, pair.tokenizer, reading_room(pair, tokens))
-    effort = Effort(repetitions=2) if options.quick else Effort(budget_s=240.0)
+    effort, new = (Effort(repetitions=2), 24) if options.quick else (Effort(budget_s=240.0), 48)
     measured = measure_profile(
-        pair, known, depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=24, effort=effort, verification="match"
+        pair, known, depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=new, effort=effort, verification="match"
     )
     arrays, fit = trace_arrays(held), trace_arrays(seen)
     for where, profile in (("this machine", measured), ("like a GPU", gpu_like(sizes, DEPTH))):

@@ -187,8 +187,8 @@ def live(
     prompts = [(name, ids) for name, ids in prompts if name in at] * (1 if options.quick else PASSES)
     sizes = sorted({1, size // 2, size})
     calibration = CalibrationRun(
-        pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=24, batch=sizes,
-        verification=header.verification,
+        pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=header.max_new_tokens,
+        batch=sizes, verification=header.verification,
     )  # fmt: skip
     runs = [Speculator(pair, policy, settings, known, batch=size) for _, policy in named]
     found = run_alternating(runs, prompts, calibration=calibration, calibrate_every=1, batch=size)

@@ -74,3 +74,11 @@ def shuffled(cards: int, key: int, deck: int) -> list[int]:
     """Return the cards of a deck in their order: another one for each key and each deck."""
     # Seeded by a text, which needs no hash: the same deck in every process.
     return random.Random(f"{key} {deck}").sample(range(cards), cards)
+
+
+def walked(cards: int, key: int, number: int) -> int:
+    """Return the card of a round on a walk up and down an ordered deck; where it begins changes with the key."""
+    period = max(2 * (cards - 1), 1)
+    lap, place = divmod(key, period)
+    at = (shuffled(period, lap, cards)[place] + number // TWICE) % period
+    return min(at, period - at)

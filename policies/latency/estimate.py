@@ -146,7 +146,9 @@ def _chains(timings: Timings, side: str, context: float, depth: int) -> CostTabl
 
     # Whatever was never timed, or not told apart, is 0 here, which no call costs: `or` goes on to the next best source.
     second, later = _later(pooled([timings.groups(LATER, side)])) or _later(_both(timings, LATER)) or (0.0, 0.0)
-    one = of(FIRST, 1) or second
+    # A drafter that reads all anew that was committed has never one token alone to read: a step that reads two is its first,
+    # and no later one, which may read nothing at all.
+    one = of(FIRST, 1) or of(FIRST, 2) or second
     two = of(FIRST, 2) or one
     slope = _slope(pooled([timings.groups(FIRST, side)]), two) or _slope(_both(timings, FIRST), two) or 0.0
     verify = _filled([of(PLAIN) or of(VERIFY, 0), *(of(VERIFY, n) for n in range(1, depth + 1))])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +17,13 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.packed import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
-from specstop.decode.profile.batches import BatchScript
+from specstop.decode.profile.batches import SETTLING, BatchRun, BatchScript
 from specstop.decode.profile.measuring import Effort
+from specstop.decode.profile.script import TWICE, walked
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
+from specstop.policies.latency.estimate import BATCH_OUTSIDE, BATCH_PLAIN, BATCH_VERIFY, CONTEXTS
 from specstop.policies.latency.profile import Profile
 from torch import Tensor
 
@@ -138,7 +142,7 @@ def test_the_script_lets_every_stream_draft_every_length() -> None:
     state = script.start(3, np.full(3, 5))
     one = np.ones((3, 1), dtype=bool)
     seen: set[tuple[int, int]] = set()
-    for number in range(2 * len(script.deck)):
+    for number in range(4 * len(script.deck)):  # up and down
         state = (state[0], np.full(3, number))
         lengths = np.zeros(3, dtype=int)
         for depth in range(DEPTH):
@@ -149,7 +153,37 @@ def test_the_script_lets_every_stream_draft_every_length() -> None:
         drafting = lengths[lengths > 0]
         assert len(set(drafting.tolist())) <= 1, "all that draft go equally deep"
         seen.add((len(drafting), int(lengths.max())))
-    assert seen == set(script.deck), "each card once in a deck"
+    assert seen == set(script.deck)
+
+
+def test_rounds_of_a_batch_come_in_the_order_of_what_they_draft() -> None:
+    deck = BatchScript(3, DEPTH).deck
+    drafted = [some * length for some, length in deck]
+    assert drafted == sorted(drafted)
+    for key in (0, 1, 77):
+        cards = [walked(len(deck), key, number) for number in range(0, 8 * len(deck), TWICE)]
+        assert all(walked(len(deck), key, n + 1) == walked(len(deck), key, n) for n in range(0, 40, TWICE)), "twice"
+        assert {abs(a - b) for a, b in pairwise(cards)} == {1}
+        assert set(cards) == set(range(len(deck)))
+    period = 2 * (len(deck) - 1)
+    starts = Counter(walked(len(deck), key, 0) for key in range(period))
+    assert starts == {card: 1 if card in (0, len(deck) - 1) else 2 for card in range(len(deck))}, "keys begin all over"
+    assert walked(1, 5, 3) == 0
+
+
+def test_the_first_verifications_after_the_prompts_are_not_timed(pair: Pair) -> None:
+    """Reading the prompts has emptied the caches; the first drafts count, as they tell what reading a text costs."""
+    run = BatchRun(pair, 2, Settings(0.7, 30, 2, ignore_eos=True))
+    prompts = [PROMPTS[:2], PROMPTS[2:4]]
+    timed, contexts = run.play(3, prompts)
+    for side, rounds in zip(CONTEXTS, contexts, strict=True):
+        timings = Counter({key.what: 0 for key in timed})
+        for key, seconds in timed.items():
+            timings[key.what] += len(seconds) * (key.of == side)
+        assert len(rounds) > 2 * SETTLING
+        assert timings[BATCH_VERIFY] == len(rounds) - SETTLING
+        assert timings[BATCH_OUTSIDE] == len(rounds)
+        assert timings[BATCH_PLAIN] == 28 - SETTLING, "the last round is cut"
 
 
 def test_a_verification_of_a_batch_is_filled_up_to_a_cheaper_size(

@@ -70,6 +70,17 @@ def test_the_costs_are_those_that_were_timed() -> None:
     assert (price.each, price.opening) == pytest.approx((4e-5, 2e-5), rel=EXACT)
 
 
+def test_a_first_draft_step_that_always_reads_several_tokens_is_never_priced_as_a_later_one() -> None:
+    """A drafter that reads all anew has never one token to read, and its later steps may read nothing."""
+    timed: dict[Key, list[float]] = {}
+    for side in CONTEXTS:
+        timed |= {Key(PLAIN, side): [4e-3], Key(VERIFY, side, (1,)): [5e-3], Key(LATER, side, (2,)): [2e-4]}
+        timed |= {Key(FIRST, side, (2,)): [6e-3], Key(FIRST, side, (3,)): [6.1e-3]}
+    low = Profile.measured(collected([timed]), (20.0, 60.0), 2, 0.7).low
+    assert low.draft_s == pytest.approx((6e-3, 6e-3), rel=EXACT)
+    assert low.second_s == pytest.approx(2e-4, rel=EXACT)
+
+
 def test_decisions_about_several_streams_have_a_price_by_the_row() -> None:
     timed = {
         Key(DECISIONS, "mine", (1,)): [6e-5],
