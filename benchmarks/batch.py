@@ -70,7 +70,8 @@ def main() -> int:
             other = read_prompts(folder / "prompts-train.jsonl", count)
             replayed(pair, prompts, ids, other, tokens, Path(out), options, bars)
         if "loads" in options.part:
-            other = read_prompts(folder / "prompts-train.jsonl", count)
+            # Of 40 texts the best fixed length is another one than of those it is tested on.
+            other = read_prompts(folder / "prompts-train.jsonl", 4 * count)
             loads(pair, prompts, ids, other, tokens, Path(out), options, bars)
         if "joint" in options.part:
             many = read_prompts(folder / "prompts-train.jsonl", 4 if options.quick else 320)
