@@ -194,7 +194,10 @@ def replayed(name: str, chosen: Chosen) -> dict[str, Any]:
     """Print and return what replay says of a drafter's settings."""
     bound = chosen.bound / chosen.plain
     print(f"{name}: tokens a target call, speed over plain decoding, replayed; no one has more than {bound:.2f}")
-    out: dict[str, Any] = {"bound": bound}
+    low = chosen.profile.low
+    first, later, plain, one = steps = [1e3 * s for s in (low.draft_s[0], low.later_s, *low.verify_s[:2])]
+    print(f"  draft steps {first:.2f} and {later:.2f} ms, verifications of no token {plain:.2f}, of one {one:.2f} ms")
+    out: dict[str, Any] = {"bound": bound, "ms": steps}
     for setting in SETTINGS:
         played = chosen.played[setting]
         speed, sent = played.rate / chosen.plain, float(played.verified.sum() / played.rounds.sum())

@@ -4,9 +4,9 @@ A draft step costs by the streams that draft, a verification by the streams and 
 round some of the streams draft, all of these equally deep, so that each step of it is one of so many streams; which ones it
 is goes around.
 
-A verification is the dearer the longer the rounds before it took, as caches keep less of the target (`carry_over`). So rounds
-come in the order of what they cost, up and down: each is timed among its like, as a policy that drafts so much meets it. In
-shuffled order a batch of four took 9% longer for one draft a text than under a policy that drafts one throughout.
+A verification takes the longer, the longer the rounds before it took, as caches keep less of the target (`carry_over`).
+So rounds come in the order of what they cost, up and down, each among its like, as a policy that drafts so much meets it.
+In shuffled order a batch of four took 9% longer for one draft a text than under a policy that drafts one throughout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..records import Generation, Round
 from ..settings import Settings
-from .script import Script, streams_of_script, walked
+from .script import Script, card_at, streams_of_script
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
 """Depths that rounds of a batch are drafted to, as far as the profile goes, and its last one."""
@@ -60,7 +60,7 @@ class BatchScript(Script):
         """Keep up to the length on the card, in the streams whose turn it is."""
         lengths = np.zeros(len(step.alive), dtype=np.int64)
         for stream, (key, number) in enumerate(streams_of_script(state)):
-            some, length = self.deck[walked(len(self.deck), key, number)]
+            some, length = self.deck[card_at(len(self.deck), key, number)]
             lengths[stream] = length * ((stream - number) % self._streams < some)  # moves on by a stream each round
         return step.alive & (step.depth < lengths)[:, None], state
 

@@ -76,8 +76,8 @@ def shuffled(cards: int, key: int, deck: int) -> list[int]:
     return random.Random(f"{key} {deck}").sample(range(cards), cards)
 
 
-def walked(cards: int, key: int, number: int) -> int:
-    """Return the card of a round on a walk up and down an ordered deck; where it begins changes with the key."""
+def card_at(cards: int, key: int, number: int) -> int:
+    """Return the card of a round on the way up and down an ordered deck; where it begins changes with the key."""
     period = max(2 * (cards - 1), 1)
     lap, place = divmod(key, period)
     at = (shuffled(period, lap, cards)[place] + number // TWICE) % period

@@ -19,7 +19,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.batches import SETTLING, BatchRun, BatchScript
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.script import TWICE, walked
+from specstop.decode.profile.script import TWICE, card_at
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
@@ -161,14 +161,14 @@ def test_rounds_of_a_batch_come_in_the_order_of_what_they_draft() -> None:
     drafted = [some * length for some, length in deck]
     assert drafted == sorted(drafted)
     for key in (0, 1, 77):
-        cards = [walked(len(deck), key, number) for number in range(0, 8 * len(deck), TWICE)]
-        assert all(walked(len(deck), key, n + 1) == walked(len(deck), key, n) for n in range(0, 40, TWICE)), "twice"
+        cards = [card_at(len(deck), key, number) for number in range(0, 8 * len(deck), TWICE)]
+        assert all(card_at(len(deck), key, n + 1) == card_at(len(deck), key, n) for n in range(0, 40, TWICE)), "twice"
         assert {abs(a - b) for a, b in pairwise(cards)} == {1}
         assert set(cards) == set(range(len(deck)))
     period = 2 * (len(deck) - 1)
-    starts = Counter(walked(len(deck), key, 0) for key in range(period))
+    starts = Counter(card_at(len(deck), key, 0) for key in range(period))
     assert starts == {card: 1 if card in (0, len(deck) - 1) else 2 for card in range(len(deck))}, "keys begin all over"
-    assert walked(1, 5, 3) == 0
+    assert card_at(1, 5, 3) == 0
 
 
 def test_the_first_verifications_after_the_prompts_are_not_timed(pair: Pair) -> None:
