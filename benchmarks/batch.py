@@ -70,7 +70,7 @@ def main() -> int:
             other = read_prompts(folder / "prompts-train.jsonl", count)
             replayed(pair, prompts, ids, other, tokens, Path(out), options, bars)
         if "loads" in options.part:
-            # Of 40 texts the best fixed length is another one than of those it is tested on.
+            # Of only as many as are tested on, another fixed length is the best one.
             other = read_prompts(folder / "prompts-train.jsonl", 4 * count)
             loads(pair, prompts, ids, other, tokens, Path(out), options, bars)
         if "joint" in options.part:

@@ -177,9 +177,9 @@ def test_the_first_verifications_after_the_prompts_are_not_timed(pair: Pair) -> 
     prompts = [PROMPTS[:2], PROMPTS[2:4]]
     timed, contexts = run.play(3, prompts)
     for side, rounds in zip(CONTEXTS, contexts, strict=True):
-        timings = Counter({key.what: 0 for key in timed})
+        timings: Counter[str] = Counter()
         for key, seconds in timed.items():
-            timings[key.what] += len(seconds) * (key.of == side)
+            timings[key.what] += len(seconds) if key.of == side else 0
         assert len(rounds) > 2 * SETTLING
         assert timings[BATCH_VERIFY] == len(rounds) - SETTLING
         assert timings[BATCH_OUTSIDE] == len(rounds)
