@@ -34,9 +34,10 @@ from specstop.decode.compare.hf_baseline import PLAIN, Assisted
 from specstop.decode.loop import Request
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.pair import with_engine
-from specstop.decode.profile import measure_profile
+from specstop.decode.profile import add_decisions, loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies import FixedLength
+from specstop.policies import FixedLength, StopPolicy
+from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -194,9 +195,19 @@ def loads(
         pair, known, depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=new, effort=effort, verification="match"
     )
     arrays, fit = trace_arrays(held), trace_arrays(seen)
+    settings, turns = Settings(0.7, tokens, verification="match"), Effort(repetitions=1 if options.quick else 3)
+
+    def in_the_loop(profile: Profile, policies: Sequence[StopPolicy]) -> Profile:
+        return profile.with_measured_decisions(loop_decisions(pair, policies, known, settings, profile, turns))
+
+    def alone(profile: Profile, policies: Sequence[StopPolicy]) -> Profile:
+        return add_decisions(profile, policies, arrays.header.vocabulary)
+
     for where, profile in (("this machine", measured), ("like a GPU", gpu_like(sizes, DEPTH))):
         learned = train(seen, profile, head="logistic").policy
-        found, named, priced = compare(where, arrays, fit, learned, profile, sizes, options, bars)
+        # Where the models are at hand decisions are timed between their calls.
+        prices = in_the_loop if profile is measured else alone
+        found, named, priced = compare(where, arrays, fit, learned, profile, sizes, prices, options, bars)
         bars.figures[f"by batch size, {where}"] = found
         if profile is measured:
             asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]

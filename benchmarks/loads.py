@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,11 @@ from bars import Bars
 from specstop.decode import Pair, Settings, Speculator
 from specstop.decode.compare.alternate import TEXTS_A_PLACE, run_alternating
 from specstop.decode.profile import CalibrationRun
-from specstop.decode.profile.decisions import add_decisions
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import BatchStop
+from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
@@ -43,8 +42,11 @@ CLEAR = (4, 8)
 NEAR = 0.07
 """How far off the seconds of replay may be."""
 
-PASSES = 3
-"""Times that the prompts are decoded live: a batch of eight has so few turns that two runs of one policy differed by 12%."""
+TURNS = 15
+"""Turns that a batch size is decoded in live: what each brings is drawn anew, as the machine's moods are among it."""
+
+AGAIN = "best fixed, again"
+"""The same policy once more: what its speed differs by, others' may differ by for nothing."""
 
 
 def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
@@ -68,8 +70,12 @@ def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
     return Profile(*sides, OUTSIDE_S[2], outside, (5e-3, 1e-5), facts=facts, batch=batch)
 
 
+Pricing = Callable[[Profile, Sequence[StopPolicy]], Profile]
+"""Returns a profile with what decisions of policies cost."""
+
+
 def joint_policies(
-    learned: LearnedPolicy, profile: Profile, fit: TraceArrays, sizes: Sequence[int], depth: int
+    learned: LearnedPolicy, profile: Profile, fit: TraceArrays, sizes: Sequence[int], depth: int, priced: Pricing
 ) -> list[tuple[str, StopPolicy]]:
     """Return every joint policy by name; the lengths by load are the best fixed ones of the texts to fit on."""
     best = by_batch(fit, [], profile, sizes)["best_fixed"]
@@ -82,7 +88,7 @@ def joint_policies(
         ("length by load", LoadLength(table if table.startswith("1:") else f"1:{best[0]},{table}")),
         ("one stream's rule", learned),
         ("confidence:0.4", load_policy("confidence:0.4").limited(depth)),
-        ("ours", settle_batch(learned, fit, profile)),
+        ("ours", settle_batch(learned, fit, priced(profile, [for_batches(learned, profile=profile)]))),
     ]
 
 
@@ -93,15 +99,16 @@ def compare(
     learned: LearnedPolicy,
     profile: Profile,
     sizes: Sequence[int],
+    priced: Pricing,
     options: argparse.Namespace,
     bars: Bars,
 ) -> tuple[dict[str, Any], list[tuple[str, StopPolicy]], Profile]:
     """Replay every policy at every batch size, print what it gains, and hold ours to its bars."""
     depth = min(held.depth, profile.max_depth)
-    named = joint_policies(learned, profile, fit, sizes, depth)
+    named = joint_policies(learned, profile, fit, sizes, depth, priced)
     ours = named[-1][1]
     known = ours.profile if isinstance(ours, BatchStop) else profile  # with the price that it decides by
-    profile = add_decisions(known, [policy for _, policy in named], held.header.vocabulary)
+    profile = priced(known, [policy for _, policy in named[:-1]])
     known, estimate = achievable_in_batches(held, profile)
     found = by_batch(held, named, profile, sizes, estimate=(known, estimate))
     lines = {line["name"]: line for line in found["lines"]}
@@ -147,13 +154,16 @@ def compare(
 def fixed_and(
     found: dict[str, Any], size: int, named: Sequence[tuple[str, StopPolicy]]
 ) -> list[tuple[str, StopPolicy]]:
-    """Return the best fixed length of a batch size, plain decoding, ours and the joint policy that is fastest beside it."""
+    """Return the best fixed length of a size, plain decoding, the fastest other joint policy, ours and the first again."""
     at = found["sizes"].index(size)
     rates = {line["name"]: line["tokens_per_s"][at] for line in found["lines"]}
     policies = dict(named)
     other = max((name for name in policies if name not in (*NOT_JOINT, "ours")), key=lambda name: float(rates[name]))
-    fixed = FixedLength(found["best_fixed"][at])
-    return [("best fixed", fixed), ("plain", FixedLength(0)), (other, policies[other]), ("ours", policies["ours"])]
+    fixed, ours = FixedLength(found["best_fixed"][at]), policies["ours"]
+    if size in ours.unasked:
+        print(f"      in batches of {size} ours decides nothing and drafts {ours.unasked[size]} tokens")
+    named = [("best fixed", fixed), ("plain", FixedLength(0)), (other, policies[other]), ("ours", ours)]
+    return [*named, (AGAIN, fixed)]
 
 
 NOT_JOINT = ("best fixed", "one stream's rule", "confidence:0.4", ESTIMATE, "oracle bound of the batch")
@@ -184,7 +194,9 @@ def live(
     header = held.header
     settings = Settings(header.temperature, header.max_new_tokens, verification=header.verification)
     at = {name: number for number, name in enumerate(held.prompt_ids)}
-    prompts = [(name, ids) for name, ids in prompts if name in at] * (1 if options.quick else PASSES)
+    prompts, turn = [(name, ids) for name, ids in prompts if name in at], size * TEXTS_A_PLACE
+    if not options.quick:
+        prompts = (prompts * -(-TURNS * turn // len(prompts)))[: TURNS * turn]
     sizes = sorted({1, size // 2, size})
     calibration = CalibrationRun(
         pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=header.max_new_tokens,
@@ -193,11 +205,12 @@ def live(
     runs = [Speculator(pair, policy, settings, known, batch=size) for _, policy in named]
     found = run_alternating(runs, prompts, calibration=calibration, calibrate_every=1, batch=size)
     profile = calibration.profile().with_decisions(known.decision_s)
-    boot = Resamples([name for name, _ in prompts])
+    # Texts of a turn are decoded side by side, and share what the machine is like in those seconds.
+    boot = Resamples([number // turn for number in range(len(prompts))])
     first = boot.total([text.seconds for text in found[0]])
     for (name, policy), texts in zip(named, found, strict=True):
         spent = boot.total([text.seconds for text in texts])
-        chunks = [prompts[n : n + size * TEXTS_A_PLACE] for n in range(0, len(prompts), size * TEXTS_A_PLACE)]
+        chunks = [prompts[n : n + turn] for n in range(0, len(prompts), turn)]
         orders = [np.array([at[name] for name, _ in chunk]) for chunk in chunks]
         played = [replay_batch(held, policy, profile, size, at_once(len(order)), order) for order in orders]
         predicted = sum(float(one.seconds.sum()) for one in played) / spent[0]

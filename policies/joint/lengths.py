@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..baselines.scores import check_number, check_whole
 from ..builtins import builtin
@@ -15,6 +16,9 @@ from ..errors import PolicyError
 from ..latency.profile import Profile
 from .grid import priced
 from .groups import batches_of
+
+LARGEST = 1024
+"""Streams in a batch; for more than these `LoadLength` is asked."""
 
 
 @builtin("load", "table", "load?table=1:4,8:2,32:0 drafts a length by the size of the batch")
@@ -25,6 +29,8 @@ class LoadLength(StopPolicy):
 
     Args:
         table: `size:length` with commas between; each length holds from its batch size on, the first from 1 on.
+
+    The size alone settles the length, so nothing is asked (`unasked`) in a batch of up to `LARGEST`.
     """
 
     joint: ClassVar[bool] = True
@@ -42,14 +48,19 @@ class LoadLength(StopPolicy):
             )
         self._sizes, self._lengths = np.array(sizes), np.array(lengths)
         self.max_depth = max(lengths)
+        self.unasked = {size: int(self._length(size)) for size in range(1, LARGEST + 1)}
         self.name = f"load:{table}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches above the length of their batch."""
         # Streams without a round, -1, count as a batch too; none of their branches is alive.
         _, which, counts = np.unique(step.batch, return_inverse=True, return_counts=True)
-        length = self._lengths[np.searchsorted(self._sizes, counts[which], side="right") - 1]
-        return step.alive & (step.depth < length)[:, None], state
+        return step.alive & (step.depth < self._length(counts[which]))[:, None], state
+
+    def _length(self, size: ArrayLike) -> Array:
+        """Return the length for batches of a size, or of each of some sizes."""
+        found: Array = self._lengths[np.searchsorted(self._sizes, size, side="right") - 1]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
