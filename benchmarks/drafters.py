@@ -26,7 +26,7 @@ from typing import Any
 from bars import Bars, arguments
 from drafting.chosen import CHAIN, FIXED, NODES, STATIC, WHOLE, Chosen, choose, told
 from drafting.ground import Ground
-from drafting.live import Live, decode, per_call
+from drafting.live import Live, beside, decode, per_call
 from drafting.released import second_proposals, tokens_a_call
 from drafting.together import together
 from pairs import effort, pair_folder
@@ -40,6 +40,7 @@ from specstop.policies.progress import Progress
 from specstop.train import FitOptions, train_drafter
 from specstop.train.drafters.run import KEPT_STATES
 from specstop.train.drafters.texts import record_texts
+from specstop.train.report.records import Ratio
 
 DEPTH, TREE = 4, "medusa-63"
 SIZES = (63, 24, 8)
@@ -172,6 +173,7 @@ def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str],
     if "live" in parts:
         lived = {name: decode(ground, specs.get(name, name), one) for name, one in chosen.items()}
         live_bars(bars, at, lived, figures)
+        heads(bars, ground, {name: specs.get(name, name) for name in names}, chosen, lived, at)
 
 
 def order(bars: Bars, ground: Ground, drafters: dict[str, str], at: str) -> None:
@@ -240,12 +242,34 @@ def live_bars(bars: Bars, at: str, lived: dict[str, Live], figures: dict[str, An
         same == texts,
         f"{same} of {texts} lossless texts equal plain decoding, all wanted",
     )
-    best = {name: max(live.tallies[setting][1] for setting in SETTINGS) for name, live in lived.items()}
-    heads = [name for name in TRAINED if name in best]
-    if heads and "model" in best:
-        head = max(heads, key=best.__getitem__)
-        ratio = best[head] / best["model"]
-        bars.add(f"{at} heads", ratio, ratio > 1.0, f"{head} has {ratio:.2f} x the draft model's tokens/s, more wanted")
+
+
+def heads(
+    bars: Bars, ground: Ground, specs: dict[str, str], chosen: dict[str, Chosen], lived: dict[str, Live], at: str
+) -> None:
+    """Decode with every head and the draft model in turns, each in its fastest setting, and note the best head."""
+    names = [name for name in ("model", *TRAINED) if name in lived]
+    if len(names) < 2 or names[0] != "model":
+        return
+    best = {name: max(SETTINGS, key=lambda setting: lived[name].tallies[setting][1]) for name in names}
+    found = beside(ground, {name: (specs[name], best[name], chosen[name]) for name in names}, "model")
+    for name, (speed, ratio) in found.items():
+        print(
+            f"{at} {name} in turns with the others, {best[name]}: {speed:.2f} of plain, {ratio.text()} of the draft model"
+        )
+    head = max(names[1:], key=lambda name: found[name][1].value)
+    ratio = found[head][1]
+    bars.figures[f"{at} in turns"] = {name: [speed, *_numbers(ratio)] for name, (speed, ratio) in found.items()}
+    bars.add(
+        f"{at} heads",
+        _numbers(ratio),
+        ratio.value > 1.0,
+        f"{head} has {ratio.text()} x the draft model's tokens/s, more wanted",
+    )
+
+
+def _numbers(ratio: Ratio) -> list[float | None]:
+    return [ratio.value, ratio.low, ratio.high]
 
 
 if __name__ == "__main__":

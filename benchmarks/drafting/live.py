@@ -11,6 +11,8 @@ from specstop.decode.loop import Request
 from specstop.decode.profile import CalibrationRun
 from specstop.policies import FixedLength
 from specstop.train.replay.run import replay
+from specstop.train.report.intervals import Resamples
+from specstop.train.report.records import Ratio
 
 from .chosen import FIXED, STATIC, WHOLE, Chosen, Setting
 from .ground import Ground
@@ -72,6 +74,33 @@ def decode(ground: Ground, drafter: str, chosen: Chosen) -> Live:
         tallies, sum(same), len(same), *(sum(column) for column in zip(*sums, strict=True)),
         {name: (guess / base) / tallies[name][1] - 1 for name, guess in guessed.items()},
     )  # fmt: skip
+
+
+def beside(ground: Ground, drafters: dict[str, tuple[str, str, Chosen]], first: str) -> dict[str, tuple[float, Ratio]]:
+    """Decode the test prompts with several drafters in turns, so that minutes in which the machine is slow hit all alike.
+
+    Args:
+        ground: see `Ground`.
+        drafters: by name what `--drafter` takes, the setting it is run in, and what was chosen for it.
+        first: the drafter that the others are compared with.
+
+    Returns:
+        By name, speed over plain decoding, and over the first with an interval over prompts.
+    """
+    prompts = list(zip([p.id for p in ground.test], ground.ids(ground.test), strict=True))
+    runs = {
+        name: _run(ground, with_drafter(ground.pair, spec), chosen.settings[setting], chosen)
+        for name, (spec, setting, chosen) in drafters.items()
+    }
+    _, _, chosen = drafters[first]
+    plain = _run(ground, ground.pair, Setting(FixedLength(0), None, chosen.settings[FIXED].test), chosen)
+    made = run_alternating([plain, *runs.values()], prompts)
+    samples = Resamples([p.id for p in ground.test])
+    spent = [samples.total([text.seconds for text in texts]) for texts in made]
+    seconds = dict(zip(runs, spent[1:], strict=True))
+    return {
+        name: (float(spent[0][0] / own[0]), samples.interval(seconds[first] / own)) for name, own in seconds.items()
+    }
 
 
 def per_call(ground: Ground, drafters: dict[str, str]) -> dict[str, tuple[float, float, int]]:
