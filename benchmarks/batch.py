@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from bars import Bars, arguments
 from joint_rounds import joint_rounds
-from loads import CLEAR, compare, fixed_and, gpu_like, live
+from loads.live import beside_plain, live
+from loads.replayed import CLEAR, compare, fixed_and, gpu_like
 from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
@@ -211,9 +212,12 @@ def loads(
         bars.figures[f"by batch size, {where}"] = found
         if profile is measured:
             asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
+            name, ours = "embedded" if options.pair is None else options.pair.name, dict(named)["ours"]
+            for size in sizes:
+                beside_plain(name, pair, asked, arrays, ours, priced, size, options, bars)
             for size in [n for n in sizes if n in CLEAR] or sizes[-1:]:
-                live("embedded" if options.pair is None else options.pair.name, pair, asked, known, arrays,
-                     fixed_and(found, size, named), priced, size, options, bars)  # fmt: skip
+                rivals = fixed_and(found, size, named)
+                live(name, pair, asked, known, arrays, rivals, priced, size, options, bars)
 
 
 def collected(

@@ -7,11 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from bars import Bars
-from specstop.decode import Pair, Settings, Speculator
-from specstop.decode.compare.alternate import TEXTS_A_PLACE, run_alternating
-from specstop.decode.profile import CalibrationRun
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
@@ -38,15 +34,6 @@ FLAT, STEP_S, DRAFT, OUTSIDE_S = 64, 0.010, 0.12, (3e-4, 5e-6, 2e-6)
 
 CLEAR = (4, 8)
 """Batch sizes at which ours is to be above every other joint policy."""
-
-NEAR = 0.07
-"""How far off the seconds of replay may be."""
-
-TURNS = 15
-"""Turns that a batch size is decoded in live: what each brings is drawn anew, as the machine's moods are among it."""
-
-AGAIN = "best fixed, again"
-"""The same policy once more: what its speed differs by, others' may differ by for nothing."""
 
 
 def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
@@ -151,6 +138,10 @@ def compare(
     return found, named, profile
 
 
+AGAIN = "best fixed, again"
+"""The same policy once more: what its speed differs by, others' may differ by for nothing."""
+
+
 def fixed_and(
     found: dict[str, Any], size: int, named: Sequence[tuple[str, StopPolicy]]
 ) -> list[tuple[str, StopPolicy]]:
@@ -173,59 +164,3 @@ def _text(ratio: dict[str, float | None]) -> str:
     if ratio["low"] is None:
         return f"{ratio['value']:.3f}"
     return f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-
-
-def live(
-    where: str,
-    pair: Pair,
-    prompts: Sequence[tuple[str, list[int]]],
-    other: Sequence[list[int]],
-    held: TraceArrays,
-    named: Sequence[tuple[str, StopPolicy]],
-    known: Profile,
-    size: int,
-    options: argparse.Namespace,
-    bars: Bars,
-) -> None:
-    """Decode the prompts under each policy in turns, and hold what replay predicts to what the clock says.
-
-    The first policy is what the others are compared with. The profile is measured between the turns.
-    """
-    header = held.header
-    settings = Settings(header.temperature, header.max_new_tokens, verification=header.verification)
-    at = {name: number for number, name in enumerate(held.prompt_ids)}
-    prompts, turn = [(name, ids) for name, ids in prompts if name in at], size * TEXTS_A_PLACE
-    if not options.quick:
-        prompts = (prompts * -(-TURNS * turn // len(prompts)))[: TURNS * turn]
-    sizes = sorted({1, size // 2, size})
-    calibration = CalibrationRun(
-        pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=header.max_new_tokens,
-        batch=sizes, verification=header.verification,
-    )  # fmt: skip
-    runs = [Speculator(pair, policy, settings, known, batch=size) for _, policy in named]
-    found = run_alternating(runs, prompts, calibration=calibration, calibrate_every=1, batch=size)
-    profile = calibration.profile().with_decisions(known.decision_s)
-    # Texts of a turn are decoded side by side, and share what the machine is like in those seconds.
-    boot = Resamples([number // turn for number in range(len(prompts))])
-    first = boot.total([text.seconds for text in found[0]])
-    for (name, policy), texts in zip(named, found, strict=True):
-        spent = boot.total([text.seconds for text in texts])
-        chunks = [prompts[n : n + turn] for n in range(0, len(prompts), turn)]
-        orders = [np.array([at[name] for name, _ in chunk]) for chunk in chunks]
-        played = [replay_batch(held, policy, profile, size, at_once(len(order)), order) for order in orders]
-        predicted = sum(float(one.seconds.sum()) for one in played) / spent[0]
-        tokens = sum(len(text.tokens) for text in texts)
-        same = tokens == sum(int(one.tokens.sum()) for one in played)
-        ratio = boot.interval(first / spent)
-        print(
-            f"      live, {where}, batch {size}, {name}: {tokens / spent[0]:.0f} tokens/s, {ratio.text()} of {named[0][0]}"
-        )
-        bars.add(
-            f"replay's seconds over those live, {where}, batch {size}, {name}", round(predicted, 3),
-            (abs(predicted - 1.0) <= NEAR and same) or options.quick, f"{predicted:.3f}; within {NEAR:.0%}",
-        )  # fmt: skip
-        if name == "ours" and size == max(CLEAR):
-            bars.add(
-                f"ours over {named[0][0]} live, {where}, batch {size}", ratio.value, ratio.is_above or options.quick,
-                f"{ratio.text()}; clear of 1",
-            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Policies by batch size: replayed under measured costs and those of a machine like a GPU, and decoded live."""
