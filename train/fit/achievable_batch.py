@@ -1,7 +1,8 @@
 """What a policy of batches could reach that knows all recorded scalars: the rule `batch` on cross-fitted chances.
 
-As the achievable estimate of single streams (`continuation.values`) it decides for nothing, and each prompt by models of the
-other ones. So it is an estimate from below of what these features hold, and hidden states are not among them.
+As the achievable estimate of single streams (`continuation.values`) it decides for nothing, unless a price is given, and each
+prompt by models of the other ones. So it is an estimate from below of what these features hold, and hidden states are not
+among them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.base import NO_HIDDEN, Array, Hidden
 from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
+from ...policies.latency.tables import Price
 from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.rules.chains import BatchRule, Derived
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays
 from .continuation.values import FOLDS, recorded_scalars
-from .tuning.batches import solved_rates
+from .tuning.batches import settle_batch, solved_rates
 
 NAME = "achievable estimate"
 
@@ -60,13 +62,17 @@ class _Scores:
         return self.values[row, node] if self.of_nodes else self.values[row]
 
 
-def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) -> tuple[TraceArrays, BatchStop]:
+def achievable_in_batches(
+    arrays: TraceArrays, profile: Profile, seed: int = 0, price: Price | None = None
+) -> tuple[TraceArrays, BatchStop]:
     """Return a trace that holds cross-fitted chances of acceptance as well, and the policy of batches that decides by them.
 
     Args:
         arrays: the dense trace of chains that is reported on.
         profile: what rounds cost, with batches.
         seed: of folds and trees.
+        price: of its decisions; rates, and sizes at which nothing is decided, are then settled on the very texts that are
+            reported on, so that it decides nowhere where that does not pay. None = they cost nothing.
     """
     # The header forgets recorded hidden states, too: `check_sizes` would hold the two scores below to the models' widths.
     bare = dataclasses.replace(arrays, hidden={}, header=dataclasses.replace(arrays.header, hidden={}))
@@ -87,4 +93,6 @@ def achievable_in_batches(arrays: TraceArrays, profile: Profile, seed: int = 0) 
     )  # fmt: skip
     # Any rule serves until here: `for_batches` puts its own in its place.
     made = for_batches(policy)
+    if price is not None:
+        return known, settle_batch(made, known, profile.with_decisions({made.cost_name: price}))
     return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))  # decisions are free
