@@ -105,7 +105,7 @@ def compare(
         )
         for name, line in lines.items():
             ratio, share = line["to_best_fixed"][at], line["oracle_share"][at]["value"]
-            print(f"        {name:<26} {_text(ratio)} of best fixed, share of the gap {share:.2f}")
+            print(f"        {name:<26} {_text(ratio)} of best fixed, share of the oracle gain {share:.2f}")
     ours = lines["ours"]
     least = min(ratio["value"] for ratio in ours["to_best_fixed"])
     bars.add(
@@ -132,7 +132,7 @@ def beside_others(
     options: argparse.Namespace,
     bars: Bars,
 ) -> None:
-    """Hold ours to be above the other joint policies at a batch size, unless an informed estimate is not either."""
+    """Hold ours to be above the other joint policies at a batch size, unless the achievable estimate is not either."""
     lines, at = {line["name"]: line for line in found["lines"]}, found["sizes"].index(size)
     known, estimate = achievable
     others = {name: line["to_best_fixed"][at] for name, line in lines.items() if name not in (*NOT_JOINT, "ours")}
@@ -141,12 +141,12 @@ def beside_others(
     _, paying = achievable_in_batches(held, profile, price=price)
     paid = profile.with_decisions({paying.cost_name: price})
     order = deal(held.sequences, size, 0)
-    theirs, mine, free, informed = (
+    theirs, mine, free, paid_for = (
         replay_batch(known, policy, costs, size, at_once(len(order)), order).seconds
         for policy, costs in ((policies[first], profile), (ours, profile), (estimate, profile), (paying, paid))
     )
     boot = Resamples([held.prompt_ids[text] for text in order])
-    gap, room, most = (boot.interval(boot.total(theirs) / boot.total(some)) for some in (mine, informed, free))
+    gap, room, most = (boot.interval(boot.total(theirs) / boot.total(some)) for some in (mine, paid_for, free))
     ceiling = lines["oracle bound of the batch"]["to_best_fixed"][at]["value"]
     bars.add(
         f"ours over the best other joint policy, {where}, batch {size}", gap.value,

@@ -54,7 +54,7 @@ def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Mod
     prefixes = Prefixes.empty(symbols)
     rows = torch.arange(len(symbols))
     # Past the end of the text the prefixes mean nothing; `right_proposals` leaves those positions out.
-    following = torch.nn.functional.pad(batch.tokens[0], (0, symbols.shape[1]))
+    upcoming = torch.nn.functional.pad(batch.tokens[0], (0, symbols.shape[1]))
     for depth in range(symbols.shape[1]):
         yield prefixes.next(symbols).argmax(-1)
-        prefixes = prefixes.extended(rows, following[2 + depth : 2 + depth + len(rows)], symbols)
+        prefixes = prefixes.extended(rows, upcoming[2 + depth : 2 + depth + len(rows)], symbols)

@@ -62,14 +62,14 @@ def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Modu
     return torch.stack(symbols, 2)
 
 
-def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, following: Module | None) -> Iterator[Tensor]:
+def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, next_read: Module | None) -> Iterator[Tensor]:
     """Yield by depth the layer's states [B, n - 1, H], each position reading its own of the depth before.
 
     Args:
         network: the layer.
         batch: texts.
         embedding: of the target.
-        following: makes of the states the embeddings to read next; None = those of the text's own tokens.
+        next_read: makes of the states the embeddings to read next; None = those of the text's own tokens.
     """
     count, beside = batch.tokens.shape[1] - 1, _Beside()
     cos, sin = network.rotations(count + network.shape.depth, batch.states.device, batch.states.dtype)
@@ -82,7 +82,7 @@ def unrolled(network: LayerNetwork, batch: Batch, embedding: Module, following: 
         if depth + 1 == network.shape.depth:
             yield states
             return
-        read = own[:, 2 + depth : 2 + depth + count] if following is None else following(states)
+        read = own[:, 2 + depth : 2 + depth + count] if next_read is None else next_read(states)
         yield states
 
 

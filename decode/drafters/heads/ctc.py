@@ -121,12 +121,12 @@ class CTCDrafter(LayerReader):
             drawn.append(logits.double().softmax(-1))  # double: a prefix multiplies up to T of them
             if len(drawn) == self._ctc.shape.depth:
                 break
-            roots = [self._following(stream, own) for stream, own in zip(streams, roots, strict=True)]
+            roots = [self._go_on(stream, own) for stream, own in zip(streams, roots, strict=True)]
             state = self._run(self._ctc.embed(logits.argmax(-1), self._embedding), state, roots, streams)
         positions = torch.stack(drawn, 2)  # [S, roots, T, V + 1]
         return torch.cat([own[:count] for own, count in zip(positions, counts, strict=True)])
 
-    def _following(self, stream: int, rows: Sequence[Row]) -> list[Row]:
+    def _go_on(self, stream: int, rows: Sequence[Row]) -> list[Row]:
         """Return rows one position further, each in a slot of its own."""
         fed, out = self._slot[stream], []
         for row in rows:

@@ -33,7 +33,7 @@ def batches(found: Any, data: Data) -> Section:
     gaps = [row(line, "oracle_share", 2) for line in range(1, len(names) - 1)]
     tables = (
         Table("Speed by batch size, best fixed length of that size = 1", columns, tuple(speeds)),
-        Table("Share of the gap between best fixed length and bound", columns, tuple(gaps)),
+        Table("Share of the oracle gain", columns, tuple(gaps)),
         Table(
             "Seconds from arrival to the last token, mean / 95th percentile",
             columns,
