@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 from bars import Bars, arguments
-from drafting.subtrees import likeliest_nodes, on_subtree, subtree
-from drafting.tree_choice import TREE, TreeChoice, choose_tree, likely_tree
+from drafting.likely_tree import TREE, likely_tree
 from pairs import documents, effort, pair_folder, unseen_prompts
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -46,8 +45,10 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
+from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import fit_tree, tree_features
 from specstop.train.fit.trees.solve import solve_tree
+from specstop.train.fit.trees.subtrees import likeliest_nodes, on_subtree, subtree
 from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.static_tree import best_static_tree

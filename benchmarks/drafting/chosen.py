@@ -9,7 +9,9 @@ from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.run import train
+from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.solve import solve_tree
+from specstop.train.fit.trees.subtrees import on_subtree
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.oracle import oracle_seconds
@@ -20,8 +22,7 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 
 from .ground import Ground
-from .subtrees import on_subtree
-from .tree_choice import TREE, TreeChoice, choose_tree
+from .likely_tree import TREE
 
 FIXED, CHAIN, WHOLE, STATIC, NODES = (
     "best fixed length",

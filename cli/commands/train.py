@@ -74,6 +74,10 @@ def train(
     cross_fit: Annotated[
         bool, typer.Option(help="Calibrate on all prompts, by a head for each part; else on the first part alone.")
     ] = True,
+    nodes: Annotated[
+        str,
+        typer.Option(help="With --rule gain: sizes of smaller trees to try, such as 63,24,8; the fastest one is kept."),
+    ] = "",
     tune: Annotated[
         int | None, typer.Option(help="Try that many heads, hyper-parameters and rules by replay, and train the best.")
     ] = None,
@@ -111,10 +115,10 @@ def train(
     with progress_bars(quiet or json) as progress, config_saved(out):
         opened = [load_traces(path) for path in traces]
         if tune is not None:
-            single = [threshold, *hidden, mixed, host]
+            single = [threshold, *hidden, mixed, host, nodes or None]
             if any(value is not None for value in single):
                 raise InputError(
-                    "--tune: leave out --threshold, --hidden, --mixed and --for; it finds thresholds by itself"
+                    "--tune: leave out --threshold, --hidden, --mixed, --for and --nodes; it finds thresholds by itself"
                 )
             trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
         else:
@@ -123,7 +127,7 @@ def train(
             trained = run(
                 opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, hidden=hidden or None,
                 folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
-                host=host, progress=progress, **common,
+                host=host, nodes=_whole_numbers(nodes), progress=progress, **common,
             )  # fmt: skip
     if json:
         print_json(trained.metrics)
@@ -173,6 +177,14 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
             "before you use it, and try another --head or more prompts")  # fmt: skip
     more = "these tables" if verbose else "these tables, and how it is calibrated (--verbose)"
     output().print(f"the policy is in {out}; its README.md has {more}")
+
+
+def _whole_numbers(text: str) -> list[int]:
+    """Return the numbers of a list with commas between."""
+    try:
+        return [int(number) for number in text.split(",")] if text else []
+    except ValueError:
+        raise InputError(f"--nodes: expected numbers such as 63,24,8, not {text!r}") from None
 
 
 def _cell(value: Any) -> str:

@@ -73,6 +73,7 @@ def train(
     fit: FitOptions | None = None,
     mixed: Trace | None = None,
     host: str | None = None,
+    nodes: Sequence[int] = (),
     overwrite: bool = False,
     progress: Progress = shown,
 ) -> Trained:
@@ -84,7 +85,7 @@ def train(
         profile: what rounds cost; the derived rule is solved for it.
         head: a kind of head, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        rule: "gain" for trees (`trees.fit.train_tree`), "batch" for batches (`policies.joint.survival`); else "derived"
+        rule: "gain" for trees (`trees.run.train_tree`), "batch" for batches (`policies.joint.survival`); else "derived"
             (look-ahead, no threshold), "survival", "step" or "any"; by default the one that the head was published with
             (`head_specs.HEAD_SPECS`), or the derived one.
         threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
@@ -101,6 +102,7 @@ def train(
         mixed: a trace of `collect --mix` that the head is fitted on in the place of `traces`, as SpecDec++'s is; on `traces`
             it is calibrated and settled.
         host: the engine that the policy is to run in (`heads.hosts`): it then reads only what that engine hands over.
+        nodes: with rule "gain", sizes of the sub-trees that are tried, of which the fastest is kept; none = as recorded.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
@@ -113,13 +115,16 @@ def train(
     if not opened:
         raise TraceError("--traces: expected at least one trace")
     tell_other_verification(profile, opened[0].header)
+    if nodes and (rule != "gain" or min(nodes) < 1):
+        raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
     if host is not None:
         check_host(host, opened, rule, [*(hidden or ()), *head_spec(head).hidden])
         features = features_for(host, opened, head, features, default_features(opened))
     if rule == "gain":
         if len(opened) != 1 or threshold is not None or hidden or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        from .trees.fit import train_tree, tree_features
+        from .trees.fit import tree_features
+        from .trees.run import train_tree
 
         plan = Plan(
             head, rule, None, tuple(features or tree_features(head)), name or "tree", seed, folds, passes=passes,
@@ -127,7 +132,7 @@ def train(
         )  # fmt: skip
         check_plan(plan)
         folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
-        return train_tree(plan, opened[0], profile, folder, progress)
+        return train_tree(plan, opened[0], profile, nodes, folder, progress)
     wanted = head_spec(head)
     names = (
         tuple(features) if features else without_noise(usual_features(head, default_features(opened)), opened[0].header)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmark_scripts import part
 from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
@@ -25,20 +24,19 @@ from specstop.policies.heads.build import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.progress import silent
 from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, settle, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
 from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
 from specstop.train.fit.trees.solve import tree_seconds
+from specstop.train.fit.trees.subtrees import on_subtree, subtree
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays, typical_context
 from specstop.train.report.evaluate import evaluate
-
-subtrees = part("subtrees", "drafting")
-
 
 TREE = "3,2,1,1,1"
 SMALL = [0, 1, 3, 4, 5, 9, 10, 11, 15]
@@ -218,7 +216,7 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
 
 
 def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
-    arrays = subtrees.on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
+    arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
     assert arrays.tree.is_chain
     seconds = tree_seconds(arrays, profile, Price())
     costs = np.diff(profile.chain_costs(typical_context(arrays), 0.0, depth=3)).tolist()
@@ -234,8 +232,8 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
     filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
     for temperature, trace, shaping in (*((t, trace, Shaping()) for t, trace in forest.items()), (0.7, filtered, two)):
-        small = subtrees.on_subtree(trace_arrays(trace), SMALL)
-        name = subtrees.subtree(trace.header.tree, SMALL).name
+        small = on_subtree(trace_arrays(trace), SMALL)
+        name = subtree(trace.header.tree, SMALL).name
         folder = tmp_path / f"{temperature} {shaping.top_k}"
         options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
@@ -252,7 +250,20 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
 @pytest.mark.parametrize("nodes", [[1], [0, 2], [0, 9]])
 def test_what_is_no_smaller_tree_is_refused(forest: dict[float, Trace], nodes: list[int]) -> None:
     with pytest.raises(TraceError, match="a smaller tree"):
-        subtrees.on_subtree(trace_arrays(forest[0.0]), nodes)
+        on_subtree(trace_arrays(forest[0.0]), nodes)
+
+
+def test_of_smaller_trees_the_fastest_is_kept(forest: dict[float, Trace], profile: Profile, tmp_path: Path) -> None:
+    made = train(forest[0.7], profile, rule="gain", nodes=[1, 4], out=tmp_path / "policy", progress=silent)
+    alone = {size: train(forest[0.7], profile, rule="gain", nodes=[size], progress=silent) for size in (1, 4)}
+    best = max(alone.values(), key=lambda one: one.metrics["held_out_tokens_per_s"])
+    assert made.metrics["tree"] == best.metrics["tree"] != forest[0.7].header.tree.name
+    rule = made.policy.rule
+    assert isinstance(rule, TreeRule) and sum(map(len, rule.children)) <= 5  # the root and as many as were allowed
+    assert load_policy_folder(tmp_path / "policy").facts.provenance["tree"] == made.metrics["tree"]
+    for rule_name, nodes in (("derived", [4]), ("gain", [0])):
+        with pytest.raises(InputError, match="--nodes"):
+            train(forest[0.7], profile, rule=rule_name, nodes=nodes, progress=silent)
 
 
 def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_scripts import part
 from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
@@ -21,14 +20,12 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
+from specstop.train.fit.trees.subtrees import likeliest_nodes, on_subtree
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-
-subtrees = part("subtrees", "drafting")
-
 
 TREE = "3,2,1,1,1"
 
@@ -84,9 +81,9 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
     )
     for some in (arrays, *odd):
         for count in range(arrays.tree.nodes + 1):
-            nodes = subtrees.likeliest_nodes(some, count, DEPTH)
-            assert len(nodes) == subtrees.on_subtree(some, nodes).tree.nodes == count
-    assert subtrees.likeliest_nodes(arrays, 1, DEPTH) == [0]
+            nodes = likeliest_nodes(some, count, DEPTH)
+            assert len(nodes) == on_subtree(some, nodes).tree.nodes == count
+    assert likeliest_nodes(arrays, 1, DEPTH) == [0]
 
 
 def test_the_best_static_tree_is_no_slower_than_any_whole_depth(arrays: TraceArrays, profile: Profile) -> None:

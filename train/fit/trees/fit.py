@@ -1,32 +1,27 @@
-"""`train` with the rule `gain`: tree traces in, a policy out that keeps and verifies the nodes worth their price."""
+"""Fitting the rule `gain`: a policy of trees that keeps and verifies the nodes worth their price."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ....collect.store.folder import Trace
 from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
-from ....policies.errors import InputError, TraceError
+from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
 from ....policies.progress import Progress, silent
 from ....policies.rules.trees import TreeRule
-from ....policies.storage.folder import save_policy
-from ...heads.crossfit import Folds, own_visits, prompt_folds
+from ...heads.crossfit import Folds, own_visits
 from ...heads.fitting import FitTask, fitter
 from ...heads.head_specs import usual_features
 from ...heads.rows import Visits, visits
 from ...replay.bounds.static_tree import best_static_tree
 from ...replay.run import replay
-from ...replay.traces.arrays import TraceArrays, trace_arrays
+from ...replay.traces.arrays import TraceArrays
 from ..plan import Plan
-from ..trained import Trained, facts_of
 from .calibrate import fit_paths, sibling_shares
 from .rows import rank_acceptance, tree_rows
 from .scores import tree_scores
@@ -47,42 +42,20 @@ def tree_features(head: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in TOLD) if set(names) & set(TOKEN_FEATURES) else names
 
 
-def train_tree(plan: Plan, traces: Trace, profile: Profile, folder: Path | None, progress: Progress) -> Trained:
-    """Fit a head on tree traces, calibrate it along paths on prompts that it did not see, and solve its rate.
+def fit_tree(
+    plan: Plan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress = silent
+) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
+    """Fit a head on a trace of trees, calibrate it along paths on prompts that it did not see, and solve its rate.
 
     HISTORY features tell of a policy's own play, and policies skip easy runs: after the first pass, on the rounds of the best
     static tree, all is fitted again on the rounds that the policy itself visits.
 
-    Args:
-        plan: checked; its head reads scalars.
-        traces: of trees, every anchor, under `match`.
-        profile: what rounds cost; best measured with the same tree.
-        folder: the policy folder to write; None keeps the policy in memory.
-        progress: see `Progress`.
+    Returns:
+        The policy, files for retraining, and metrics.
 
     Raises:
-        InputError: the head does not read scalars only.
-        TraceError: the traces cannot be replayed, lack a feature or have too few prompts.
+        TraceError: the trace cannot be replayed.
     """
-    if plan.head_spec.hidden:
-        raise InputError(
-            f"--head: {plan.head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost"
-        )
-    needed = dict.fromkeys((*plan.features, "noisy_score", "noisy_margin"))
-    arrays = trace_arrays(traces, [n for n in needed if n in (*plan.features, *traces.header.features)])
-    policy, files, metrics = fit_tree(plan, arrays, prompt_folds(arrays, plan.folds, plan.seed), profile, progress)
-    solved, header = policy.facts, traces.header
-    policy.facts = dataclasses.replace(
-        facts_of(header, [header.temperature], [str(traces.folder)], plan.seed, tree=header.tree.name),
-        rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics,
-    )  # fmt: skip
-    return Trained(policy, save_policy(policy, folder, files) if folder is not None else None, metrics)
-
-
-def fit_tree(
-    plan: Plan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress = silent
-) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
-    """Do what `train_tree` does with a trace that has been read; return the policy, files for retraining, and metrics."""
     if arrays.header.verification != "match" or arrays.header.mix or not arrays.header.has_every_anchor:
         raise TraceError(
             "--rule gain: expected dense traces under match, which can be replayed; collect them with --tree"

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from specstop.collect.schema import NO_TOKEN, parents
-from specstop.decode.topology import Topology
-from specstop.policies.errors import TraceError
-from specstop.train.replay.bounds.static_tree import best_subtrees, node_acceptance
-from specstop.train.replay.traces.arrays import TraceArrays
 from torch import Tensor
+
+from ....collect.schema import NO_TOKEN, parents
+from ....decode.topology import Topology
+from ....policies.errors import TraceError
+from ...replay.bounds.static_tree import best_subtrees, node_acceptance
+from ...replay.traces.arrays import TraceArrays
 
 _TIE = 1e-9
 """By which a node is ahead of the next one where both are accepted as often."""
