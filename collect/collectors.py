@@ -103,7 +103,8 @@ def choose_collector(
                 f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
                 "--collector live"
             )
-        return Collector(features, PositionsCollector(pair, settings, hidden).rows, header)
+        positions = PositionsCollector(pair, settings, hidden, memory << 20)
+        return Collector(features, positions.rows, header, memory=memory)
     unroller = Unroller(
         pair, tree, settings.temperature, memory_bytes=memory << 20, hidden=hidden, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,
