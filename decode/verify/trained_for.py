@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import Conditions, tell_other_conditions
+from ...policies.learned.conditions import Conditions, tell_other_conditions, tell_other_verification
 from ..drafters.find import kind_of
 from ..settings import Settings
 from .lossy import TargetInit
@@ -45,21 +45,4 @@ def tell_if_unmeasured(
             f"differs; measure it with --drafter {drafter}",
             SpecstopWarning,
             stacklevel=3,
-        )
-
-
-def tell_other_verification(profile: Profile, used: str, where: str) -> None:
-    """Warn where a profile timed the rounds of chains under another verification.
-
-    Args:
-        profile: one that tells of none is silent.
-        used: the mode.
-        where: "the trace holds" or "this run plays", for the message.
-    """
-    if profile.verification and profile.verification != used:
-        warnings.warn(
-            f"the profile timed rounds under {profile.verification} verification, {where} those of {used}: what a "
-            f"verification costs differs; measure it with --verification {used}",
-            SpecstopWarning,
-            stacklevel=4,
         )

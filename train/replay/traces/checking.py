@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ....collect.schema import Header
-from ....decode.verify import trained_for
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.checking import check_policy
 from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features.hidden_states import check_sizes
 from ....policies.latency.profile import Profile
+from ....policies.learned import conditions
 from .arrays import TraceArrays
 
 
@@ -62,4 +62,4 @@ def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArray
 def tell_other_verification(profile: Profile, header: Header) -> None:
     """Warn where a profile timed the rounds of another verification than those that a trace of chains holds."""
     if header.tree.is_chain and header.temperature > 0:
-        trained_for.tell_other_verification(profile, header.verification, "the trace holds")
+        conditions.tell_other_verification(profile, header.verification, "the trace holds")
