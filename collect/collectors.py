@@ -17,6 +17,7 @@ from ..decode.verify.rejection import Block
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
+from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .dense.collector import dense_rows
 from .dense.completions import Completions, completion_rows
@@ -62,6 +63,7 @@ def choose_collector(
     batch: int = 1,
     draws: int = 1,
     off_text: str = "exact",
+    profile: Profile | None = None,
 ) -> Collector:
     """Return the collector that the options ask for; arguments as of `run.plan_run`.
 
@@ -77,7 +79,9 @@ def choose_collector(
             raise InputError(
                 "--mix, --completions, --draws and --off-text: for the dense collector; leave out --collector live"
             )
-        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, hidden, batch)
+        return _live(pair, policy or FixedLength(tree.deepest), settings, explore, hidden, batch, profile)
+    if profile is not None:
+        raise InputError("--profile: for the live collector, whose policy hears what rounds take; leave it out")
     if batch > 1:
         raise InputError(
             "--batch: for the live collector; the dense one decodes as many texts side by side as --memory holds"
@@ -103,7 +107,8 @@ def choose_collector(
                 f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
                 "--collector live"
             )
-        return Collector(features, PositionsCollector(pair, settings, hidden).rows, header)
+        positions = PositionsCollector(pair, settings, hidden, memory << 20)
+        return Collector(features, positions.rows, header, memory=memory)
     unroller = Unroller(
         pair, tree, settings.temperature, memory_bytes=memory << 20, hidden=hidden, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,
@@ -177,7 +182,7 @@ def choose_engine_collector(
     if not tree.is_chain or settings.verification not in ("auto", "match", "point") or any(other):
         raise InputError(
             f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
-            "--completions, --hidden, and options that change what is sampled from"
+            "--completions, --hidden, --profile, and options that change what is sampled from"
         )
     made = ThroughVLLM(
         *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,
@@ -187,9 +192,10 @@ def choose_engine_collector(
 
 
 def _live(
-    pair: Pair, policy: StopPolicy, settings: Settings, explore: float, hidden: Sequence[str], batch: int
-) -> Collector:
-    made = LiveCollector(pair, policy, settings, explore, hidden=hidden, batch=batch)
+    pair: Pair, policy: StopPolicy, settings: Settings, explore: float, hidden: Sequence[str], batch: int,
+    profile: Profile | None,
+) -> Collector:  # fmt: skip
+    made = LiveCollector(pair, policy, settings, explore, hidden, batch, profile)
     header = {
         "collector": "live",
         "policy": policy.name,

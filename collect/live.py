@@ -22,9 +22,11 @@ from ..decode.records import Generation
 from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
+from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
@@ -178,6 +180,7 @@ class LiveCollector:
         explore: share of the rounds that are drafted to full depth whatever the policy says.
         hidden: hidden states to record (`features.hidden_states`).
         batch: texts that are decoded side by side.
+        profile: see `Speculator`.
     """
 
     def __init__(
@@ -188,8 +191,10 @@ class LiveCollector:
         explore: float = 0.0,
         hidden: Sequence[str] = (),
         batch: int = 1,
+        profile: Profile | None = None,
     ) -> None:
         check_limits(explore=explore)
+        tell_if_unmeasured(profile, [policy], settings, pair.drafter)
         self.tree = settings.topology
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)
@@ -201,7 +206,9 @@ class LiveCollector:
             self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred, widths,
             runs if isinstance(runs, Exploring) else None,
         )  # fmt: skip
-        self._speculator = Speculator(pair, runs, settings, observer=self._recorder, hidden=tuple(widths), batch=batch)
+        self._speculator = Speculator(
+            pair, runs, settings, profile, observer=self._recorder, hidden=tuple(widths), batch=batch
+        )
 
     def begin(self) -> None:
         """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""

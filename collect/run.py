@@ -23,6 +23,7 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, shown
 from .collectors import choose_collector, choose_engine_collector
@@ -70,6 +71,7 @@ def collect(
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,
+    profile: Profile | None = None,
 ) -> Trace:
     """Record traces: what the draft proposes, and what of it the target accepts.
 
@@ -88,7 +90,7 @@ def collect(
         repair: with `resume`: move damaged shards aside and collect them again.
         progress: see `Progress`.
         collector, policy, verification, explore, mix, completions, hidden, memory, draws, off_text, shaping, long,
-            batch, through: see `plan_run`.
+            batch, through, profile: see `plan_run`.
 
     Raises:
         InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
@@ -99,6 +101,7 @@ def collect(
         max_new_tokens=max_new_tokens, seed=seed, shards=shards, collector=collector, policy=policy,
         verification=verification, explore=explore, mix=mix, completions=completions, hidden=hidden, memory=memory,
         draws=draws, off_text=off_text, shaping=shaping, long=long, batch=batch, through=through,
+        profile=profile,
     )  # fmt: skip
     return record(plan, Path(out), resume=resume, overwrite=overwrite, repair=repair, progress=progress)
 
@@ -130,6 +133,7 @@ def plan_run(
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
     """Check everything that can be checked before a run, deal the prompts to shards, and return what is to be done.
 
@@ -164,6 +168,7 @@ def plan_run(
             device has free (`dense.memory.budget_mib`), which the header's facts tell.
         long: what becomes of prompts that are too long; see `prompts.tokens.fit`.
         batch: texts that are decoded side by side in a live run; None = 1, and 8 inside vLLM.
+        profile: of a live run, see `Speculator`.
         through: "vllm" = a live trace of rounds inside vLLM, which decodes the prompts in this process.
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
@@ -193,12 +198,12 @@ def plan_run(
         models = target, draft if pair.drafter == "model" else pair.draft_name, pair.drafter
         chosen = choose_engine_collector(
             through, models, topology, settings, policy, explore, batch, pair.target.dtype,
-            [mix, completions, *widths, *shaping.facts],
+            [mix, completions, *widths, *shaping.facts, profile],
         )  # fmt: skip
     else:
         chosen = choose_collector(
             pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch or 1,
-            draws, off_text,
+            draws, off_text, profile,
         )  # fmt: skip
     told = _told(source, chosen.memory, len(prompts), asked)
     if completions is not None:
@@ -226,7 +231,7 @@ def plan_run(
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
         facts={**facts(pair), **told},
     )
-    work, read = _dealt(prompts, ids, seed, count), _read_by(pair, target, draft, policy)
+    work, read = _dealt(prompts, ids, seed, count), _read_by(pair, target, draft, policy, profile)
     # Twice as many prompts as texts side by side: one that ends gives its place to another.
     return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * (batch or 1)))
 
@@ -249,11 +254,13 @@ def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shard
     return tuple(map(tuple, work))
 
 
-def _read_by(pair: Pair, target: str, draft: str, policy: StopPolicy | None) -> tuple[str | Path | None, ...]:
-    """Return what a run reads: names or folders of models, drafter and policy, which no result may land on."""
+def _read_by(
+    pair: Pair, target: str, draft: str, policy: StopPolicy | None, profile: Profile | None
+) -> tuple[str | Path | None, ...]:
+    """Return what a run reads: names or files of models, drafter, policy and profile, which no result may land on."""
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
     given = pair.drafter.rpartition("+")[2].partition(":")[2]  # a drafter's folder or file
-    return (target, draft, *models, given or None, policy.source if policy is not None else None)
+    return (target, draft, *models, given or None, *(one.source for one in (policy, profile) if one is not None))
 
 
 def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:

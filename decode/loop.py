@@ -126,6 +126,12 @@ class Speculator:
             batch, filled,
         )  # fmt: skip
         self._runner = MonitoredRunner(policy, profile, chain, self.settings.fallback, self.settings.drift, batch)
+        priced = self._runner.observes and policy.reads_seconds and chain and filled is None
+        if profile and priced and profile.max_depth < self.topology.deepest:
+            raise InputError(
+                f"--profile: {policy.name} hears what rounds take and drafts up to {self.topology.deepest} tokens, but the "
+                f"profile ends at {profile.max_depth}; measure it with --depth {self.topology.deepest}, or draft less"
+            )
         self._runner.replaced = weak_method(self._read_for)  # another policy reads other features
         self._read_for(policy)
         self._clock()

@@ -14,7 +14,7 @@ from .models.pair import Pair
 from .records import Generation
 from .settings import Settings
 from .verify.noise import stream_key
-from .verify.trained_for import tell_if_untrained
+from .verify.trained_for import tell_if_unmeasured, tell_if_untrained
 
 
 def decode(
@@ -40,7 +40,7 @@ def decode(
         settings: temperature, limits, verification, tree, processors, stops.
         ids: of the prompts, part of the key of their noise; by default their numbers.
         seed: the other part; without effect at temperature 0.
-        profile: supplies the modelled seconds that some policies observe.
+        profile: see `Speculator`.
         drafter: proposes the candidates (`find_drafter`); the pair's by default.
         batch: how many are decoded side by side; one that ends gives its place to the next. Under every lossless mode a
             text is the same in any batch (where two tokens are equally likely, rounding may decide).
@@ -55,11 +55,11 @@ def decode(
     """
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
-    tell_if_untrained(policy, settings or Settings())
+    settings, drafter = settings or Settings(), drafter or pair.drafter
+    tell_if_untrained(policy, settings)
+    tell_if_unmeasured(profile, [policy], settings, drafter)
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-    speculator = Speculator(
-        pair, policy, settings, profile, drafter=find_drafter(drafter or pair.drafter, pair), batch=batch
-    )
+    speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)
     read = pair.tokenizer
     requests = [
         Request(list(read(prompt)["input_ids"] if isinstance(prompt, str) else prompt), stream_key(seed, name))

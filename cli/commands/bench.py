@@ -15,6 +15,7 @@ from ..options.sampling import Filters
 from ..options.shared import (
     Batch,
     Json,
+    LiveProfile,
     MaxNewTokens,
     MostDrafted,
     Policies,
@@ -36,6 +37,7 @@ def bench(
     long: Long = "skip",
     models: Models,
     policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
+    profile: LiveProfile = None,
     library: Annotated[
         bool,
         typer.Option(
@@ -59,6 +61,9 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
+    from ...policies.latency.profile import Profile
+
+    costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...decode.compare.bench import bench as run
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
@@ -84,6 +89,7 @@ def bench(
             rules,
             settings=settings,
             library=stock,
+            profile=costs,
             seed=seed,
             batch=batch,
             progress=progress,

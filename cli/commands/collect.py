@@ -18,7 +18,7 @@ from ..options.config import config_saved, save_config
 from ..options.models import Models
 from ..options.prompts import Asked, Long
 from ..options.sampling import Filters
-from ..options.shared import Depth, Json, MaxNewTokens, Out, Overwrite, Quiet, Resume, Seed, Temperature
+from ..options.shared import Depth, Json, LiveProfile, MaxNewTokens, Out, Overwrite, Quiet, Resume, Seed, Temperature
 from .collected import show_estimate, show_trace
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def collect(
     tree: Tree = None,
     collector: Collector = "dense",
     policy: LivePolicy = None,
+    profile: LiveProfile = None,
     verification: Annotated[
         str,
         typer.Option(
@@ -175,6 +176,9 @@ def collect(
 
     Under torchrun, srun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it.
     """
+    from ...policies.latency.profile import Profile
+
+    costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...collect.estimates import estimate
     from ...collect.processes import Place, read_place
     from ...collect.prompts.read import apply_chat_template
@@ -228,6 +232,7 @@ def collect(
             long=long,
             batch=batch,
             through=through,
+            profile=costs,
         )
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)

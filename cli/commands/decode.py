@@ -17,6 +17,7 @@ from ..options.shared import (
     Batch,
     Json,
     Limit,
+    LiveProfile,
     MaxNewTokens,
     MostDrafted,
     Prompts,
@@ -39,6 +40,7 @@ def decode(
     policy: Annotated[
         str, typer.Option(help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value.")
     ] = "fixed:4",
+    profile: LiveProfile = None,
     temperature: Temperature = 0.0,
     max_new_tokens: MaxNewTokens = 128,
     depth: MostDrafted = None,
@@ -63,6 +65,9 @@ def decode(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the texts alone: no progress, no tables.")] = False,
 ) -> None:
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
+    from ...policies.latency.profile import Profile
+
+    costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...collect.prompts.read import Prompt
     from ...decode.records import Tally
     from ...decode.run import decode as run
@@ -101,6 +106,7 @@ def decode(
         settings=settings,
         ids=[p.id for p in kept],
         seed=seed,
+        profile=costs,
         batch=batch,
         on_text=None if json else shown.add,
         on_end=None if json else shown.end,

@@ -26,6 +26,12 @@ Prompts = Annotated[
 ]
 Traces = Annotated[Path, typer.Option(help="Trace folder of `specstop collect`.")]
 ProfileFile = Annotated[Path, typer.Option("--profile", help="Latency profile of `specstop profile`.")]
+LiveProfile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile", help="Latency profile: chains are filled up to a cheaper size, policies hear what rounds take."
+    ),
+]
 Policies = Annotated[
     list[str],
     typer.Option("--policy", help="fixed:4, confidence:0.4, a policy folder, or plugin?key=value; repeatable."),

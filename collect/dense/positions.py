@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from ...decode.candidates import Candidates
+from ...decode.drafters import find_drafter
+from ...decode.drafters.base import Carries
 from ...decode.loop import Request, Speculator
 from ...decode.models.hidden import hidden_widths
 from ...decode.models.pair import Pair
@@ -27,6 +29,7 @@ from ...policies.features import ANCHOR_FEATURES
 from ...policies.features.hidden_states import check_hidden
 from ..live import Recorder, Row
 from ..schema import NO_TOKEN
+from ..shards import BATCH
 from ..work import Work
 from .unroll import node_features
 
@@ -49,7 +52,7 @@ class _DraftsOnly(StopPolicy):
 
 
 class _Positions(Recorder):
-    """A recorder that waits with each round until the text has gone past its tree."""
+    """A recorder that waits with each round until its text has gone past its tree; of several texts side by side."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -93,6 +96,15 @@ def _on_text(found: Candidates, text: Sequence[int], most: int) -> list[int]:
     return path
 
 
+def _waiting_bytes(pair: Pair, settings: Settings) -> int:
+    """Return the bytes of the scores that a text holds while its rounds wait."""
+    tree, drawn = settings.topology, 1
+    if settings.temperature > 0:  # with noise; with filters also what they are added to, before and after
+        drawn = 4 if settings.shaping.facts else 2
+    rows = sum(map(bool, tree.children)) * drawn + 2  # the target's own row, and the processed one
+    return (tree.deepest + 1) * rows * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
+
+
 class PositionsCollector:
     """Makes the rows of a dense trace with the pair's drafter.
 
@@ -100,9 +112,13 @@ class PositionsCollector:
         pair: whose drafter it is.
         settings: temperature, limit, tree.
         hidden: hidden states to record (`features.hidden_states`).
+        memory_bytes: budget for the scores of rounds that wait: as many texts are decoded side by side as it holds.
+
+    Attributes:
+        batch: texts that are decoded side by side.
     """
 
-    def __init__(self, pair: Pair, settings: Settings, hidden: Sequence[str] = ()) -> None:
+    def __init__(self, pair: Pair, settings: Settings, hidden: Sequence[str] = (), memory_bytes: int = 1 << 28) -> None:
         tree = settings.topology
         widths = hidden_widths(pair, check_hidden(hidden))
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
@@ -110,9 +126,14 @@ class PositionsCollector:
         self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
         # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
+        drafter = find_drafter(pair.drafter, pair)
+        # One that drafts from earlier texts finds them in their order only when they are decoded one after the other.
+        one_by_one = isinstance(drafter, Carries) and drafter.carries
+        self.batch = 1 if one_by_one else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
         self._speculator = Speculator(
-            pair, _DraftsOnly(tree.deepest), longer, observer=self._recorder, hidden=tuple(widths)
-        )
+            pair, _DraftsOnly(tree.deepest), longer, drafter=drafter, observer=self._recorder, hidden=tuple(widths),
+            batch=self.batch,
+        )  # fmt: skip
 
     def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text; see `collector.dense_rows`."""

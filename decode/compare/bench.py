@@ -17,7 +17,7 @@ from ..loop import Speculator
 from ..models.pair import Pair
 from ..records import Generation, Tally
 from ..settings import Settings
-from ..verify.trained_for import tell_if_untrained
+from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 from .alternate import Runner, run_alternating
 from .hf_baseline import PLAIN, SETTINGS, Assisted
 
@@ -85,6 +85,7 @@ def bench(
     settings = settings or Settings()
     for policy in policies:
         tell_if_untrained(policy, settings)
+    tell_if_unmeasured(profile, policies, settings, pair.drafter)
     runs: list[Runner] = [
         Speculator(pair, policy, settings, profile, batch=batch) for policy in (FixedLength(0), *policies)
     ]

@@ -98,6 +98,17 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Carries(Protocol):
+    """A drafter that may propose from earlier texts, so that what it proposes depends on their order.
+
+    Attributes:
+        carries: whether it does.
+    """
+
+    carries: bool
+
+
+@runtime_checkable
 class Prepares(Protocol):
     """A drafter that has something to do once, ahead of the rounds that are timed."""
 

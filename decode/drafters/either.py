@@ -10,7 +10,7 @@ import torch
 from ...policies.contract import Array
 from ..candidates import Candidates
 from ..models.pair import Pair
-from .base import Drafter, Prepares, Proposal
+from .base import Carries, Drafter, Prepares, Proposal
 
 SURE = 0.5
 """Chance of the likeliest next token from which on the first drafter takes a round (`train.drafters.choice` fits it)."""
@@ -33,6 +33,7 @@ class EitherDrafter:
         self._first, self._other, self._vocabulary = first, other, pair.vocabulary
         self._least = sure - ROUNDING
         self.layers, self.readable = other.layers, min(first.readable, other.readable)
+        self.carries = any(isinstance(one, Carries) and one.carries for one in (first, other))
         self._sure: dict[int, bool] = {}  # by stream, whether the first one drafts this round
 
     def reserve(self, streams: int, tokens: int) -> None:

@@ -38,6 +38,9 @@ class SuffixDrafter:
         keep: whether texts stay known when the next ones begin; what is drafted then depends on their order, what is decoded
             does not.
 
+    Attributes:
+        carries: see `base.Carries`.
+
     Raises:
         InputError: the file cannot be read, or the pair has no tokenizer to read it with.
     """
@@ -47,7 +50,7 @@ class SuffixDrafter:
 
     def __init__(self, pair: Pair, path: str = "", keep: int = 0) -> None:
         self._device, self._dtype = pair.device, pair.logits_dtype
-        self._keep, self._texts = bool(keep), [list[int]()]
+        self.carries, self._texts = bool(keep), [list[int]()]
         self._shared = SuffixAutomaton() if keep or path else None
         if path:
             self._learn(_tokens(pair, path))
@@ -61,7 +64,7 @@ class SuffixDrafter:
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
-        if self._keep:
+        if self.carries:
             for text in self._texts:
                 self._learn(text)
         self._texts = [[] for _ in range(streams)]
@@ -72,7 +75,7 @@ class SuffixDrafter:
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        if self._keep:
+        if self.carries:
             self._learn(self._texts[stream])
         self._texts[stream], self._own[stream], self._at[stream] = [], SuffixAutomaton(), {}
         self._elsewhere[stream], self._ahead[stream] = (START, 0), 0

@@ -31,7 +31,7 @@ from ..records import Tally
 from ..settings import Settings
 from ..verify.noise import stream_key
 from ..verify.sampling import Shaping
-from ..verify.trained_for import tell_if_untrained
+from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 
 
 @dataclasses.dataclass
@@ -106,6 +106,7 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
     tell_if_untrained(rule, settings)
+    tell_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
     attention_mask = model_kwargs.get("attention_mask")  # a parameter of that name would be handed over twice
     if text_streamer is not None:

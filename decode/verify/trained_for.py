@@ -1,9 +1,18 @@
-"""Whether a policy was trained for what a run does; apart from the modes, which replay knows without any model library."""
+"""Whether a policy was trained, and a profile measured, for what a run does.
+
+Apart from the modes, which replay knows without any model library.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+
 from ...policies.contract import StopPolicy
-from ...policies.learned.conditions import Conditions, tell_other_conditions
+from ...policies.errors import SpecstopWarning
+from ...policies.latency.profile import Profile
+from ...policies.learned.conditions import Conditions, tell_other_conditions, tell_other_verification
+from ..drafters.find import kind_of
 from ..settings import Settings
 from .lossy import TargetInit
 from .modes import resolve_mode
@@ -16,3 +25,24 @@ def tell_if_untrained(policy: StopPolicy, settings: Settings) -> None:
     name = resolve_mode(settings.verification, policy, settings.topology, temperature)
     greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
     tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name), "this run")
+
+
+def tell_if_unmeasured(
+    profile: Profile | None, policies: Sequence[StopPolicy], settings: Settings, drafter: str
+) -> None:
+    """Warn where a profile timed the rounds of another verification or drafter than a run has."""
+    if profile is None:
+        return
+    tree, temperature = settings.topology, settings.temperature
+    for name in dict.fromkeys(resolve_mode(settings.verification, policy, tree, temperature) for policy in policies):
+        if tree.is_chain and temperature > 0:
+            tell_other_verification(profile, name, "this run plays")
+    # Facts of a measurement name any drafter but the draft model; of made-up costs they need not tell.
+    measured, used = kind_of(str(profile.facts.get("drafter", "model"))), kind_of(drafter)
+    if "device" in profile.facts and measured != used:
+        warnings.warn(
+            f"the profile timed rounds of the drafter {measured}, this run plays those of {used}: what drafting costs "
+            f"differs; measure it with --drafter {drafter}",
+            SpecstopWarning,
+            stacklevel=3,
+        )

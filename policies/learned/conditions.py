@@ -1,4 +1,4 @@
-"""What acceptance rests on beside the text, and whether a policy was trained for it."""
+"""What acceptance rests on beside the text, and whether a policy was trained, or a profile measured, for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ..contract import StopPolicy
 from ..errors import SpecstopWarning
+from ..latency.profile import Profile
 from .policy import LearnedPolicy
 
 _TRUNCATING = ("top_k", "top_p", "min_p")
@@ -80,6 +81,23 @@ def tell_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> N
     for what, mine, theirs in other_conditions(policy, used):
         warnings.warn(
             f"{policy.name} was trained for another {what} ({mine}) than {where} ({theirs})",
+            SpecstopWarning,
+            stacklevel=4,
+        )
+
+
+def tell_other_verification(profile: Profile, used: str, where: str) -> None:
+    """Warn where a profile timed the rounds of chains under another verification.
+
+    Args:
+        profile: one that tells of none is silent.
+        used: the mode.
+        where: "the trace holds" or "this run plays", for the message.
+    """
+    if profile.verification and profile.verification != used:
+        warnings.warn(
+            f"the profile timed rounds under {profile.verification} verification, {where} those of {used}: what a "
+            f"verification costs differs; measure it with --verification {used}",
             SpecstopWarning,
             stacklevel=4,
         )

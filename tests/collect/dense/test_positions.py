@@ -6,20 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import NEW
 from contract_policies import TEST_POLICIES
 from small_drafters import TRAINED, small_network
+from specstop.collect import collectors
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.positions import PositionsCollector
 from specstop.collect.dense.unroll import Unroller
 from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
+from specstop.collect.run import collect, plan_run
 from specstop.collect.work import Work
 from specstop.decode.drafters import TrainedDrafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.features.hidden_states import TARGET_HIDDEN
@@ -70,6 +73,61 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
                     assert np.allclose(own[name], values, atol=2e-3), name
                 else:
                     assert list(own[name]) == list(values), name
+
+
+@pytest.mark.parametrize(("kind", "temperature"), [("suffix", 0.0), ("hydra", 0.7), ("suffix?sure=0.3+medusa", 0.7)])
+@pytest.mark.parametrize("tree", [None, "2,2,1"])
+def test_texts_side_by_side_give_the_rows_of_each_alone(
+    pair: Pair, folders: Path, prompt_ids: list[list[int]], kind: str, temperature: float, tree: str | None
+) -> None:
+    trained = kind.rpartition("+")[2]
+    alone = with_drafter(pair, f"{kind}:{folders / trained}" if (folders / trained).exists() else kind)
+    # Of unlike lengths, so that the places of their rounds never agree.
+    work = [Work(i, f"p{i}", "g", ids[i % 3 :], stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:5])]
+    settings = Settings(temperature, NEW, DEPTH, tree=tree)
+    single, several = (PositionsCollector(alone, settings, (TARGET_HIDDEN,), memory) for memory in (1, 1 << 28))
+    assert (single.batch, several.batch) == (1, 16)
+    expected, made = single.rows(work), several.rows(work)
+    assert len(made) == len(expected) > 0
+    for own, other in zip(made, expected, strict=True):
+        assert set(own) == set(other)
+        for name, values in other.items():
+            if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+                rounding = 2e-3 if name == TARGET_HIDDEN else 1e-5  # that is kept in half precision
+                assert np.allclose(own[name], values, atol=rounding), name
+            else:
+                assert np.array_equal(own[name], values), name
+
+
+def test_so_many_texts_are_side_by_side_as_the_memory_holds(
+    pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suffix = with_drafter(pair, "suffix")
+
+    def batch(temperature: float, tree: str | None, memory: int, **shaping: float) -> int:
+        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=Shaping(**shaping))
+        return PositionsCollector(suffix, settings, (), memory).batch
+
+    row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
+    # Of each of the K + 1 rounds that wait: rows of the nodes that have children, and two of the target's.
+    chain, tree = (DEPTH + 1) * row * (3 + 2), (DEPTH + 1) * row * (1 + 2 + 4 + 2)
+    assert batch(0.0, None, 5 * chain) == 5 and batch(0.0, None, 5 * chain - 1) == 4
+    assert batch(0.0, "2,2,1", 5 * tree) == 5
+    assert batch(0.7, None, 5 * chain) < 5 and batch(0.7, None, 5 * chain, top_p=0.9) < batch(0.7, None, 5 * chain)
+    told = {}
+    monkeypatch.setattr(
+        collectors, "PositionsCollector", lambda *args: told.update(args=args) or PositionsCollector(*args)
+    )
+    plan = plan_run(suffix, prompts[:2], depth=2, max_new_tokens=NEW, memory=70)
+    assert told["args"][-1] == 70 << 20 and plan.header.facts["memory MiB"] == 70
+
+
+@pytest.mark.parametrize("spec", ["suffix?keep=1", "lookup+suffix?keep=1"])
+def test_a_drafter_that_keeps_texts_meets_them_in_their_order(
+    pair: Pair, prompt_ids: list[list[int]], spec: str
+) -> None:
+    assert PositionsCollector(with_drafter(pair, spec), Settings(0.0, NEW, DEPTH)).batch == 1
+    assert PositionsCollector(with_drafter(pair, spec.partition("?")[0]), Settings(0.0, NEW, DEPTH)).batch == 16
 
 
 @pytest.mark.parametrize("kind", SPECS)

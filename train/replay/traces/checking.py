@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.checking import check_policy
 from ....policies.contract import StopPolicy
-from ....policies.errors import SpecstopWarning, TraceError
+from ....policies.errors import TraceError
 from ....policies.features.hidden_states import check_sizes
 from ....policies.latency.profile import Profile
+from ....policies.learned import conditions
 from .arrays import TraceArrays
 
 
@@ -62,11 +61,5 @@ def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArray
 
 def tell_other_verification(profile: Profile, header: Header) -> None:
     """Warn where a profile timed the rounds of another verification than those that a trace of chains holds."""
-    measured, held = profile.verification, header.verification
-    if measured and header.tree.is_chain and header.temperature > 0 and measured != held:
-        warnings.warn(
-            f"the profile timed rounds under {measured} verification, the trace holds those of {held}: what a verification "
-            f"costs differs; measure it with --verification {held}",
-            SpecstopWarning,
-            stacklevel=3,
-        )
+    if header.tree.is_chain and header.temperature > 0:
+        conditions.tell_other_verification(profile, header.verification, "the trace holds")
