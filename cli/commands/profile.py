@@ -137,9 +137,11 @@ def _add_policies(
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
+    from ...collect.run import facts
     from ...policies.files.outputs import claim_file
     from ...policies.latency.profile import MARK, Profile
     from ...policies.storage.registry import load_policy
+    from ...train.replay.traces.checking import tell_other_drafter
 
     if known is None:
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")
@@ -152,6 +154,7 @@ def _add_policies(
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         pair = models.open(found)
+        tell_other_drafter(costs, facts(pair), "the pair")
         tokens = fitting(find_prompts(prompts, found.demo, "train", 32), pair, 1, chat, long)[1]
         timed = _decisions(costs, pair, found, rules, tokens)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
@@ -184,11 +187,26 @@ def _decisions(
     from ...decode.settings import Settings
     from ...decode.verify.sampling import Shaping
 
-    shaping = Shaping.of(costs.shaping)
+    shaping, mode = Shaping.of(costs.shaping), _verification(costs, rules)
     settings = Settings(
-        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification="auto"
+        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification=mode
     )
-    return loop_decisions(pair, rules, tokens, settings)
+    return loop_decisions(pair, rules, tokens, settings, costs)
+
+
+def _verification(costs: Profile, rules: Sequence[StopPolicy]) -> str:
+    """Return the mode that the profile was measured under; `auto` where it is not told, or refuses one of the policies."""
+    from ...decode.topology import chain
+    from ...decode.verify.modes import check_mode, find_mode
+
+    if not costs.verification:
+        return "auto"
+    try:
+        for rule in rules:
+            check_mode(find_mode(costs.verification, costs.temperature), rule, chain(costs.max_depth))
+    except PolicyError:
+        return "auto"
+    return costs.verification
 
 
 def _of_pair(pair: Pair) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
+from ..replay.traces.checking import tell_other_rounds
 from ..report.decision_costs import with_prices
 from ..report.evaluate import check_fit
 from ..report.intervals import Resamples, Values
@@ -90,6 +91,7 @@ class Export:
     ) -> None:
         self.header, self.seed, self.progress = traces.header, seed, progress
         self.asked, self.out, self.max_batch = policy, out, max_batch
+        tell_other_rounds(profile, traces.header)
         arrays = trace_arrays(traces)
         held = trace_arrays(held_out) if held_out is not None else None
         self.sides: Sides = split_sides(arrays, profile, held, seed)

@@ -30,7 +30,7 @@ from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_apart, tell_other_verification
+from ..replay.traces.checking import check_apart, tell_other_rounds
 from .answer import answer, findings, noise_findings
 from .batches import Arrivals, by_batch
 from .decision_costs import copies, lacking_line, with_prices
@@ -120,7 +120,7 @@ def evaluate(
         _check_sampled(option, trace, wanted)
     for policy in policies:
         check_fit(policy, traces)
-    tell_other_verification(profile, traces.header)
+    tell_other_rounds(profile, traces.header)
     live = traces.header.collector == "live"
     if batch and not traces.header.has_every_anchor:
         raise TraceError(

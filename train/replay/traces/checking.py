@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
@@ -60,8 +63,9 @@ def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArray
         raise TraceError(f"{option}: {len(shared)} prompts are in {others} too; split them by prompt")
 
 
-def tell_other_verification(profile: Profile, header: Header) -> None:
-    """Warn where a profile timed the rounds of another verification than those that a trace of chains holds."""
+def tell_other_rounds(profile: Profile, header: Header) -> None:
+    """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
+    tell_other_drafter(profile, header.facts, "the traces")
     measured, held = profile.verification, header.verification
     if measured and header.tree.is_chain and header.temperature > 0 and measured != held:
         warnings.warn(
@@ -70,3 +74,22 @@ def tell_other_verification(profile: Profile, header: Header) -> None:
             SpecstopWarning,
             stacklevel=3,
         )
+
+
+def tell_other_drafter(profile: Profile, facts: Mapping[str, Any], whose: str) -> None:
+    """Warn where a profile timed another drafter than `whose`, of which `facts` tell (`collect.run.facts`)."""
+    timed, held = _drafter_kind(profile.facts), _drafter_kind(facts)
+    if timed and held and timed != held:
+        warnings.warn(
+            f"the profile is of the drafter {timed}, {whose} of {held}: what drafting costs differs; "
+            "give both the same --drafter",
+            SpecstopWarning,
+            stacklevel=3,
+        )
+
+
+def _drafter_kind(facts: Mapping[str, Any]) -> str:
+    """Return what kind of drafter facts tell of, "" where they do not."""
+    # What stands after a colon is left out: folders move, and costs hang on the kind. Only other drafters than the draft
+    # model are told, so that no drafter is that one, unless nothing at all is told, not even the device.
+    return re.sub(r":[^+]*", "", str(facts.get("drafter", "model"))) if "device" in facts else ""
