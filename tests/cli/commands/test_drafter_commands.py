@@ -59,6 +59,25 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        (("--drafter", "lookup", "--temperature", "0.7"), "--drafter lookup --temperature 0.7 --verification match"),
+        (("--drafter", "lookup"), "--drafter lookup"),
+    ],
+)
+def test_what_comes_next_times_the_rounds_that_the_trace_holds(
+    place: Path, options: tuple[str, ...], measured: str, tmp_path: Path
+) -> None:
+    """Sampled rounds of a drafter are those of match, where `profile` by itself takes block."""
+    prompts = place / "test.jsonl"
+    few = ("--prompts", prompts, "--limit", "2", "--max-new-tokens", "6", "--depth", "2", "--out", tmp_path / "t")
+    answer = cli("collect", "--target", place / "target", *options, *few, "--quiet")
+    assert answer.code == 0, answer.err
+    expected = f"Next: specstop profile --target {place / 'target'} {measured} --prompts {prompts} --out profile.json"
+    assert expected in answer.out
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (("decode", "w7", "--drafter", "medusa:none"), "--drafter: none: expected the folder of a drafter, which does"),
