@@ -16,7 +16,7 @@ from ..options.config import given_config, save_config
 from ..options.models import Found, Models
 from ..options.prompts import Chat, Long
 from ..options.sampling import Filters
-from ..options.shared import Depth, Json, Overwrite, Policies, Prompts, Quiet, Temperature, Verification
+from ..options.shared import TREES, Depth, Json, Overwrite, Policies, Prompts, Quiet, Temperature, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,9 +52,7 @@ def profile(
     temperature: Temperature = 0.0,
     filters: Filters,
     verification: Verification = "auto",
-    tree: Annotated[
-        str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
-    ] = None,
+    tree: Annotated[str | None, typer.Option(help=f"Measure rounds of a tree as well: {TREES}.")] = None,
     batch: Annotated[
         str | None, typer.Option(help="Measure rounds of so many texts side by side as well: 1,2,4,8.")
     ] = None,
