@@ -32,7 +32,7 @@ from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import check_apart, tell_other_rounds
 from .answer import answer, findings, noise_findings
-from .batches import Arrivals, by_batch
+from .batches import Arrivals, by_batch, check_batches
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
 from .insight import Entry, acceptance_bands
@@ -104,8 +104,9 @@ def evaluate(
 
     Raises:
         TraceError: a policy does not fit the trace, traces were sampled otherwise, both traces share prompts, or an
-            achievable estimate is asked of traces that are not dense chains.
-        InputError: `out` is not empty, or as `claim_folder`.
+            achievable estimate or batches are asked of traces that are not dense chains.
+        InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
+            `arrivals`.
     """
     for policy in policies:
         check_policy(policy)
@@ -130,6 +131,7 @@ def evaluate(
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     if tuning is not None:
         check_apart("--train-traces", tuning, "the evaluated traces", arrays)
+    check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
     profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)

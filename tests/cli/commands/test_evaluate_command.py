@@ -19,6 +19,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
+from specstop.train.report import evaluate as report_of
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
 
@@ -157,7 +158,12 @@ def test_rows_are_called_what_was_typed(
     assert twice.code == 2 and f"two policies are called '{typed[0]}'" in twice.err
 
 
-def test_policies_are_compared_by_batch_size(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path) -> None:
+def test_policies_are_compared_by_batch_size(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object) -> None:
+        raise AssertionError("work was begun")
+
     verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
     side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), 1e-5, ((1, 1e-3), (4, 1.5e-3)), verify)
     dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "profile.json")
@@ -194,8 +200,11 @@ def test_policies_are_compared_by_batch_size(sides: tuple[Trace, Trace], full_pr
     assert late.code == 0, late.err
     spaced = json.loads(late.out)["details"]["batch"]["lines"][1]
     assert spaced["latency_s"][0]["value"] < policies[0]["latency_s"][1]["value"], "who comes later waits less"
+    (tmp_path / "few.json").write_text(json.dumps(list(range(9))))
+    monkeypatch.setattr(report_of, "with_prices", refused)  # all of this is known before any work
     for options, message in (
         (["--batch", "8"], "the largest batch measured is 4, not 8"),
+        (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times, one a request, not 9"),
         (["--arrivals", "3"], "give --batch too"),
         (["--batch", "2", "--arrivals", "-1"], "expected a rate above 0"),
         (["--batch", "2", "--arrivals", tmp_path / "none.json"], "none.json"),
