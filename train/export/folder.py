@@ -109,12 +109,12 @@ class Export:
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 
     def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
-        """Return the policy as `evaluate` would replay it: no deeper than the trace, its rate solved for this profile."""
+        """Return the policy as `evaluate` would replay it: no deeper than the trace, by the costs of this profile."""
         # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
         if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
             policy = settle_lengths(policy, self.sides.fit, profile)
-        return policy.limited(self.depth)
+        return policy.with_costs(profile).limited(self.depth)
 
     def played(self, policy: StopPolicy) -> Rounds:
         """Replay a policy on the held-out prompts."""

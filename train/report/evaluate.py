@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ..fit.continuation.values import Achievable
 
 HUGGING_FACE = 0.4
+BY_COSTS = "decides by the costs of this profile"
 FAST_SWEEP_S = 15.0
 """Seconds of a sweep that is made by default, by the rough costs below of a replay and of an anchor in it."""
 
@@ -220,8 +221,9 @@ def _policies(
         tuned = tune_confidence(tuning, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
         jobs.append((TUNED, "rule", tuned, note))
-    for policy in policies:
-        note, called = "", policy.shown_name
+    for given in policies:
+        policy, called = given.with_costs(profile), given.shown_name
+        note = "" if policy is given else BY_COSTS
         if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             note = "rho as saved, of another profile; give dense training traces to solve it for this one"
             if tuning is not None and replayable:
@@ -241,10 +243,9 @@ def _batch_policy(policy: BatchStop, tuning: TraceArrays | None, profile: Profil
     if profile.same_costs(policy.facts.profile):
         same = policy.profile.decision(name) == profile.decision(name)
         return policy if same else for_batches(policy, profile=profile), ""
-    note = "decides by the costs of this profile"
     if tuning is None or profile.batch is None:
-        return for_batches(policy, profile=profile), note
-    return settle_batch(policy, tuning, profile), f"{note}, its rates solved for it on the training traces"
+        return for_batches(policy, profile=profile), BY_COSTS
+    return settle_batch(policy, tuning, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
 
 
 def _estimate(
