@@ -23,6 +23,7 @@ from ..options.shared import (
     Quiet,
     Seed,
     Temperature,
+    Tree,
     Verification,
 )
 
@@ -48,9 +49,7 @@ def bench(
     filters: Filters,
     max_new_tokens: MaxNewTokens = 128,
     depth: MostDrafted = None,
-    tree: Annotated[
-        str | None, typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5, ...; default: chains.")
-    ] = None,
+    tree: Tree = None,
     verification: Verification = "auto",
     batch: Batch = 1,
     seed: Seed = 0,

@@ -18,7 +18,19 @@ from ..options.config import config_saved, save_config
 from ..options.models import Models
 from ..options.prompts import Asked, Long
 from ..options.sampling import Filters
-from ..options.shared import Depth, Json, LiveProfile, MaxNewTokens, Out, Overwrite, Quiet, Resume, Seed, Temperature
+from ..options.shared import (
+    TREES,
+    Depth,
+    Json,
+    LiveProfile,
+    MaxNewTokens,
+    Out,
+    Overwrite,
+    Quiet,
+    Resume,
+    Seed,
+    Temperature,
+)
 from .collected import show_estimate, show_trace
 
 if TYPE_CHECKING:
@@ -34,7 +46,7 @@ Repair = Annotated[
 ]
 Tree = Annotated[
     str | None,
-    typer.Option(help="Record trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
+    typer.Option(help=f"Record trees: {TREES}; default: a chain."),
 ]
 Collector = Annotated[
     str,

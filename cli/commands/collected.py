@@ -14,11 +14,14 @@ from .info import describe_trace, trace_json
 if TYPE_CHECKING:
     from ...collect.estimates import Estimate
     from ...collect.processes import Place
+    from ...collect.schema import Header
     from ...collect.store.folder import Trace
 
 
 def show_trace(trace: Trace, place: Place, json: bool) -> None:
     """Print what was collected; a process that others have yet to join says only how far the trace is."""
+    from ...collect.pair_options import pair_options
+
     out = trace.folder
     if not trace.complete:
         have = f"{len(trace.finished)} of {trace.header.shards}"
@@ -41,15 +44,24 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
     # Processors have no option of their own: they are given in Python alone.
     options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
     asked = running_options()
-    drafter = asked.get("drafter") or "model"
-    draft = header.draft if drafter == "model" else asked.get("draft")
-    named = {"--target": header.target, "--draft": draft, "--drafter": None if drafter == "model" else drafter}
-    models = [word for option, value in named.items() if value for word in (option, value)]
     chat = ["--chat"] if asked.get("chat") else []
-    wanted = asked.get("verification") or "auto"
-    mode = ["--verification", header.verification] if header.temperature and wanted != "auto" else []
     prompts = asked.get("prompts") or "PROMPTS"
-    next_step("profile", *models, *chat, *options, *mode, "--prompts", prompts, "--out", "profile.json")
+    told = [*chat, *options, *_rounds(header, asked.get("through")), "--prompts", prompts]
+    next_step("profile", *pair_options(header), *told, "--out", "profile.json")
+
+
+def _rounds(header: Header, through: str | None) -> list[str]:
+    """Return the options under which `profile` times rounds as a trace holds them, where it would not by itself."""
+    from ...decode.topology import chain
+    from ...decode.verify.modes import resolve_mode
+    from ...policies.baselines.fixed import FixedLength
+
+    if through is not None:
+        return ["--through", through]
+    usual = resolve_mode("auto", FixedLength(header.depth), chain(header.depth), header.temperature)
+    # At temperature 0 all modes accept alike.
+    other = header.temperature > 0 and header.verification != usual
+    return ["--verification", header.verification] if other else []
 
 
 def show_estimate(expected: Estimate, world: int, json: bool) -> None:

@@ -23,6 +23,7 @@ from ..options.shared import (
     Prompts,
     Seed,
     Temperature,
+    Tree,
     Verification,
 )
 
@@ -45,10 +46,7 @@ def decode(
     max_new_tokens: MaxNewTokens = 128,
     depth: MostDrafted = None,
     verification: Verification = "auto",
-    tree: Annotated[
-        str | None,
-        typer.Option(help="Draft trees: children by depth (4,2,2,1), fork:4x5 or parents:-1,-1,0; default: a chain."),
-    ] = None,
+    tree: Tree = None,
     filters: Filters,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
     drift: Annotated[

@@ -16,7 +16,7 @@ from ..options.config import given_config, save_config
 from ..options.models import Found, Models
 from ..options.prompts import Chat, Long
 from ..options.sampling import Filters
-from ..options.shared import Depth, Json, Overwrite, Policies, Prompts, Quiet, Temperature, Verification
+from ..options.shared import TREES, Depth, Json, Overwrite, Policies, Prompts, Quiet, Temperature, Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,9 +52,7 @@ def profile(
     temperature: Temperature = 0.0,
     filters: Filters,
     verification: Verification = "auto",
-    tree: Annotated[
-        str | None, typer.Option(help="Measure rounds of this tree as well: 4,2,2,1, fork:4x5, ...")
-    ] = None,
+    tree: Annotated[str | None, typer.Option(help=f"Measure rounds of a tree as well: {TREES}.")] = None,
     batch: Annotated[
         str | None, typer.Option(help="Measure rounds of so many texts side by side as well: 1,2,4,8.")
     ] = None,
@@ -139,6 +137,7 @@ def _add_policies(
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
     from ...policies.files.outputs import claim_file
     from ...policies.latency.profile import MARK, Profile
+    from ...policies.learned.conditions import tell_other_drafter
     from ...policies.storage.registry import load_policy
 
     if known is None:
@@ -152,6 +151,7 @@ def _add_policies(
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         pair = models.open(found)
+        tell_other_drafter(costs, pair.drafter, "this pair plays")
         tokens = fitting(find_prompts(prompts, found.demo, "train", 32), pair, 1, chat, long)[1]
         timed = _decisions(costs, pair, found, rules, tokens)
     if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
@@ -184,11 +184,26 @@ def _decisions(
     from ...decode.settings import Settings
     from ...decode.verify.sampling import Shaping
 
-    shaping = Shaping.of(costs.shaping)
+    shaping, mode = Shaping.of(costs.shaping), _verification(costs, rules)
     settings = Settings(
-        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification="auto"
+        costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification=mode
     )
-    return loop_decisions(pair, rules, tokens, settings)
+    return loop_decisions(pair, rules, tokens, settings, costs)
+
+
+def _verification(costs: Profile, rules: Sequence[StopPolicy]) -> str:
+    """Return the mode that the profile was measured under; `auto` where it is not told, or refuses one of the policies."""
+    from ...decode.topology import chain
+    from ...decode.verify.modes import check_mode, find_mode
+
+    if not costs.verification:
+        return "auto"
+    try:
+        for rule in rules:
+            check_mode(find_mode(costs.verification, costs.temperature), rule, chain(costs.max_depth))
+    except PolicyError:
+        return "auto"
+    return costs.verification
 
 
 def _of_pair(pair: Pair) -> dict[str, Any]:

@@ -76,7 +76,9 @@ def train_drafter(
         print_json(dict(trained.metrics))
         return
     show_drafter(trained, out)
-    next_step("decode", *(("--target", target) if target else ()), "--drafter", f"{kind}:{out}")
+    # The demo pair brings prompts of its own.
+    told = ("PROMPT", "--target", target, *(("--chat",) if chat else ())) if target else ()
+    next_step("decode", *told, "--drafter", f"{kind}:{out}")
 
 
 def show_drafter(trained: TrainedDrafter, out: Path) -> None:

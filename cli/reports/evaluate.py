@@ -38,12 +38,15 @@ def evaluate(
     ] = False,
     batch: Annotated[
         str | None,
-        typer.Option(help="Also compare with so many texts side by side: 1,2,4,8; the profile needs these sizes."),
+        typer.Option(
+            help="Also compare with so many texts side by side: 1,2,4,8; the profile needs batches as large as the largest."
+        ),
     ] = None,
     arrivals: Annotated[
         str | None,
         typer.Option(
-            help="With --batch: requests a second, at random, or a JSON file of their times. Default: all at once."
+            help="With --batch: requests a second, at random, or a JSON list of the seconds at which they arrive: all "
+            "held-out texts, and all again until they are four times the largest batch. Default: all at once."
         ),
     ] = None,
     filters: Filters,

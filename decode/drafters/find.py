@@ -110,12 +110,6 @@ def needs_draft(name: str) -> bool:
     return needs_draft(both[3]) if both else name == "model"
 
 
-def kind_of(name: str) -> str:
-    """Return a spec without its paths and options: `hydra`, `suffix+model`."""
-    both = TWO.fullmatch(name)
-    return f"{both[1]}+{kind_of(both[3])}" if both else name.partition("?")[0].partition(":")[0]
-
-
 def reads_states(name: str) -> bool:
     """Whether a spec names a trained drafter, which reads the target's hidden states; a plugin's tells by its `layers`."""
     both = TWO.fullmatch(name)

@@ -5,14 +5,16 @@ Apart from the modes, which replay knows without any model library.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from ...policies.contract import StopPolicy
-from ...policies.errors import SpecstopWarning
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import Conditions, tell_other_conditions, tell_other_verification
-from ..drafters.find import kind_of
+from ...policies.learned.conditions import (
+    Conditions,
+    tell_other_conditions,
+    tell_other_drafter,
+    tell_other_verification,
+)
 from ..settings import Settings
 from .lossy import TargetInit
 from .modes import resolve_mode
@@ -37,12 +39,4 @@ def tell_if_unmeasured(
     for name in dict.fromkeys(resolve_mode(settings.verification, policy, tree, temperature) for policy in policies):
         if tree.is_chain and temperature > 0:
             tell_other_verification(profile, name, "this run plays")
-    # Facts of a measurement name any drafter but the draft model; of made-up costs they need not tell.
-    measured, used = kind_of(str(profile.facts.get("drafter", "model"))), kind_of(drafter)
-    if "device" in profile.facts and measured != used:
-        warnings.warn(
-            f"the profile timed rounds of the drafter {measured}, this run plays those of {used}: what drafting costs "
-            f"differs; measure it with --drafter {drafter}",
-            SpecstopWarning,
-            stacklevel=3,
-        )
+    tell_other_drafter(profile, drafter, "this run plays")

@@ -15,7 +15,7 @@ from ..builtins import builtin
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from ..latency.profile import Profile
-from .grid import priced
+from .grid import ByCosts, priced
 from .groups import Batches, batches_of
 
 kernels = on_first_use("batches")
@@ -114,7 +114,7 @@ class AcceptanceState:
 
 
 @builtin("adaptive-verification", "length", "adaptive-verification:4 sends as many tokens of a batch as pay (vLLM)")
-class AdaptiveVerification(StopPolicy):
+class AdaptiveVerification(ByCosts):
     """Draft K tokens for every stream, and send as many of the batch's as make the most tokens a second.
 
     vLLM's adaptive verification (0.33, `v1/worker/gpu/spec_decode/adaptive_verification.py` and `acceptance_estimator.py`). A
@@ -133,7 +133,7 @@ class AdaptiveVerification(StopPolicy):
     Args:
         length: K.
         draft, token: costs where there is no profile (`grid.LinearCosts`).
-        profile: a latency profile with the costs, or its path.
+        profile: a latency profile with the costs, or its path; `evaluate` gives its own where none of these is given.
     """
 
     reads_seconds: ClassVar[bool] = False

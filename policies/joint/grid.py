@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..baselines.scores import check_number
+from ..contract import StopPolicy
 from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
@@ -143,6 +145,20 @@ def priced(who: str, profile: str | Path | Profile, draft: float, token: float) 
 def grids_of(profile: Profile, decision: Price = FREE) -> Grids:
     """Return the tables of a profile, at the context length between the two that were measured; see `Grids`."""
     return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context), decision)
+
+
+class ByCosts(StopPolicy):
+    """A policy that decides by the costs of a profile, or by `LinearCosts` where it was given none."""
+
+    _grids: Grids
+
+    def with_costs(self, profile: Profile) -> StopPolicy:
+        """Return this policy, deciding by the costs of a profile unless it was given costs of its own."""
+        if self._grids.costs != LinearCosts():
+            return self
+        other = copy.copy(self)
+        other._grids = grids_of(profile)
+        return other
 
 
 @dataclass(frozen=True)

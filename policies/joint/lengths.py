@@ -14,7 +14,7 @@ from ..builtins import builtin
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..errors import PolicyError
 from ..latency.profile import Profile
-from .grid import priced
+from .grid import ByCosts, priced
 from .groups import batches_of
 
 LARGEST = 1024
@@ -79,7 +79,7 @@ class GoodputState:
 
 
 @builtin("smartspec", "start", "smartspec:0.7 drafts the length of the most goodput of a batch")
-class SmartSpec(StopPolicy):
+class SmartSpec(ByCosts):
     """Draft for all streams of a batch the one length of the largest goodput: expected tokens over predicted seconds.
 
     SmartSpec (arXiv 2406.14066): with a the acceptance rate of the batch, a moving average over its rounds, a stream that
@@ -89,7 +89,7 @@ class SmartSpec(StopPolicy):
     Args:
         start, prior, decay: see above.
         draft, token: costs where there is no profile (`grid.LinearCosts`).
-        profile: a latency profile with the costs, or its path.
+        profile: a latency profile with the costs, or its path; `evaluate` gives its own where none of these is given.
         max_depth: the longest length.
     """
 

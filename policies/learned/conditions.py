@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,25 @@ def tell_other_verification(profile: Profile, used: str, where: str) -> None:
         warnings.warn(
             f"the profile timed rounds under {profile.verification} verification, {where} those of {used}: what a "
             f"verification costs differs; measure it with --verification {used}",
+            SpecstopWarning,
+            stacklevel=4,
+        )
+
+
+def tell_other_drafter(profile: Profile, used: str, where: str) -> None:
+    """Warn where a profile timed the rounds of another drafter.
+
+    Args:
+        profile: of a measurement; one of made-up costs, whose facts name no device, is silent.
+        used: as of `--drafter`. Paths and options are left out: folders move, and costs hang on the kind.
+        where: see `tell_other_verification`.
+    """
+    # Facts of a measurement name any drafter but the draft model.
+    measured, kind = (re.sub(r"[:?][^+]*", "", name) for name in (str(profile.facts.get("drafter", "model")), used))
+    if "device" in profile.facts and measured != kind:
+        warnings.warn(
+            f"the profile timed rounds of the drafter {measured}, {where} those of {kind}: what drafting costs differs; "
+            f"measure it with --drafter {used}",
             SpecstopWarning,
             stacklevel=4,
         )

@@ -15,7 +15,7 @@ from ...collect.prompts.read import Prompt, fit
 from ...collect.run import facts, reading_room
 from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
 from ...decode.drafters.heads.layer_network import LayerNetwork
-from ...decode.drafters.heads.networks import Shape
+from ...decode.drafters.heads.networks import MOST_DEPTH, Shape
 from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy
@@ -86,6 +86,7 @@ def train_drafter(
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
     if pair.engines[0] != "plain":
         raise InputError("a drafter is trained beside the target's own weights: load the pair with --engine plain")
+    _shape(pair, kind, depth)  # told before texts are recorded
     claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
     if len(prompts) < 2:
         raise InputError("--prompts: expected two prompts at least, one of them to hold out")
@@ -143,17 +144,22 @@ def _ends(pair: Pair) -> tuple[Any, Any]:
 
 def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
-    config = pair.target.config.get_text_config()
-    hidden = hidden_width(pair.target)
-    shape = Shape(hidden, pair.vocabulary, depth)
-    if issubclass(_class(kind), LayerNetwork):
-        inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
-        shape = dataclasses.replace(shape, intermediate=inner, attention_heads=_heads(hidden, config))
-        if kind == "ctc":
-            shape = dataclasses.replace(shape, depth=depth + SPARE)
-    network: Any = KINDS[kind](shape)
+    network: Any = KINDS[kind](_shape(pair, kind, depth))
     network.start(*(() if isinstance(network, LayerNetwork) else (_ends(pair)[1].weight[: pair.vocabulary],)))
     return network
+
+
+def _shape(pair: Pair, kind: str, depth: int) -> Shape:
+    """Return the sizes of a network of the target's; `InputError` where one is out of range."""
+    spare = SPARE if kind == "ctc" else 0
+    if depth > MOST_DEPTH - spare:
+        raise InputError(f"--depth: expected at most {MOST_DEPTH - spare} with --kind {kind}, not {depth}")
+    config, hidden = pair.target.config.get_text_config(), hidden_width(pair.target)
+    shape = Shape(hidden, pair.vocabulary, depth + spare)
+    if not issubclass(_class(kind), LayerNetwork):
+        return shape
+    inner = int(getattr(config, "intermediate_size", 0) or 4 * hidden)
+    return dataclasses.replace(shape, intermediate=inner, attention_heads=_heads(hidden, config))
 
 
 def _class(kind: str) -> type:

@@ -24,6 +24,7 @@ from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
+from ..replay.traces.checking import tell_other_rounds
 from ..report.decision_costs import with_prices
 from ..report.evaluate import check_fit
 from ..report.intervals import Resamples, Values
@@ -90,6 +91,7 @@ class Export:
     ) -> None:
         self.header, self.seed, self.progress = traces.header, seed, progress
         self.asked, self.out, self.max_batch = policy, out, max_batch
+        tell_other_rounds(profile, traces.header)
         arrays = trace_arrays(traces)
         held = trace_arrays(held_out) if held_out is not None else None
         self.sides: Sides = split_sides(arrays, profile, held, seed)
@@ -107,12 +109,12 @@ class Export:
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 
     def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
-        """Return the policy as `evaluate` would replay it: no deeper than the trace, its rate solved for this profile."""
+        """Return the policy as `evaluate` would replay it: no deeper than the trace, by the costs of this profile."""
         # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
         if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
             policy = settle_lengths(policy, self.sides.fit, profile)
-        return policy.limited(self.depth)
+        return policy.with_costs(profile).limited(self.depth)
 
     def played(self, policy: StopPolicy) -> Rounds:
         """Replay a policy on the held-out prompts."""

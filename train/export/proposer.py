@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...collect.pair_options import draft_of, drafter_of
 from ...collect.schema import Header
 from ...decode.drafters.find import needs_draft, reads_states
 from ...decode.engines.policies import missing_in_engines
@@ -50,16 +51,6 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
             if path.is_file():
                 files[f"{POLICY}/{path.relative_to(source).as_posix()}"] = path.read_bytes()
     return files
-
-
-def drafter_of(header: Header) -> str:
-    """Return the drafter of a trace, as of `--drafter`."""
-    return str(header.facts.get("drafter", "model"))
-
-
-def draft_of(header: Header) -> str:
-    """Return the draft model of a trace, `DRAFT` where it has none."""
-    return str((header.draft if drafter_of(header) == "model" else header.facts.get("draft model")) or "DRAFT")
 
 
 def _obstacle(policy: StopPolicy, drafter: str) -> str:

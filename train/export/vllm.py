@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...collect.pair_options import draft_of, drafter_of
 from ...collect.schema import Header
 from ...decode.drafters.lookup import LONGEST
 from ..report.whatif.records import markdown_table
@@ -23,7 +24,7 @@ from .acceptance import fit_acceptance
 from .by_batch import choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, page_text, policy_loss
-from .proposer import draft_of, drafter_of, proposer_files, proposer_use
+from .proposer import proposer_files, proposer_use
 from .serving import assumptions, batch_profile, batch_seconds, measured_rows
 
 CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"

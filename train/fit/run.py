@@ -36,7 +36,7 @@ from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
 from ..replay.run import Replayed, replay
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import tell_other_verification
+from ..replay.traces.checking import tell_other_rounds
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
 from .fit_rule import RULES, is_tuned, passing_rule, ruled
@@ -114,7 +114,7 @@ def train(
     opened = [traces] if isinstance(traces, Trace) else list(traces)
     if not opened:
         raise TraceError("--traces: expected at least one trace")
-    tell_other_verification(profile, opened[0].header)
+    tell_other_rounds(profile, opened[0].header)
     if nodes and (rule != "gain" or min(nodes) < 1):
         raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
     if host is not None:

@@ -57,8 +57,7 @@ def by_batch(
     Raises:
         TraceError, InputError: as of `replay_batch`.
     """
-    for size in sizes:
-        check_batch(arrays, profile, size)
+    check_batches(arrays, profile, sizes, arrivals, seed)
     depth = min(arrays.depth, profile.max_depth)
     jobs = [(arrays, policy) for _, policy in policies] + ([] if estimate is None else [estimate])
     done, total = 0, len(sizes) * (depth + 1 + len(jobs))
@@ -90,6 +89,15 @@ def by_batch(
         "use": use,
         "words": words(sizes, use),
     }
+
+
+def check_batches(
+    arrays: TraceArrays, profile: Profile, sizes: Sequence[int], arrivals: Arrivals, seed: int = 0
+) -> None:
+    """Refuse what `by_batch` cannot answer: batches beyond the trace or the profile, and too few times of arrival."""
+    for size in sorted(sizes, reverse=True):  # what the largest wants is enough for all
+        check_batch(arrays, profile, size)
+        arrivals(len(deal(arrays.sequences, size, seed)))
 
 
 def words(sizes: Sequence[int], use: Sequence[str]) -> str:

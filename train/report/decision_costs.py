@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import os
 import platform
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ...collect.pair_options import pair_options
 from ...collect.schema import Header
 from ...decode.profile import device_of, measure_decision, streams_of
 from ...policies.contract import StopPolicy
@@ -101,9 +103,9 @@ def lacking_line(lacking: Sequence[Lacking], profile: Profile, header: Header) -
     engine = str(profile.facts.get("engine", ""))
     where = f", outside {engine}" if engine.startswith("vllm ") else ""
     prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price.each:.0f} us each)" for one in lacking]
-    options = [f"--add-policy {one.policy.source or one.policy.name}" for one in lacking]
-    pair = [f"--{role} {name}" for role, name in (("target", header.target), ("draft", header.draft)) if name]
-    command = " ".join(["specstop profile", *options, f"--profile {profile.source or 'profile.json'}", *pair])
+    options = [word for one in lacking for word in ("--add-policy", one.policy.source or one.policy.shown_name)]
+    known = ["--profile", profile.source or "profile.json", *pair_options(header), "--prompts", "PROMPTS"]
+    command = shlex.join(map(str, ["specstop", "profile", *options, *known]))
     return (f"The profile does not price the decisions of {', '.join(prices)}; `{command}` adds them to it",)
 
 

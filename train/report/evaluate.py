@@ -30,9 +30,9 @@ from ..replay.bounds.static_tree import best_static_tree
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_apart, tell_other_verification
+from ..replay.traces.checking import check_apart, tell_other_rounds
 from .answer import answer, findings, noise_findings
-from .batches import Arrivals, by_batch
+from .batches import Arrivals, by_batch, check_batches
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
 from .insight import Entry, acceptance_bands
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from ..fit.continuation.values import Achievable
 
 HUGGING_FACE = 0.4
+BY_COSTS = "decides by the costs of this profile"
 FAST_SWEEP_S = 15.0
 """Seconds of a sweep that is made by default, by the rough costs below of a replay and of an anchor in it."""
 
@@ -104,8 +105,9 @@ def evaluate(
 
     Raises:
         TraceError: a policy does not fit the trace, traces were sampled otherwise, both traces share prompts, or an
-            achievable estimate is asked of traces that are not dense chains.
-        InputError: `out` is not empty, or as `claim_folder`.
+            achievable estimate or batches are asked of traces that are not dense chains.
+        InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
+            `arrivals`.
     """
     for policy in policies:
         check_policy(policy)
@@ -120,7 +122,7 @@ def evaluate(
         _check_sampled(option, trace, wanted)
     for policy in policies:
         check_fit(policy, traces)
-    tell_other_verification(profile, traces.header)
+    tell_other_rounds(profile, traces.header)
     live = traces.header.collector == "live"
     if batch and not traces.header.has_every_anchor:
         raise TraceError(
@@ -130,6 +132,7 @@ def evaluate(
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     if tuning is not None:
         check_apart("--train-traces", tuning, "the evaluated traces", arrays)
+    check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
     profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)
@@ -218,8 +221,9 @@ def _policies(
         tuned = tune_confidence(tuning, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
         jobs.append((TUNED, "rule", tuned, note))
-    for policy in policies:
-        note, called = "", policy.shown_name
+    for given in policies:
+        policy, called = given.with_costs(profile), given.shown_name
+        note = "" if policy is given else BY_COSTS
         if is_priced(policy) and not profile.same_costs(policy.facts.profile):
             note = "rho as saved, of another profile; give dense training traces to solve it for this one"
             if tuning is not None and replayable:
@@ -239,10 +243,9 @@ def _batch_policy(policy: BatchStop, tuning: TraceArrays | None, profile: Profil
     if profile.same_costs(policy.facts.profile):
         same = policy.profile.decision(name) == profile.decision(name)
         return policy if same else for_batches(policy, profile=profile), ""
-    note = "decides by the costs of this profile"
     if tuning is None or profile.batch is None:
-        return for_batches(policy, profile=profile), note
-    return settle_batch(policy, tuning, profile), f"{note}, its rates solved for it on the training traces"
+        return for_batches(policy, profile=profile), BY_COSTS
+    return settle_batch(policy, tuning, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
 
 
 def _estimate(

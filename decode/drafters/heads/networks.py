@@ -19,7 +19,14 @@ from torch.nn import functional
 from ....policies.errors import InputError
 
 # A folder of somebody else's may say anything: sizes are bounded before a network is built from them.
-_MOST = {"hidden": 1 << 16, "vocabulary": 1 << 20, "depth": 64, "intermediate": 1 << 18, "attention_heads": 1 << 10}
+MOST_DEPTH = 64
+_MOST = {
+    "hidden": 1 << 16,
+    "vocabulary": 1 << 20,
+    "depth": MOST_DEPTH,
+    "intermediate": 1 << 18,
+    "attention_heads": 1 << 10,
+}
 
 
 @dataclass(frozen=True)

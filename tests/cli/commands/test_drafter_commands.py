@@ -25,7 +25,8 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
     fit = ("--depth", "3", "--epochs", "2", "--out", place / "medusa", "--checkpoints", place / "work")
     answer = cli("train-drafter", "--kind", "medusa", *target, "--prompts", place / "train.jsonl", *fit, "--quiet")
     assert answer.code == 0, answer.err
-    assert "acceptance by depth" in answer.out and f"--drafter medusa:{place / 'medusa'}" in answer.out
+    assert "acceptance by depth" in answer.out
+    assert f"Next: specstop decode PROMPT --target {place / 'target'} --drafter medusa:{place / 'medusa'}" in answer.out
     assert (place / "medusa" / "run.yaml").exists()
     spec = ("--drafter", f"medusa:{place / 'medusa'}")
     answer = cli("decode", "w7 w8 w9", *target, *spec, "--json")
@@ -59,6 +60,25 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "measured"),
+    [
+        (("--drafter", "lookup", "--temperature", "0.7"), "--drafter lookup --temperature 0.7 --verification match"),
+        (("--drafter", "lookup"), "--drafter lookup"),
+    ],
+)
+def test_what_comes_next_times_the_rounds_that_the_trace_holds(
+    place: Path, options: tuple[str, ...], measured: str, tmp_path: Path
+) -> None:
+    """Sampled rounds of a drafter are those of match, where `profile` by itself takes block."""
+    prompts = place / "test.jsonl"
+    few = ("--prompts", prompts, "--limit", "2", "--max-new-tokens", "6", "--depth", "2", "--out", tmp_path / "t")
+    answer = cli("collect", "--target", place / "target", *options, *few, "--quiet")
+    assert answer.code == 0, answer.err
+    expected = f"Next: specstop profile --target {place / 'target'} {measured} --prompts {prompts} --out profile.json"
+    assert expected in answer.out
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (("decode", "w7", "--drafter", "medusa:none"), "--drafter: none: expected the folder of a drafter, which does"),
@@ -66,6 +86,14 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
         (("train-drafter", "--kind", "eagle", "--out", "x"), "--kind: expected one of medusa, hydra, ctc, layer"),
         (("train-drafter", "--kind", "ctc", "--out", "x", "--resume"), "--resume: give the work folder"),
         (("train-drafter", "--kind", "ctc", "--out", "x", "--depth", "0"), "--depth: expected 1 or more"),
+        (
+            ("train-drafter", "--kind", "medusa", "--out", "x", "--depth", "65"),
+            "--depth: expected at most 64 with --kind medusa, not 65",
+        ),
+        (
+            ("train-drafter", "--kind", "ctc", "--out", "x", "--depth", "63"),
+            "--depth: expected at most 62 with --kind ctc, not 63",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

@@ -10,12 +10,16 @@ import pytest
 from commands import COMPACT, cli, files, model_options
 from specstop.collect.engines import vllm_profile
 from specstop.collect.store.folder import Trace
+from specstop.decode import profile as decode_profile
+from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import Price
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
+from specstop.train.report import evaluate as report_of
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
 
@@ -42,7 +46,9 @@ def test_the_command_line_says_what_the_profile_lacks(
     assert said[0].replace("r0", "r1") == said[1]
     assert "does not price the decisions of confidence (timed once on this machine and kept:" in said[0]
     reports = [files(tmp_path / f"r{at}") for at in range(2)]
-    command = f"`specstop profile --add-policy confidence:0.7 --profile {tmp_path / 'profile.json'}`"
+    # These traces do not say where their models lie.
+    pair = "--target TARGET --draft DRAFT --prompts PROMPTS"
+    command = f"`specstop profile --add-policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}`"
     assert command in reports[0]["report.md"].decode() and command in reports[0]["report.html"].decode()
     assert {name for name in reports[0] if reports[0][name] != reports[1][name]} == {"run.yaml"}
 
@@ -74,6 +80,43 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     assert known.measurements.without(DECISIONS, "confidence") == bare.measurements
     report = evaluate(sides[1], known)
     assert not any("does not price" in text for text in report.findings)
+
+
+def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
+    bare: Profile, pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 9))
+    )
+    side = BatchTable(10.0, ((1, 1e-3), (2, 1.5e-3)), 1e-5, ((1, 1e-3), (2, 1.5e-3)), {2: ((2, 5e-3), (12, 6e-3))})
+    wide = dataclasses.replace(bare, batch=BatchCosts(side, side), facts={"device": "cpu", "drafter": "lookup"})
+    priced = wide.with_decisions({"confidence": Price(1e-5, 0.0, 2e-5)})
+    command = ["profile", "--profile", tmp_path / "profile.json", "--prompts", tmp_path / "prompts.jsonl", "--quiet"]
+    command += model_options(pair_folder, *COMPACT)
+    priced.save(tmp_path / "profile.json")
+    answer = cli(*command, "--add-policy", "confidence:0.4", "--add-policy", "load?table=1:1,2:2")
+    assert answer.code == 2 and "load:1:1,2:2 decided nothing" in answer.err, "a size alone settles its length"
+    assert "warning: the profile timed rounds of the drafter lookup, this pair plays those of model" in answer.err
+    answer = cli(*command, "--add-policy", "confidence:0.4")
+    assert answer.code == 0, answer.err
+    timed = Profile.load(tmp_path / "profile.json").measurements.only(DECISIONS).series
+    assert {len(key.counts) for key in timed} == {1, 2}, "of one text, and of as many as the profile has costs of"
+
+    seen = []
+
+    def told(pair: object, rules: object, tokens: object, settings: Settings, costs: Profile) -> None:
+        seen.append((settings.verification, costs))
+        raise InputError("enough")
+
+    monkeypatch.setattr(decode_profile, "loop_decisions", told)
+    for mode, policy, expected in (
+        ("rejection", "confidence:0.4", "rejection"),
+        ("", "confidence:0.4", "auto"),
+        ("rejection", "tetris:2", "auto"),  # it reads drawn tokens and leaves some out
+    ):
+        dataclasses.replace(wide, temperature=0.7, verification=mode).save(tmp_path / "profile.json")
+        assert cli(*command, "--add-policy", policy).code == 2
+        assert seen[-1] == (expected, Profile.load(tmp_path / "profile.json"))
 
 
 def test_decisions_of_an_engine_s_profile_are_timed_inside_it(
@@ -115,7 +158,12 @@ def test_rows_are_called_what_was_typed(
     assert twice.code == 2 and f"two policies are called '{typed[0]}'" in twice.err
 
 
-def test_policies_are_compared_by_batch_size(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path) -> None:
+def test_policies_are_compared_by_batch_size(
+    sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: object) -> None:
+        raise AssertionError("work was begun")
+
     verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
     side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), 1e-5, ((1, 1e-3), (4, 1.5e-3)), verify)
     dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "profile.json")
@@ -152,8 +200,11 @@ def test_policies_are_compared_by_batch_size(sides: tuple[Trace, Trace], full_pr
     assert late.code == 0, late.err
     spaced = json.loads(late.out)["details"]["batch"]["lines"][1]
     assert spaced["latency_s"][0]["value"] < policies[0]["latency_s"][1]["value"], "who comes later waits less"
+    (tmp_path / "few.json").write_text(json.dumps(list(range(9))))
+    monkeypatch.setattr(report_of, "with_prices", refused)  # all of this is known before any work
     for options, message in (
         (["--batch", "8"], "the largest batch measured is 4, not 8"),
+        (["--batch", "2,4", "--arrivals", tmp_path / "few.json"], f"expected {2 * texts} times, one a request, not 9"),
         (["--arrivals", "3"], "give --batch too"),
         (["--batch", "2", "--arrivals", "-1"], "expected a rate above 0"),
         (["--batch", "2", "--arrivals", tmp_path / "none.json"], "none.json"),

@@ -125,6 +125,17 @@ def test_smartspec_drafts_nothing_where_nothing_is_accepted() -> None:
     assert not kept.any()
 
 
+@pytest.mark.parametrize("kind", [SmartSpec, AdaptiveVerification])
+def test_costs_are_taken_where_none_were_given(kind: type[SmartSpec | AdaptiveVerification]) -> None:
+    profile, other = synthetic_profile(STEPPED), synthetic_profile(LINEAR)
+    bare = kind()
+    told = bare.with_costs(profile)
+    assert told._grids.costs == kind(profile=profile)._grids.costs  # type: ignore[attr-defined]
+    assert bare._grids.costs == LinearCosts(), "another policy is made"
+    for own in (kind(draft=0.2), kind(profile=other), told, Tetris()):
+        assert own.with_costs(profile) is own
+
+
 def confidences(rows: Sequence[Sequence[float]]) -> Array:
     """vLLM's confidences before anything was learned, written out again."""
     q = np.array(rows, dtype=np.float32).astype(np.float64)

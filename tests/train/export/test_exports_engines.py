@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from specstop.collect.pair_options import drafter_of
 from specstop.collect.store.folder import Trace
 from specstop.decode.engines.settings import read_settings
 from specstop.policies.latency.profile import Profile
@@ -18,7 +19,7 @@ from specstop.policies.storage.registry import load_policy
 from specstop.train import train
 from specstop.train.export.acceptance import CLAMP, fit_acceptance, log_odds
 from specstop.train.export.deploy import deploy
-from specstop.train.export.proposer import drafter_of, proposer_files, proposer_use
+from specstop.train.export.proposer import proposer_files, proposer_use
 from specstop.train.export.trtllm import older_schedule, schedule
 from specstop.train.export.vllm import table_drafter
 

@@ -18,6 +18,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.joint.lengths import SmartSpec
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
@@ -28,6 +29,7 @@ from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate, load_traces
 from specstop.train.report.records import Line, Ratio, Report
+from specstop.train.report.whatif.sweep import sweep
 from specstop.train.report.writing.files import FILES, to_markdown, write_report
 
 EXACT = 1e-12  # the same sums, in another order
@@ -281,6 +283,25 @@ def test_the_rate_is_solved_again_for_another_profile_only(
     line = evaluate(sides[1], costs, [threshold], train_traces=sides[0]).line("logistic")
     assert line.note == ""
     assert line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
+
+
+def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    # Drafting is so expensive here that none pays, which the costs that are assumed without a profile do not tell.
+    steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
+    steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
+    bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)]).line("smartspec:0.7")
+    told = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)]).line("smartspec:0.7")
+    assert dataclasses.replace(bare, note="") == told and bare.note == "decides by the costs of this profile"
+    own = SmartSpec(draft=0.11, max_depth=DEPTH)
+    assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own]).line("smartspec:0.7").tokens_per_s
+    priced = full_profile.with_decisions({"smartspec": 1e-6})
+    of_all, of_own = (
+        sweep(sides[1], priced, [policy], ratios=[50.0]).lines[0].to_plain[0].value
+        for policy in (SmartSpec(max_depth=DEPTH), own)
+    )
+    assert of_all > 1.5 * of_own, "at each point by the costs there"
 
 
 def test_policies_are_limited_to_the_trace(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

@@ -59,7 +59,9 @@ def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArray
         raise TraceError(f"{option}: {len(shared)} prompts are in {others} too; split them by prompt")
 
 
-def tell_other_verification(profile: Profile, header: Header) -> None:
-    """Warn where a profile timed the rounds of another verification than those that a trace of chains holds."""
+def tell_other_rounds(profile: Profile, header: Header) -> None:
+    """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
+    if "device" in header.facts:  # else nothing is told of how it was recorded
+        conditions.tell_other_drafter(profile, str(header.facts.get("drafter", "model")), "the trace holds")
     if header.tree.is_chain and header.temperature > 0:
         conditions.tell_other_verification(profile, header.verification, "the trace holds")

@@ -135,7 +135,8 @@ class _Replays:
 
     def _moves(self, policy: StopPolicy) -> bool:
         solved = is_priced(policy) and self._tuning is not None
-        return solved or type(policy).observe is not StopPolicy.observe  # it hears seconds
+        by_costs = policy.with_costs(self._draws.profile) is not policy
+        return solved or by_costs or type(policy).observe is not StopPolicy.observe  # it hears seconds
 
     def _priced(self, played: Sequence[Played]) -> Priced:
         return Priced(self._made, self._draws, [one.rounds for one in played], self._arrays.prompt_tokens)
@@ -153,7 +154,8 @@ class _Replays:
         if self._tuning is not None and is_priced(policy):
             policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
         # Played under the changed profile; `_priced` has the draws as they were measured, and changes each of them likewise.
-        spent: Values = self._priced([play(self._arrays, policy, profile)]).seconds(change=change)[:, 0]
+        played = play(self._arrays, policy.with_costs(profile), profile)
+        spent: Values = self._priced([played]).seconds(change=change)[:, 0]
         return spent
 
 

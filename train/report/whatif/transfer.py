@@ -102,7 +102,8 @@ def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) ->
     """Return the policies of a column beside its fixed lengths."""
     arrays, costs, draws = column.arrays, column.draws.profile, column.draws
     depth, boot = min(arrays.depth, costs.max_depth), Resamples(arrays.prompt_ids, seed)
-    every = [*(FixedLength(k) for k in range(depth + 1)), *(policy.limited(depth) for policy in policies.values())]
+    asked = [policy.with_costs(costs).limited(depth) for policy in policies.values()]
+    every = [*(FixedLength(k) for k in range(depth + 1)), *asked]
     rounds = [play(arrays, policy, costs).rounds for policy in every]
     priced = Priced(boot, draws, rounds, arrays.prompt_tokens)
     spent = {vary: priced.seconds(vary) for vary in Vary}
