@@ -17,8 +17,7 @@ from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ..fit.tuning.batches import settle_lengths
-from ..fit.tuning.rates import is_priced, solve_rate
+from ..fit.tuning.settled import settle_for
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed
@@ -29,6 +28,7 @@ from ..report.evaluate import check_fit
 from ..report.intervals import Resamples, Values
 from ..report.pricing import Change, Draws, Priced
 from ..report.records import Ratio
+from .proposer import draft_of, drafter_of
 from .serving import Sides, split_sides
 
 SEEN = (
@@ -66,10 +66,11 @@ class Export:
         max_batch: the largest batch looked at; None = as the engine's module says.
 
     Attributes:
-        asked: the policy as given, or None.
+        written: the policy as an engine gets it, settled for this profile as `evaluate` settles it; None = none.
+        settled: what is to be said of that; "" where nothing had to be done.
         sides: to choose on and to say figures on.
         profile: with the policy's decisions.
-        policy: as it was replayed, or None.
+        policy: that one as it is replayed, no deeper than the traces.
         draws: of that.
         fit_fixed, held_fixed: the fixed lengths 0..K, replayed.
         held_boot: resamples of the held-out prompts.
@@ -89,30 +90,23 @@ class Export:
         max_batch: int | None = None,
     ) -> None:
         self.header, self.seed, self.progress = traces.header, seed, progress
-        self.asked, self.out, self.max_batch = policy, out, max_batch
+        self.out, self.max_batch = out, max_batch
         arrays = trace_arrays(traces)
         held = trace_arrays(held_out) if held_out is not None else None
         self.sides: Sides = split_sides(arrays, profile, held, seed)
         self.depth = min(arrays.depth, profile.max_depth)
         self.folder = traces.folder
-        self.policy = None
+        self.written, self.policy, self.settled = policy, policy, ""
         if policy is not None:
             check_fit(policy, held_out or traces)
             profile, _ = with_prices(profile, [policy], traces.header)
-            self.policy = self._ready(policy, profile)
+            self.written, self.settled = settle_for(policy, self.sides.fit, profile)
+            self.policy = self.written.limited(self.depth)
         self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
         self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)
         self.held_boot = Resamples(self.sides.held.prompt_ids, seed)
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
-
-    def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
-        """Return the policy as `evaluate` would replay it: no deeper than the trace, its rate solved for this profile."""
-        # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
-        if is_priced(policy) and not profile.same_costs(policy.facts.profile):
-            policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
-            policy = settle_lengths(policy, self.sides.fit, profile)
-        return policy.limited(self.depth)
 
     def played(self, policy: StopPolicy) -> Rounds:
         """Replay a policy on the held-out prompts."""
@@ -174,9 +168,24 @@ def plain_values(value: Any) -> Any:
 def caveats(export: Export) -> list[str]:
     """Return what else is assumed, by what the traces are."""
     found = [SEEN] if export.policy is not None and export.sides.is_part else []
+    if export.settled:
+        found.append(
+            f"The policy was trained under another profile. Figures and files are of what it is here: {export.settled}."
+        )
     if export.header.temperature > 0:
         found.append(SAMPLED.format(export.header.temperature))
     return found
+
+
+def drafter_caveat(export: Export, engine: str) -> list[str]:
+    """Return what is to be said where an engine's files name a draft model and the traces are of another drafter."""
+    drafter = drafter_of(export.header)
+    if drafter == "model":
+        return []
+    return [
+        f"The traces are of the drafter `{drafter}`, which {engine} cannot run: its files are for a draft model "
+        f"(`{draft_of(export.header)}`), and hold as far as what drafts there is accepted as often and as fast."
+    ]
 
 
 def find_sizes(most: int) -> list[int]:

@@ -20,7 +20,7 @@ from ..report.intervals import Resamples, Values
 from ..report.records import Ratio
 from ..report.whatif.records import markdown_table
 from .by_batch import WORTH, choose_lengths
-from .folder import Export, Written, caveats, find_sizes
+from .folder import Export, Written, caveats, drafter_caveat, find_sizes
 from .lockstep import Steps, lockstep
 from .page import alone_table, page_text, policy_loss
 from .serving import assumptions, batch_profile, measured_rows
@@ -270,6 +270,7 @@ def page(
         *assumptions(export.profile),
         "The mean is over a batch that is always full and of these texts in random order; bursts, mixed lengths and CUDA "
         "graphs that pad the batch are not modelled.",
+        *drafter_caveat(export, "SGLang"),
         *caveats(export),
     ]
     what = (
