@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +24,8 @@ from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
 from ..report.decision_costs import with_prices
 from ..report.evaluate import check_fit
-from ..report.intervals import Resamples, Values
-from ..report.pricing import Change, Draws, Priced
+from ..report.intervals import Resamples
+from ..report.pricing import Draws, Priced
 from ..report.records import Ratio
 from .proposer import draft_of, drafter_of
 from .serving import Sides, split_sides
@@ -112,14 +111,9 @@ class Export:
         """Replay a policy on the held-out prompts."""
         return play(self.sides.held, policy, self.profile).rounds
 
-    def spent(self, replays: Sequence[Rounds], change: Change | None = None) -> Values:
-        """Return [1 + R, P] seconds of held-out replays in every resample; `change` is made to the profile before."""
-        priced = Priced(self.held_boot, self.draws, replays, self.sides.held.prompt_tokens)
-        return priced.seconds(change=change)
-
     def ratio(self, mine: Rounds, than: Rounds) -> Ratio:
         """Return the speed of a held-out replay over that of another."""
-        spent = self.spent([mine, than])
+        spent = Priced(self.held_boot, self.draws, [mine, than], self.sides.held.prompt_tokens).seconds()
         return self.held_boot.interval(spent[:, 1] / spent[:, 0])
 
     def alone(self, mine: Rounds) -> dict[str, Any]:
