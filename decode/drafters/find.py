@@ -120,7 +120,7 @@ def spec_parts(name: str) -> list[tuple[str, str]]:
         return [(both[1], ""), *spec_parts(both[3])]
     kind, _, query = name.partition("?")
     kind, _, given = kind.partition(":")
-    if kind not in BUILTINS and not (kind in TRAINED and given) and _plugin(kind) is None:
+    if kind not in BUILTINS and not (kind in TRAINED and given and not query) and _plugin(kind) is None:
         raise _unknown(name)
     options = dict(part.partition("=")[::2] for part in query.split("&"))
     return [(kind, given or options.get(BUILTINS[kind][1], "") if kind in BUILTINS else given)]

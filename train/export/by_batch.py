@@ -34,25 +34,19 @@ WORTH = 0.005
 every request that comes or goes cost more than they bring (vLLM, issue 49548)."""
 
 
-def batch_seconds(replayed: ReplayedRuns, profile: Profile, sizes: Sequence[int], seed: int = 0) -> dict[int, Tensor]:
-    """Return, by batch size, [K + 1, S] seconds of the fixed lengths 0..K: each text's share of the engine's time.
+def batch_seconds(replayed: ReplayedRuns, profile: Profile, size: int, seed: int = 0) -> Tensor:
+    """Return [K + 1, S] seconds of the fixed lengths 0..K in batches of a size: each text's share of the engine's time.
 
     Args:
         replayed: the fixed lengths of single streams.
         profile: where it has batches these are replayed, else the rounds of single streams are priced in a batch.
-        sizes: batch sizes.
+        size: texts side by side.
         seed: of the order of the requests.
     """
-    if profile.batch is None:
-        return {size: replayed.seconds(batch_profile(profile, size)) for size in sizes}
-    fixed = [FixedLength(length) for length in range(replayed.runs)]
-    alone = replayed.seconds(profile)
-    return {
-        size: alone
-        if size == 1
-        else torch.stack([text_seconds(replayed.arrays, one, profile, size, seed) for one in fixed])
-        for size in sizes
-    }
+    if profile.batch is None or size == 1:
+        return replayed.seconds(batch_profile(profile, size))
+    lengths = [FixedLength(length) for length in range(replayed.runs)]
+    return torch.stack([text_seconds(replayed.arrays, one, profile, size, seed) for one in lengths])
 
 
 def text_seconds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, size: int, seed: int = 0) -> Tensor:
@@ -92,7 +86,7 @@ class FixedBatches:
         for done, size in enumerate(self.sizes):
             export.progress("batches", done, len(self.sizes))
             for side, replayed in ((self.fit, export.fit_fixed), (self.held, export.held_fixed)):
-                side |= batch_seconds(replayed, export.profile, [size], export.seed)
+                side[size] = batch_seconds(replayed, export.profile, size, export.seed)
         export.progress("batches", len(self.sizes), len(self.sizes))
         self.fit_boot = Resamples(export.sides.fit.prompt_ids, export.seed)
 

@@ -111,11 +111,12 @@ def deploy_hf_replayed(
     drafter_for(chosen, drafter)  # told before any work is done
     folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
     export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
-    assert export.policy is not None
-    rounds = export.played(export.policy)
+    made = export.policy
+    assert made is not None
+    rounds = export.played(made)
     export.policy = None  # it is itself what is exported
     gains = plain_values({"alone": export.alone(rounds), "settled": export.settled, "facts": export.facts()})
-    settled = export.written if isinstance(export.written, LearnedPolicy) else None
+    settled = made if isinstance(made, LearnedPolicy) else None
     return deploy_hf(policy, folder, drafter=drafter, settled=settled, gains=gains, overwrite=overwrite)
 
 

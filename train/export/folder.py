@@ -65,11 +65,10 @@ class Export:
         max_batch: the largest batch looked at; None = as the engine's module says.
 
     Attributes:
-        written: the policy as an engine gets it, settled for this profile as `evaluate` settles it; None = none.
-        settled: what is to be said of that; "" where nothing had to be done.
+        policy: as it is replayed and as an engine gets it: settled for this profile, no deeper than the traces; None = none.
+        settled: what is to be said of that; "" where the policy came for this profile.
         sides: to choose on and to say figures on.
         profile: with the policy's decisions.
-        policy: that one as it is replayed, no deeper than the traces.
         draws: of that.
         fit_fixed, held_fixed: the fixed lengths 0..K, replayed.
         held_boot: resamples of the held-out prompts.
@@ -95,12 +94,12 @@ class Export:
         self.sides: Sides = split_sides(arrays, profile, held, seed)
         self.depth = min(arrays.depth, profile.max_depth)
         self.folder = traces.folder
-        self.written, self.policy, self.settled = policy, policy, ""
+        self.policy, self.settled = policy, ""
         if policy is not None:
             check_fit(policy, held_out or traces)
             profile, _ = with_prices(profile, [policy], traces.header)
-            self.written, self.settled = settle_for(policy, self.sides.fit, profile)
-            self.policy = self.written.limited(self.depth)
+            settled, self.settled = settle_for(policy, self.sides.fit, profile)
+            self.policy = settled.limited(self.depth)
         self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
         self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)

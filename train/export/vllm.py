@@ -47,8 +47,8 @@ def make_files(export: Export) -> Written:
     files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
         files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
-    own = {} if export.written is None else proposer_files(export.written, export.header, export.depth, export.out)
-    use = proposer_use(export.written, drafter_of(export.header), own)
+    own = {} if export.policy is None else proposer_files(export.policy, export.header, export.depth, export.out)
+    use = proposer_use(export.policy, drafter_of(export.header), own)
     return Written({**files, **own}, page_of(export, config, alone, batches, use), figures)
 
 

@@ -203,6 +203,7 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
         ("suffix?path=words.txt", "reads the file words.txt"),
         ("suffix+hydrra:heads", "--drafter: expected model, lookup"),
         ("hydra", "--drafter: expected model, lookup"),
+        ("hydra:heads?deep=1", "--drafter: expected model, lookup"),
     ],
 )
 def test_a_drafter_that_cannot_be_carried_is_refused(drafter: str, message: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
+from specstop.train.export.serving import split_sides
 from specstop.train.fit.run import train
 from specstop.train.fit.trained import facts_of
 from specstop.train.fit.tuning.settled import settle_for
@@ -76,14 +77,13 @@ def test_the_folder_of_another_profile_holds_the_policy_that_was_replayed(
 
 
 def test_vllm_gets_the_policy_that_was_replayed(
-    sides: tuple[Trace, Trace], full_profile: Profile, slow: Profile, tmp_path: Path
+    traces: dict[float, Trace], full_profile: Profile, slow: Profile, tmp_path: Path
 ) -> None:
-    train(sides[0], full_profile, host="vllm", folds=2, out=tmp_path / "policy")
+    train(traces[0.0], full_profile, head="logistic", host="vllm", folds=2, out=tmp_path / "policy")
     policy = load_policy_folder(tmp_path / "policy")
-    slow = slow.with_decisions({policy.cost_name: full_profile.decision(policy.cost_name)})
-    figures = deploy("vllm", sides[0], slow, tmp_path / "out", policy, held_out=sides[1], max_batch=1)
+    figures = deploy("vllm", traces[0.0], slow, tmp_path / "out", policy, max_batch=1)
     written = load_policy_folder(tmp_path / "out" / "policy")
-    held = trace_arrays(sides[1])
+    held = split_sides(trace_arrays(traces[0.0]), slow).held
     fixed = replay(held, FixedLength(figures["batches"][0]["length"]), slow).rate
     mine = replay(held, written.limited(min(held.depth, slow.max_depth)), slow).rate
     assert figures["alone"]["policy_to_this"]["value"] == pytest.approx(mine / fixed, rel=EXACT)

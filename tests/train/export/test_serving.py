@@ -81,9 +81,7 @@ def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
 
 def test_a_batch_of_one_is_the_profile(arrays: TraceArrays, profile: Profile) -> None:
     replayed = replay_fixed(arrays, 4)
-    torch.testing.assert_close(
-        batch_seconds(replayed, profile, [1])[1], replayed.seconds(profile), rtol=EXACT, atol=0.0
-    )
+    torch.testing.assert_close(batch_seconds(replayed, profile, 1), replayed.seconds(profile), rtol=EXACT, atol=0.0)
 
 
 def flat(rise: float, context: float) -> Profile:
