@@ -47,6 +47,13 @@ def deploy(
             help="Traces of other prompts, which the stated figures are from; default: a quarter of --traces, held out."
         ),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="hf: what drafts there, as of `specstop decode`; a trained drafter's folder is carried. Default: the "
+            "drafter of --traces, or that of the policy's training."
+        ),
+    ] = None,
     max_batch: Annotated[
         int | None, typer.Option(help="vllm, sglang, trtllm: the largest batch of the table. Default: 256, 64, 256.")
     ] = None,
@@ -60,6 +67,10 @@ def deploy(
         raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
     if max_batch is not None and to not in BY_BATCH:
         raise InputError(f"--max-batch: only {', '.join(BY_BATCH)} have lengths by batch size, not {to}")
+    if drafter is not None and to != "hf":
+        raise InputError(
+            f"--drafter: only hf carries a drafter, not {to}; an engine's files are of the drafter of --traces"
+        )
     if to == "onnx":
         deploy_onnx(_named(policy, to), out, overwrite, json)
         return
@@ -71,7 +82,7 @@ def deploy(
         )
     # A hub folder is for others: paths of this machine mean nothing there.
     with progress_bars(quiet or json) as progress, nullcontext() if to == "hf" else config_saved(out):
-        figures = _deploy(to, policy, traces, profile, held_out, out, max_batch, seed, overwrite, progress)
+        figures = _deploy(to, policy, traces, profile, held_out, drafter, out, max_batch, seed, overwrite, progress)
     if json:
         print_json(figures)
         return
@@ -85,6 +96,7 @@ def _deploy(
     traces: Path | None,
     profile: Path | None,
     held_out: Path | None,
+    drafter: str | None,
     out: Path,
     max_batch: int | None,
     seed: int,
@@ -97,7 +109,7 @@ def _deploy(
     if to == "hf" and (traces is None or profile is None):
         from ...decode.hf.export import deploy_hf
 
-        return deploy_hf(_named(policy, to), out, overwrite=overwrite)
+        return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
     from ...policies.latency.profile import Profile
     from ...train.report.evaluate import load_traces
 
@@ -108,7 +120,7 @@ def _deploy(
     if to == "hf":
         from ...train.export.deploy import deploy_hf_replayed
 
-        return deploy_hf_replayed(_named(policy, to), opened, costs, out, **shared)
+        return deploy_hf_replayed(_named(policy, to), opened, costs, out, drafter=drafter, **shared)
     from ...train.export.deploy import deploy as run
 
     stated = load_policy(policy) if policy is not None else None

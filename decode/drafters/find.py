@@ -16,7 +16,7 @@ from ...policies.storage.registry import SWITCH
 from ..models.pair import Pair
 from .base import Drafter
 from .either import SURE, EitherDrafter
-from .folder import load_drafter
+from .folder import TrainedDrafter, load_drafter
 from .heads.ctc import CTCDrafter
 from .heads.drafter import HeadsDrafter
 from .heads.layer import LayerDrafter
@@ -110,6 +110,22 @@ def needs_draft(name: str) -> bool:
     return needs_draft(both[3]) if both else name == "model"
 
 
+def spec_parts(name: str) -> list[tuple[str, str]]:
+    """Return (kind, what its parameter is set to) of each drafter that a spec names: one, or the two of `suffix+model`.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if both := TWO.fullmatch(name):
+        return [(both[1], ""), *spec_parts(both[3])]
+    kind, _, query = name.partition("?")
+    kind, _, given = kind.partition(":")
+    if kind not in BUILTINS and not (kind in TRAINED and given and not query) and _plugin(kind) is None:
+        raise _unknown(name)
+    options = dict(part.partition("=")[::2] for part in query.split("&"))
+    return [(kind, given or options.get(BUILTINS[kind][1], "") if kind in BUILTINS else given)]
+
+
 def reads_states(name: str) -> bool:
     """Whether a spec names a trained drafter, which reads the target's hidden states; a plugin's tells by its `layers`."""
     both = TWO.fullmatch(name)
@@ -138,10 +154,20 @@ def _sure(both: re.Match[str]) -> float:
     return sure
 
 
-def _trained(kind: str, path: str, pair: Pair) -> Drafter:
+def load_named(kind: str, path: str) -> TrainedDrafter:
+    """Return what the folder of a spec such as `medusa:PATH` holds.
+
+    Raises:
+        InputError: see `load_drafter`, or it is of another kind.
+    """
     trained = load_drafter(path)
     if trained.kind != kind:
         raise InputError(f"--drafter: {path} holds a drafter of the kind {trained.kind}: write {trained.kind}:{path}")
+    return trained
+
+
+def _trained(kind: str, path: str, pair: Pair) -> Drafter:
+    trained = load_named(kind, path)
     try:
         network = trained.network_for(pair)
     except InputError as error:

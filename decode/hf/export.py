@@ -8,13 +8,11 @@ it imports from beside itself and no other file; so the policy's files travel in
 
 from __future__ import annotations
 
-import base64
 import copy
-import tempfile
 from collections.abc import Mapping
-from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
@@ -25,9 +23,19 @@ from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.storage.folder import load_policy_folder, save_policy
+from ...policies.storage.folder import save_policy
 from ...policies.storage.registry import BUILTINS, load_policy
-from ...policies.storage.safe_loading import MOST_DATA
+from ..drafters.find import BUILTINS as DRAFTERS, TRAINED, needs_draft, spec_parts
+from ..drafters.folder import save_drafter
+from .carried import (
+    DRAFTER,
+    CarriedDrafter,
+    carried_drafter,
+    carried_module,
+    carried_policy,
+    drafter_for,
+    tell_other_drafter,
+)
 from .generate import specstop_generate
 
 CODE, DATA, REQUIREMENTS = "generate.py", "carried.py", "requirements.txt"
@@ -37,23 +45,32 @@ GENERATE = '''"""Decodes with the stop policy of this repository; everything els
 
 from specstop.decode.hf import generate_carried
 
-from .carried import FILES, SPEC
+from .carried import DRAFTER, DRAFTER_FILES, FILES, SPEC
 
 
 def generate(model, **arguments):
-    """Return what `model.generate` would, drafting with `draft_model` (or `assistant_model`)."""
-    return generate_carried(model, arguments, FILES, SPEC)
+    """Return what `model.generate` would, drafting with the drafter that is carried."""
+    return generate_carried(model, arguments, FILES, SPEC, DRAFTER, DRAFTER_FILES)
 '''
 
 
 def deploy_hf(
-    policy: str | Path, out: str | Path, *, gains: Mapping[str, Any] | None = None, overwrite: bool = False
+    policy: str | Path,
+    out: str | Path,
+    *,
+    drafter: str | None = None,
+    settled: LearnedPolicy | None = None,
+    gains: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write a folder that `target.generate(custom_generate=folder, trust_remote_code=True, draft_model=...)` takes.
 
     Args:
         policy: a policy folder, `hub:owner/name`, or a built-in such as `confidence:0.4`.
-        out: the folder: `custom_generate/`, `policy/` with the policy folder, `README.md` and `figures.json`.
+        out: the folder: `custom_generate/`, `policy/` with the policy folder, `drafter/` with that of a trained drafter,
+            `README.md` and `figures.json`.
+        drafter: as of `find_drafter`; None = the one that the policy was trained with.
+        settled: what is written in the place of a learned policy, such as the same one settled for another profile.
         gains: figures for the card, such as replayed ratios; by default those that the policy folder states.
         overwrite: replace what is in `out`.
 
@@ -61,11 +78,13 @@ def deploy_hf(
         The figures.
 
     Raises:
-        InputError: `out` is not empty, or as `claim_folder`.
+        InputError: `out` is not empty, or as `claim_folder`; there is no such drafter, or it cannot be carried.
         PolicyError: there is no such policy, or it is a plugin's, whose code is not carried.
     """
-    folder = claim_folder(out, overwrite=overwrite, inputs=[policy])
-    chosen = load_policy(policy)
+    chosen = settled or load_policy(policy)
+    drafts = drafter_for(chosen, drafter)
+    tell_other_drafter(chosen, drafts)
+    folder = claim_folder(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:
         raise PolicyError(
@@ -78,6 +97,7 @@ def deploy_hf(
         "kind": "export",
         "engine": "hf",
         "policy": chosen.name,
+        "drafter": drafts.spec,
         "exact": True,
         "specstop": version("specstop"),
         **known,
@@ -85,46 +105,41 @@ def deploy_hf(
     with staged_folder(folder) as stage:
         if learned is not None:
             save_policy(learned, stage / POLICY)
-        files = {
-            p.name: p.read_bytes() for p in sorted((stage / POLICY).glob("*")) if p.suffix in (".json", ".safetensors")
-        }
+        if drafts.trained is not None:
+            save_drafter(drafts.trained, stage / DRAFTER)
+        spec = None if learned is not None else str(policy)
         code = stage / FOLDER
         write_atomic(code / CODE, GENERATE)
-        write_atomic(code / DATA, carried_module(files, None if learned is not None else str(policy)))
+        write_atomic(code / DATA, carried_module(_data(stage / POLICY), spec, drafts.spec, _data(stage / DRAFTER)))
         write_atomic(code / REQUIREMENTS, f"specstop>={version('specstop')}\n")
         write_json(stage / "figures.json", figures)
-        write_atomic(stage / "README.md", page(chosen, learned, figures))
+        write_atomic(stage / "README.md", page(chosen, learned, drafts, figures))
     return figures
 
 
-def carried_module(files: Mapping[str, bytes], spec: str | None) -> str:
-    """Return the source of the module that holds a policy folder's files in base64, or a policy's name."""
-    lines = [
-        '"""The policy: the files of its folder in base64, or its name."""',
-        "",
-        f"SPEC = {spec!r}",
-        "",
-        "FILES = {",
-    ]
-    for name, data in files.items():
-        text = base64.b64encode(data).decode()
-        parts = [text[at : at + 100] for at in range(0, len(text), 100)] or [""]
-        lines += [f"    {name!r}: (", *(f"        {part!r}" for part in parts), "    ),"]
-    return "\n".join([*lines, "}", ""])
+def _data(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder that loading reads, by name."""
+    return {p.name: p.read_bytes() for p in sorted(folder.glob("*")) if p.suffix in (".json", ".safetensors")}
 
 
 def generate_carried(
-    model: PreTrainedModel, arguments: Mapping[str, Any], files: Mapping[str, str], spec: str | None
+    model: PreTrainedModel,
+    arguments: Mapping[str, Any],
+    files: Mapping[str, str],
+    spec: str | None,
+    drafter: str = "model",
+    drafter_files: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Generate with a carried policy: what the `generate.py` of an exported folder calls.
 
     Args:
         model: the target.
         arguments: of `generate`, as transformers hands them to a repository's code. `draft_model` or `assistant_model` is
-            the draft; `streamer`, and `tokenizer` for stop strings, are understood; `policy` names another policy;
-            every other one goes to `specstop_generate` or `generate`.
+            the draft, where the drafter takes one; `streamer`, and `tokenizer` for stop strings, are understood; `policy`
+            and `drafter` name others; every other one goes to `specstop_generate` or `generate`.
         files: base64 by name, of a policy folder.
         spec: a policy's name, where there are no files.
+        drafter, drafter_files: as carried (`carried.carried_drafter`); folders of earlier versions hold neither.
 
     Raises:
         PolicyError: the files are not in order: they are checked as those of any policy folder.
@@ -139,7 +154,8 @@ def generate_carried(
         options.setdefault("text_streamer", streamer)
     _take_stop_strings(options)
     decode: Any = model.generate
-    return decode(**options, custom_generate=specstop_generate)
+    with carried_drafter(drafter, {} if "drafter" in options else drafter_files) as named:
+        return decode(**{"drafter": named, **options}, custom_generate=specstop_generate)
 
 
 def _take_stop_strings(options: dict[str, Any]) -> None:
@@ -159,23 +175,7 @@ def _take_stop_strings(options: dict[str, Any]) -> None:
     options["stopping_criteria"] = StoppingCriteriaList(more)
 
 
-# `generate` comes here each time.
-@lru_cache(maxsize=8)
-def carried_policy(files: tuple[tuple[str, str], ...], spec: str | None) -> StopPolicy:
-    """Return the policy that is carried; its files are checked and loaded as a policy folder, which runs no code."""
-    if spec is not None:
-        return load_policy(spec)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files:
-            data = base64.b64decode(text, validate=True)
-            # A name with folders in it could lead out of this one.
-            if Path(name).name != name or len(data) > MOST_DATA:
-                raise PolicyError(f"the carried file {name!r} is no file of a policy folder; export it again")
-            (Path(folder) / name).write_bytes(data)
-        return load_policy_folder(folder)
-
-
-def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str, Any]) -> str:
+def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: CarriedDrafter, figures: Mapping[str, Any]) -> str:
     """Return the folder's card."""
     facts = learned.facts if learned is not None else None
     trained = (
@@ -184,27 +184,33 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str
         if facts
         else "It needed no training."
     )
+    models = 'target = AutoModelForCausalLM.from_pretrained("TARGET")'
+    beside = f", and so is the drafter, in `{DRAFTER}/`" if drafts.trained is not None else ""
+    draft = same = ""
+    if needs_draft(drafts.spec):
+        models = 'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))'
+        draft, same = "    draft_model=draft,\n", "`assistant_model=draft` means the same. "
     return (
         "---\nlibrary_name: transformers\ntags: [custom_generate, speculative-decoding, stop-policy, specstop]\n---\n\n"
         f"# {policy.name}: a stop policy for speculative decoding\n\n"
-        f"Decodes with a draft model under the specstop policy `{policy.name}`, as `specstop decode` does. "
+        f"Decodes with {_drafting(drafts)} under the specstop policy `{policy.name}`, as `specstop decode` does. "
         f"{trained}\n\n"
         "## Use\n\n```console\npip install specstop\n```\n\n```python\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))\n'
+        f"{models}\n"
         'tokenizer = AutoTokenizer.from_pretrained("TARGET")\n'
         'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
         "ids = target.generate(\n"
         "    **inputs,\n"
         '    custom_generate="THIS FOLDER OR OWNER/NAME",\n'
         "    trust_remote_code=True,\n"
-        "    draft_model=draft,\n"
+        f"{draft}"
         "    max_new_tokens=128,\n"
         ")\n```\n\n"
-        "`assistant_model=draft` means the same. `tokenizer=` serves `stop_strings=`, `streamer=` shows one text; `policy=`, "
+        f"{same}`tokenizer=` serves `stop_strings=`, `streamer=` shows one text; `policy=`, "
         "`verification=`, `tree=`, `drafter=`, `seed=` and `profile=` go to `specstop.decode.specstop_generate`.\n\n"
         "`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. The policy "
-        f"is data, in `{FOLDER}/{DATA}` and, for people and for `specstop info`, in `{POLICY}/`; names, "
+        f"is data, in `{FOLDER}/{DATA}` and, for people and for `specstop info`, in `{POLICY}/`{beside}; names, "
         "sizes, checksums and tensor headers are checked before anything is used, and nothing is unpickled.\n\n"
         f"## What to expect\n\n{_gains(figures)}\n\n"
         "## What is lost\n\n* Nothing of the policy.\n"
@@ -212,6 +218,17 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, figures: Mapping[str
         "load.\n\n"
         "## To the hub\n\nThe hub's own command uploads a folder:\n\n```console\nhf upload OWNER/NAME THIS_FOLDER\n```\n"
     )
+
+
+def _drafting(drafts: CarriedDrafter) -> str:
+    """Return what drafts, in words."""
+    if drafts.spec == "model":
+        return "a draft model"
+    own = "which was trained for one target" if drafts.trained is not None else "which needs no training"
+    if spec_parts(drafts.spec)[-1][0] not in (*DRAFTERS, *TRAINED):
+        own = "which an installed package brings: install it as well"
+    also = ", and a draft model," if needs_draft(drafts.spec) else ""
+    return f"the drafter `{drafts.spec}`{also} ({own})"
 
 
 def _ratio(found: Mapping[str, Any]) -> str:
@@ -230,6 +247,8 @@ def _gains(figures: Mapping[str, Any]) -> str:
         ]
         body = "\n".join(f"| {what} | {_ratio(found)} |" for what, found in rows)
         where = f"Replayed on {alone['prompts']}, decision time included, with the profile's latency; 95% intervals."
+        if figures.get("settled"):
+            where += f" The policy was trained under another profile; this folder holds it as replayed: {figures['settled']}."
         return f"{where}\n\n| times as fast as | ratio |\n|---|---|\n{body}"
     if metrics and "held_out_ratio_to_best_fixed" in metrics:
         return (

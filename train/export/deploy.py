@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.store.folder import Trace
+from ...decode.hf.carried import drafter_for
 from ...decode.hf.export import deploy_hf
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ...policies.storage.registry import load_policy
 from .folder import Export, Written, plain_values
 from .page import FIGURES
+from .proposer import drafter_of
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "llama_cpp"}
 """By name the module whose `make_files` is called."""
@@ -44,7 +47,7 @@ def deploy(
     Args:
         to: of `ENGINES`.
         traces: dense training traces of chains.
-        profile: latency of one request; `serving.batch_profile` says how it is scaled.
+        profile: what rounds cost; of one without batches `serving.batch_profile` says how it is scaled to them.
         out: folder for the engine's files, `README.md` and `figures.json`.
         policy: to run there, where the engine can, and whose loss is to be stated.
         max_batch: the largest batch looked at; None = as is usual with the engine.
@@ -85,6 +88,7 @@ def deploy_hf_replayed(
     profile: Profile,
     out: str | Path,
     *,
+    drafter: str | None = None,
     held_out: Trace | None = None,
     seed: int = 0,
     overwrite: bool = False,
@@ -93,7 +97,9 @@ def deploy_hf_replayed(
     """Write the folder of `decode.hf.export.deploy_hf` with the policy's replayed gains on its card.
 
     Args:
-        policy: a policy folder, `hub:owner/name`, or a built-in.
+        policy: a policy folder, `hub:owner/name`, or a built-in; a learned one is written as it was replayed, settled for
+            the profile.
+        drafter: as of `find_drafter`; None = that of the traces.
         traces, profile, held_out, seed, progress: see `Export`.
         out, overwrite: see `deploy_hf`.
 
@@ -101,14 +107,17 @@ def deploy_hf_replayed(
         InputError, PolicyError: see `deploy_hf`.
         TraceError: the traces cannot be replayed.
     """
-    chosen = load_policy(policy)
+    chosen, drafter = load_policy(policy), drafter or drafter_of(traces.header)
+    drafter_for(chosen, drafter)  # told before any work is done
     folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
     export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
-    assert export.policy is not None
-    rounds = export.played(export.policy)
+    made = export.policy
+    assert made is not None
+    rounds = export.played(made)
     export.policy = None  # it is itself what is exported
-    gains = plain_values({"alone": export.alone(rounds), "facts": export.facts()})
-    return deploy_hf(policy, folder, gains=gains, overwrite=overwrite)
+    gains = plain_values({"alone": export.alone(rounds), "settled": export.settled, "facts": export.facts()})
+    settled = made if isinstance(made, LearnedPolicy) else None
+    return deploy_hf(policy, folder, drafter=drafter, settled=settled, gains=gains, overwrite=overwrite)
 
 
 def claimed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +16,7 @@ from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ..fit.tuning.batches import settle_lengths
-from ..fit.tuning.rates import is_priced, solve_rate
+from ..fit.tuning.settled import settle_for
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed
@@ -27,9 +25,10 @@ from ..replay.traces.arrays import trace_arrays
 from ..replay.traces.checking import tell_other_rounds
 from ..report.decision_costs import with_prices
 from ..report.evaluate import check_fit
-from ..report.intervals import Resamples, Values
-from ..report.pricing import Change, Draws, Priced
+from ..report.intervals import Resamples
+from ..report.pricing import Draws, Priced
 from ..report.records import Ratio
+from .proposer import draft_of, drafter_of
 from .serving import Sides, split_sides
 
 SEEN = (
@@ -67,10 +66,10 @@ class Export:
         max_batch: the largest batch looked at; None = as the engine's module says.
 
     Attributes:
-        asked: the policy as given, or None.
+        policy: as it is replayed and as an engine gets it: settled for this profile, no deeper than the traces; None = none.
+        settled: what is to be said of that; "" where the policy came for this profile.
         sides: to choose on and to say figures on.
         profile: with the policy's decisions.
-        policy: as it was replayed, or None.
         draws: of that.
         fit_fixed, held_fixed: the fixed lengths 0..K, replayed.
         held_boot: resamples of the held-out prompts.
@@ -90,44 +89,32 @@ class Export:
         max_batch: int | None = None,
     ) -> None:
         self.header, self.seed, self.progress = traces.header, seed, progress
-        self.asked, self.out, self.max_batch = policy, out, max_batch
+        self.out, self.max_batch = out, max_batch
         tell_other_rounds(profile, traces.header)
         arrays = trace_arrays(traces)
         held = trace_arrays(held_out) if held_out is not None else None
         self.sides: Sides = split_sides(arrays, profile, held, seed)
         self.depth = min(arrays.depth, profile.max_depth)
         self.folder = traces.folder
-        self.policy = None
+        self.policy, self.settled = policy, ""
         if policy is not None:
             check_fit(policy, held_out or traces)
             profile, _ = with_prices(profile, [policy], traces.header)
-            self.policy = self._ready(policy, profile)
+            settled, self.settled = settle_for(policy, self.sides.fit, profile)
+            self.policy = settled.limited(self.depth)
         self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
         self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)
         self.held_boot = Resamples(self.sides.held.prompt_ids, seed)
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 
-    def _ready(self, policy: StopPolicy, profile: Profile) -> StopPolicy:
-        """Return the policy as `evaluate` would replay it: no deeper than the trace, by the costs of this profile."""
-        # rho is the rate under the costs that it was solved for: under others the rule would stop too early or too late.
-        if is_priced(policy) and not profile.same_costs(policy.facts.profile):
-            policy, _ = solve_rate(policy, self.sides.fit, profile, policy.facts.acceptance)
-            policy = settle_lengths(policy, self.sides.fit, profile)
-        return policy.with_costs(profile).limited(self.depth)
-
     def played(self, policy: StopPolicy) -> Rounds:
         """Replay a policy on the held-out prompts."""
         return play(self.sides.held, policy, self.profile).rounds
 
-    def spent(self, replays: Sequence[Rounds], change: Change | None = None) -> Values:
-        """Return [1 + R, P] seconds of held-out replays in every resample; `change` is made to the profile before."""
-        priced = Priced(self.held_boot, self.draws, replays, self.sides.held.prompt_tokens)
-        return priced.seconds(change=change)
-
     def ratio(self, mine: Rounds, than: Rounds) -> Ratio:
         """Return the speed of a held-out replay over that of another."""
-        spent = self.spent([mine, than])
+        spent = Priced(self.held_boot, self.draws, [mine, than], self.sides.held.prompt_tokens).seconds()
         return self.held_boot.interval(spent[:, 1] / spent[:, 0])
 
     def alone(self, mine: Rounds) -> dict[str, Any]:
@@ -176,9 +163,24 @@ def plain_values(value: Any) -> Any:
 def caveats(export: Export) -> list[str]:
     """Return what else is assumed, by what the traces are."""
     found = [SEEN] if export.policy is not None and export.sides.is_part else []
+    if export.settled:
+        found.append(
+            f"The policy was trained under another profile. Figures and files are of what it is here: {export.settled}."
+        )
     if export.header.temperature > 0:
         found.append(SAMPLED.format(export.header.temperature))
     return found
+
+
+def drafter_caveat(export: Export, engine: str) -> list[str]:
+    """Return what is to be said where an engine's files name a draft model and the traces are of another drafter."""
+    drafter = drafter_of(export.header)
+    if drafter == "model":
+        return []
+    return [
+        f"The traces are of the drafter `{drafter}`, which {engine} cannot run: its files are for a draft model "
+        f"(`{draft_of(export.header)}`), and hold as far as what drafts there is accepted as often and as fast."
+    ]
 
 
 def find_sizes(most: int) -> list[int]:

@@ -18,7 +18,7 @@ from ...policies.errors import TraceError
 from ..replay.known_lengths import ReplayedRuns, draft_bound, replay_lengths
 from ..replay.traces.arrays import TraceArrays
 from ..report.whatif.records import markdown_table
-from .folder import Export, Written, caveats
+from .folder import Export, Written, caveats, drafter_caveat
 from .page import alone_table, page_text, policy_loss
 
 ARGS, OLDER_ARGS = "llama.args", "llama-older.args"
@@ -159,6 +159,7 @@ def page(export: Export, now: Share, older: Share, alone: Mapping[str, Any], bes
         "llama.cpp's own kernels and quantised weights cost otherwise, and its draft reads every verified token again.",
         "Quantised models draft and accept as those did that the traces were recorded with.",
         "A decision costs nothing.",
+        *drafter_caveat(export, "llama.cpp"),
         *caveats(export),
     ]
     if not set(TOP) <= set(export.header.features):

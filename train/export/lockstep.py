@@ -1,7 +1,9 @@
 """A batch that drafts in step, as a serving engine runs it: one draft length for all requests, adapted by a rule.
 
 It is what replay cannot do stream by stream, since the rule sees the mean over the batch. Counts are exact: each request is
-a text of the trace, takes min(A, k) + 1 tokens at each step, and gives its place to the next one when it ends.
+a text of the trace, takes min(A, k) + 1 tokens at each step, and gives its place to the next one when it ends. Unlike
+`replay_batch`, which asks one policy and prices each round, it plays dozens of rules at once and leaves the price for later:
+they are compared on the same texts, under profiles without batches too.
 """
 
 from __future__ import annotations

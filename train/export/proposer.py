@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from ...decode.drafters.find import needs_draft, reads_states
 from ...decode.engines.policies import missing_in_engines
 from ...decode.engines.settings import KEY
 from ...policies.contract import StopPolicy
+from ...policies.learned.policy import LearnedPolicy
+from ...policies.storage.folder import save_policy
 
 CLASS = "specstop.decode.engines.vllm.Proposer"
 DRAFTS, SETTINGS, POLICY = "proposer.json", "additional_config.json", "policy"
@@ -32,13 +35,11 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
     if _obstacle(policy, drafter):
         return {}
     drafts = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": min(policy.max_depth, depth)}
-    name, mark, options = policy.shown_name.partition("?")
-    given = Path(name).expanduser()
-    source = policy.source or (given if mark and given.is_dir() else None)  # a folder under other options than its own
+    folder = _folder(policy) if isinstance(policy, LearnedPolicy) else {}
     told: dict[str, Any] = {
         **({"draft": draft_of(header)} if needs_draft(drafter) else {}),
         **({} if drafter == "model" else {"drafter": drafter}),
-        "policy": policy.shown_name if source is None else f"{(out / POLICY).resolve()}{mark}{options}",
+        "policy": str((out / POLICY).resolve()) if folder else policy.shown_name,
     }
     if header.temperature > 0:
         told["temperature"] = header.temperature
@@ -46,11 +47,14 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
         DRAFTS: json.dumps(drafts, indent=2) + "\n",
         SETTINGS: json.dumps({KEY: told}, indent=2) + "\n",
     }
-    if source is not None:
-        for path in sorted(source.rglob("*")):
-            if path.is_file():
-                files[f"{POLICY}/{path.relative_to(source).as_posix()}"] = path.read_bytes()
-    return files
+    return {**files, **folder}
+
+
+def _folder(policy: LearnedPolicy) -> dict[str, bytes]:
+    """Return the files of a policy's folder by path: of the policy as it is, whatever it was loaded from."""
+    with tempfile.TemporaryDirectory() as stage:
+        made = save_policy(policy, Path(stage) / POLICY)
+        return {f"{POLICY}/{path.name}": path.read_bytes() for path in sorted(made.glob("[!.]*"))}
 
 
 def _obstacle(policy: StopPolicy, drafter: str) -> str:

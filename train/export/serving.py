@@ -1,7 +1,8 @@
 """What a batch of a serving engine costs, and what fixed lengths are worth there: the basis of every exported table.
 
 An engine runs b requests side by side, all of one draft length. Its step is modelled as a profile: the share of one request
-in a step of b. So whatever is priced by a profile is priced for a batch.
+in a step of b. So whatever is priced by a profile is priced for a batch. Where the profile has batches, these are replayed
+instead (`by_batch`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from ...policies.errors import InputError, TraceError
 from ...policies.latency.batch import BatchCosts
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
-from ..replay.known_lengths import ReplayedRuns
 from ..replay.traces.arrays import TraceArrays
 from ..replay.traces.checking import check_apart
 
@@ -35,6 +34,8 @@ ASSUMPTIONS = (
     "What runs outside the models is paid once a step for the whole batch; reading prompts, once by each request.",
     "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "
     "graphs and scheduler are others: ratios carry over better than rates.",
+    "Batches were not replayed: the rounds are those of single requests in a batch that is always full. With batches in the "
+    "profile (`specstop profile --batch 1,2,4,8`) they are, with their refills and their last requests.",
 )
 """Of every figure by batch size, where batches were not measured."""
 
@@ -105,7 +106,7 @@ def assumptions(profile: Profile) -> tuple[str, ...]:
     sizes = ", ".join(map(str, profile.batch.sizes))
     return (
         f"Draft steps and verifications of {sizes} requests side by side were measured; {_BEYOND}",
-        *ASSUMPTIONS[-2:],
+        *ASSUMPTIONS[-3:-1],
     )
 
 
@@ -210,12 +211,11 @@ def _draft_growth(profile: Profile, weights: _Line, batch: int) -> float:
     return max(line(batch) / one, 1.0) if one > 0 else 1.0
 
 
-def batch_seconds(replayed: ReplayedRuns, profile: Profile, sizes: Sequence[int]) -> dict[int, Tensor]:
-    """Return, by batch size, [C, S] seconds of the runs: each request's share of the engine's time.
+def is_extrapolated(profile: Profile, batch: int, rows: int) -> bool:
+    """Whether a batch, or the rows of its forward passes, are beyond what the profile has timed."""
+    return rows > measured_rows(profile) or (profile.batch is not None and batch > profile.batch.sizes[-1])
 
-    Args:
-        replayed: runs, such as all fixed lengths.
-        profile: of one request.
-        sizes: batch sizes.
-    """
-    return {size: replayed.seconds(batch_profile(profile, size)) for size in sizes}
+
+def measured_text(profile: Profile) -> str:
+    """Return beyond what figures are extrapolated, as the heading of a column."""
+    return f"beyond {measured_rows(profile)} rows" if profile.batch is None else f"beyond {profile.batch.sizes[-1]}"

@@ -19,11 +19,11 @@ from ..replay.traces.arrays import TraceArrays, typical_context
 from ..report.intervals import Resamples, Values
 from ..report.records import Ratio
 from ..report.whatif.records import markdown_table
-from .by_batch import WORTH, choose_lengths
-from .folder import Export, Written, caveats, find_sizes
+from .by_batch import WORTH, FixedBatches, choose_lengths
+from .folder import Export, Written, caveats, drafter_caveat, find_sizes
 from .lockstep import Steps, lockstep
 from .page import alone_table, page_text, policy_loss
-from .serving import assumptions, batch_profile, measured_rows
+from .serving import assumptions, batch_profile, is_extrapolated, measured_rows, measured_text
 
 CONFIG, COSTED = "adaptive.json", "costed.json"
 VERSION = "0.5.23"
@@ -48,7 +48,7 @@ def make_files(export: Export) -> Written:
     A batch larger than the largest one looked at shares its entry.
     """
     sizes = [size for size in find_sizes(export.max_batch or MAX_BATCH) if size & (size - 1) == 0]
-    lengths = choose_lengths(export, sizes)
+    lengths = choose_lengths(FixedBatches(export, sizes))
     chosen = choose_steps(export, lengths)
     start = export.best
     config = {str(size): entry(rule) for size, rule in chosen.items()}
@@ -196,13 +196,15 @@ def by_batch(
         default = rule_at(DEFAULTS, size)
         # The traces say nothing of longer drafts.
         default = Steps(tuple(k for k in default.candidates if k <= export.depth), default.up, default.down)
+        rows = size * (max(rule.candidates) + 1)
         fixed, same, plain = Steps((length,)), Steps((start,)), Steps((0,))
         rates = _Rates(export.sides.held, [rule, default, plain, fixed, same], size, start, export)
         lines.append(
             {
                 "batch": size,
                 "steps": list(rule.candidates),
-                "rows": size * (max(rule.candidates) + 1),
+                "rows": rows,
+                "extrapolated": is_extrapolated(export.profile, size, rows),
                 "to_plain": rates.ratio(rule, plain).value,
                 "to_fixed_here": rates.ratio(rule, fixed),
                 "fixed_here": length,
@@ -221,7 +223,6 @@ def page(
     batches: Sequence[Mapping[str, Any]],
 ) -> str:
     """Return the README."""
-    rows = measured_rows(export.profile)
     lines = [
         (
             f"{line['batch']}",
@@ -230,12 +231,12 @@ def page(
             f"{line['to_start']:.3f}",
             f"{line['to_fixed_here'].text()} ({line['fixed_here']})",
             f"{line['to_default']:.3f}",
-            "" if line["rows"] <= rows else "extrapolated",
+            "extrapolated" if line["extrapolated"] else "",
         )
         for line in batches
     ]
     columns = ("batch", "steps", "to plain", f"to {start} always", "to best fixed here", "to SGLang's default",
-               f"beyond {rows} rows")  # fmt: skip
+               measured_text(export.profile))  # fmt: skip
     by_size = (
         f"A batch that is always full, all requests under SGLang's own rule, on {alone['prompts']}; reading prompts is left "
         "out:\n\n" + markdown_table(columns, lines)
@@ -270,6 +271,7 @@ def page(
         *assumptions(export.profile),
         "The mean is over a batch that is always full and of these texts in random order; bursts, mixed lengths and CUDA "
         "graphs that pad the batch are not modelled.",
+        *drafter_caveat(export, "SGLang"),
         *caveats(export),
     ]
     what = (

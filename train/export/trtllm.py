@@ -12,8 +12,9 @@ from typing import Any
 
 import yaml
 
-from .folder import Export, Written, caveats
+from .folder import Export, Written, caveats, drafter_caveat
 from .page import alone_table, page_text, policy_loss
+from .proposer import draft_of
 from .serving import assumptions, measured_rows
 from .vllm import Range, lengths_by_size, sizes_table
 
@@ -27,7 +28,7 @@ def make_files(export: Export) -> Written:
     """
     ranges, alone, batches = lengths_by_size(export)
     figures = {"alone": alone, **batches, "measured_rows": measured_rows(export.profile)}
-    draft = export.header.draft
+    draft = draft_of(export.header)
     files: dict[str, str | bytes] = {
         CONFIG: yaml.safe_dump({"speculative_config": config(draft, ranges, schedule(ranges))}, sort_keys=False),
         OLDER: yaml.safe_dump({"speculative_config": config(draft, ranges, older_schedule(ranges))}, sort_keys=False),
@@ -74,5 +75,5 @@ def page(export: Export, ranges: Sequence[Range], alone: Mapping[str, Any], batc
         "latency profile, scaled to each batch."
     )
     tables = [alone_table(alone), sizes_table(export, batches)]
-    assumed = [*assumptions(export.profile), *caveats(export)]
+    assumed = [*drafter_caveat(export, "TensorRT-LLM"), *assumptions(export.profile), *caveats(export)]
     return page_text("Draft lengths for TensorRT-LLM", what, use, tables, lost, assumed, export.facts())

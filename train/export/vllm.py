@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from ...collect.schema import Header
 from ...decode.drafters.lookup import LONGEST
 from ..report.whatif.records import markdown_table
 from .acceptance import fit_acceptance
-from .by_batch import choose_lengths
+from .by_batch import FixedBatches, choose_lengths
 from .folder import Export, Written, caveats, find_sizes
 from .page import alone_table, page_text, policy_loss
 from .proposer import proposer_files, proposer_use
-from .serving import assumptions, batch_profile, batch_seconds, measured_rows
+from .serving import assumptions, is_extrapolated, measured_rows, measured_text
 
 CONFIG, ACCEPTANCE = "speculative_config.json", "acceptance.json"
 VERSION = "0.33.0"
@@ -49,22 +48,23 @@ def make_files(export: Export) -> Written:
     files: dict[str, str | bytes] = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if (found := fit_acceptance(export.sides.fit, export.depth)) is not None:
         files[ACCEPTANCE] = json.dumps(found, indent=2) + "\n"
-    own = {} if export.asked is None else proposer_files(export.asked, export.header, export.depth, export.out)
-    use = proposer_use(export.asked, drafter_of(export.header), own)
+    own = {} if export.policy is None else proposer_files(export.policy, export.header, export.depth, export.out)
+    use = proposer_use(export.policy, drafter_of(export.header), own)
     return Written({**files, **own}, page_of(export, config, alone, batches, use), figures)
 
 
 def lengths_by_size(export: Export) -> tuple[list[Range], dict[str, Any], dict[str, Any]]:
     """Return the fastest length of each range of batch sizes, its figures at one request, and those by batch size."""
-    sizes = find_sizes(export.max_batch or MAX_BATCH)
-    ranges = choose_ranges(export, sizes)
-    return ranges, export.alone(export.held_fixed.rounds(ranges[0][2])), by_batch(export, ranges, sizes)
+    batches = FixedBatches(export, find_sizes(export.max_batch or MAX_BATCH))
+    ranges = choose_ranges(batches)
+    return ranges, export.alone(export.held_fixed.rounds(ranges[0][2])), by_batch(batches, ranges)
 
 
-def choose_ranges(export: Export, sizes: Sequence[int]) -> list[Range]:
+def choose_ranges(batches: FixedBatches) -> list[Range]:
     """Return (first, last, K) by rising batch size."""
     ranges: list[Range] = []
-    for at, (size, length) in enumerate(choose_lengths(export, sizes).items()):
+    sizes = batches.sizes
+    for at, (size, length) in enumerate(choose_lengths(batches).items()):
         # Sizes that were not looked at have the length of the next smaller one.
         last = sizes[at + 1] - 1 if at + 1 < len(sizes) else size
         if ranges and ranges[-1][2] == length:
@@ -97,34 +97,34 @@ def length_at(ranges: Sequence[Range], size: int) -> int:
     return [length for first, _, length in ranges if first <= size][-1]
 
 
-def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the held-out figures by batch size, and those of all sizes together, each with as many tokens."""
-    found = batch_seconds(export.held_fixed, export.profile, sizes)
-    fit = batch_seconds(export.fit_fixed, export.profile, sizes)
-    common = int(sum((fit[size].sum(1) for size in sizes), torch.zeros(export.depth + 1)).argmin())
+def by_batch(batches: FixedBatches, ranges: Sequence[Range]) -> dict[str, Any]:
+    """Return the held-out figures by batch size, and those of all sizes together, each with as many tokens.
+
+    Where the profile has batches those of the policy are among them.
+    """
+    export, sizes = batches.export, batches.sizes
+    common = int(sum((batches.fit[size].sum(1) for size in sizes), torch.zeros(export.depth + 1)).argmin())
+    policy = export.policy if export.profile.batch is not None else None
+    alone = export.played(policy) if policy is not None else None
     lines = []
     for size in sizes:
         length = length_at(ranges, size)
-        spent = found[size].sum(1)
+        spent = batches.held[size].sum(1)
         plain, mine, same = (float(spent[k]) for k in (0, length, common))
-        lines.append(
-            {
-                "batch": size,
-                "length": length,
-                "rows": size * (length + 1),
-                "to_plain": plain / mine,
-                "to_common": same / mine,
-                "to_best_here": float(spent.min()) / mine,
-            }
-        )
-
-    mixed = sum(
-        export.spent(
-            [export.held_fixed.rounds(length) for length in (length_at(ranges, size), 0, common)],
-            partial(batch_profile, batch=size),
-        )
-        for size in sizes
-    )
+        rows = size * (length + 1)
+        line: dict[str, Any] = {
+            "batch": size,
+            "length": length,
+            "rows": rows,
+            "extrapolated": is_extrapolated(export.profile, size, rows),
+            "to_plain": plain / mine,
+            "to_common": same / mine,
+            "to_best_here": float(spent.min()) / mine,
+        }
+        if alone is not None:
+            line["policy_to_this"] = batches.policy_to(length, size, alone)
+        lines.append(line)
+    mixed = sum(batches.held_spent(size, (length_at(ranges, size), 0, common)) for size in sizes)
     table, plain, same = np.asarray(mixed).T
     return {
         "batches": lines,
@@ -136,23 +136,27 @@ def by_batch(export: Export, ranges: Sequence[Range], sizes: Sequence[int]) -> d
 
 def sizes_table(export: Export, batches: Mapping[str, Any]) -> str:
     """Return what lengths by batch size bring, as a table with a sentence before it."""
-    common, rows = batches["common_length"], measured_rows(export.profile)
-    lines = [
-        (
+    common, lines = batches["common_length"], batches["batches"]
+    columns = ["batch", "length", "to plain", f"to length {common}", measured_text(export.profile)]
+    rows = [
+        [
             f"{line['batch']}",
             f"{line['length']}",
             f"{line['to_plain']:.3f}",
             f"{line['to_common']:.3f}",
-            "" if line["rows"] <= rows else "extrapolated",
-        )
-        for line in batches["batches"]
+            "extrapolated" if line["extrapolated"] else "",
+        ]
+        for line in lines
     ]
+    if "policy_to_this" in lines[0]:
+        columns.insert(-1, "the policy, to this")
+        for row, line in zip(rows, lines, strict=True):
+            row.insert(-1, line["policy_to_this"].text())
     plain, same = batches["mix_to_plain"], batches["mix_to_common"]
     return (
         "By batch size, all requests of a batch under one length, on the same prompts. Over all these sizes together, as "
         f"many tokens at each, {plain.text()} times plain decoding and {same.text()} times one length for "
-        f"all sizes ({common}, the fastest):\n\n"
-        + markdown_table(("batch", "length", "to plain", f"to length {common}", f"beyond {rows} rows"), lines)
+        f"all sizes ({common}, the fastest):\n\n" + markdown_table(columns, rows)
     )
 
 
@@ -192,9 +196,12 @@ def page_of(
         "With the table, the stop policy itself. vLLM gives all requests of a step one length, by their number: it looks "
         "neither at the text nor at the draft's probabilities, and no head, calibration or rule is carried over.",
         policy_loss(alone),
-        "Nothing is known here about larger batches under the policy: with lengths of its own for each request it could gain "
-        "more there or less.",
     ]
+    if export.policy is not None and export.profile.batch is None:
+        lost.append(
+            "Nothing is known here about larger batches under the policy: with lengths of its own for each request it could "
+            "gain more there or less. A profile with batches (`specstop profile --batch 1,2,4,8`) says it."
+        )
     assumed = [*assumptions(export.profile), *caveats(export)]
     what = (
         "Draft lengths by batch size for vLLM: the fixed lengths with the highest replayed throughput under the latency "

@@ -84,7 +84,14 @@ class BatchReplayed:
 
 
 def replay_batch(
-    arrays: TraceArrays, policy: StopPolicy, profile: Profile, batch: int, arrived: Array, order: Array | None = None
+    arrays: TraceArrays,
+    policy: StopPolicy,
+    profile: Profile,
+    batch: int,
+    arrived: Array,
+    order: Array | None = None,
+    *,
+    beyond: bool = False,
 ) -> BatchReplayed:
     """Replay requests that are decoded side by side, a text of the trace each.
 
@@ -95,21 +102,22 @@ def replay_batch(
         batch: S, the texts side by side.
         arrived: [R] seconds, not falling (`arrivals`).
         order: [R] which text each request is; None = each once.
+        beyond: also batches larger than the largest measured one, whose costs go on as they rise (`BatchCosts`).
 
     Raises:
         TraceError: as of `replay`.
         InputError: the profile has no batches as large.
     """
     check_replayable(arrays, policy, profile)
-    check_batch(arrays, profile, batch)
+    check_batch(arrays, profile, batch, beyond=beyond)
     sequences = np.arange(arrays.sequences) if order is None else np.asarray(order, dtype=np.int64)
     if len(sequences) != len(arrived):
         raise InputError(f"arrivals: expected {len(sequences)} times, one a request, not {len(arrived)}")
     return _Batch(arrays, policy, profile, batch, sequences, arrived).played()
 
 
-def check_batch(arrays: TraceArrays, profile: Profile, batch: int) -> None:
-    """Refuse a batch that the trace or the profile cannot answer."""
+def check_batch(arrays: TraceArrays, profile: Profile, batch: int, *, beyond: bool = False) -> None:
+    """Refuse a batch that the trace or the profile cannot answer; `beyond` as of `replay_batch`."""
     if not arrays.tree.is_chain:
         raise TraceError(f"--batch: expected traces of chains, not of the tree {arrays.tree.name}")
     if batch < 1:
@@ -118,7 +126,7 @@ def check_batch(arrays: TraceArrays, profile: Profile, batch: int) -> None:
         return
     if profile.batch is None:
         raise InputError("--profile: it has no batches; measure them with `specstop profile --batch 1,2,4,8`")
-    if batch > profile.batch.sizes[-1]:
+    if batch > profile.batch.sizes[-1] and not beyond:
         raise InputError(
             f"--profile: the largest batch measured is {profile.batch.sizes[-1]}, not {batch}; measure it with --batch"
         )

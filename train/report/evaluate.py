@@ -17,13 +17,12 @@ from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.files.outputs import claim_folder
-from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
-from ..fit.tuning.batches import settle_batch, settle_lengths
-from ..fit.tuning.rates import is_priced, solve_rate, tune_confidence
+from ..fit.tuning.rates import is_priced, tune_confidence
+from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from ..fit.continuation.values import Achievable
 
 HUGGING_FACE = 0.4
-BY_COSTS = "decides by the costs of this profile"
 FAST_SWEEP_S = 15.0
 """Seconds of a sweep that is made by default, by the rough costs below of a replay and of an anchor in it."""
 
@@ -221,31 +219,12 @@ def _policies(
         tuned = tune_confidence(tuning, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
         jobs.append((TUNED, "rule", tuned, note))
-    for given in policies:
-        policy, called = given.with_costs(profile), given.shown_name
-        note = "" if policy is given else BY_COSTS
-        if is_priced(policy) and not profile.same_costs(policy.facts.profile):
-            note = "rho as saved, of another profile; give dense training traces to solve it for this one"
-            if tuning is not None and replayable:
-                policy, _ = solve_rate(policy, tuning, profile, policy.facts.acceptance)
-                policy = settle_lengths(policy, tuning, profile)
-                note = "rho solved for this profile on the training traces"
-        if isinstance(policy, BatchStop):
-            policy, note = _batch_policy(policy, tuning if replayable else None, profile)
+    for policy in policies:
+        called = policy.shown_name
+        policy, note = settle_for(policy, tuning if replayable else None, profile)
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
         jobs.append((called, kind, policy.limited(depth), note))
     return jobs
-
-
-def _batch_policy(policy: BatchStop, tuning: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
-    """Return a policy of batches for the costs of a profile, its own decisions among them, and what is to be said of it."""
-    name = policy.cost_name
-    if profile.same_costs(policy.facts.profile):
-        same = policy.profile.decision(name) == profile.decision(name)
-        return policy if same else for_batches(policy, profile=profile), ""
-    if tuning is None or profile.batch is None:
-        return for_batches(policy, profile=profile), BY_COSTS
-    return settle_batch(policy, tuning, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
 
 
 def _estimate(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,16 @@ import numpy as np
 import pytest
 import torch
 from learned_policies import learned
+from small_drafters import small_network
+from specstop.decode.drafters import TrainedDrafter, save_drafter
+from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.hf import export
 from specstop.decode.hf.export import carried_policy, deploy_hf, generate_carried
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
-from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
@@ -127,6 +134,93 @@ def test_stop_strings_streamer_and_sampling_arrive(
     assert sampled[0] == sampled[1] != sampled[2]
 
 
+@pytest.fixture
+def hydra(pair: Pair, tmp_path: Path) -> Path:
+    """The folder of heads for the tiny target."""
+    output = pair.target.get_output_embeddings().weight.float()
+    network = small_network("hydra", output.shape[1], pair.vocabulary, output)
+    return save_drafter(TrainedDrafter("hydra", network, pair.fingerprint["target"]), tmp_path / "heads")
+
+
+def remembering(drafter: str, folder: Path, **pair: str) -> Path:
+    """Return the folder of a policy that was trained on traces of a drafter."""
+    policy = learned("mlp", RULE)
+    policy.facts = replace(policy.facts, provenance={"drafter": drafter}, pair=pair)
+    return save_policy(policy, folder)
+
+
+@pytest.mark.parametrize("before", ["", "suffix?sure=0.6+"])
+def test_a_head_drafter_goes_with_the_policy_that_was_trained_on_its_drafts(
+    before: str, pair: Pair, prompt_ids: list[list[int]], hydra: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    spec = f"{before}hydra:{hydra}"
+    policy = remembering(spec, tmp_path / "policy", draft=load_drafter(hydra).identity)
+    figures = deploy_hf(policy, tmp_path / "out")
+    assert figures["drafter"] == f"{before}hydra:drafter"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"`{before}hydra:drafter`" in card and "draft_model=draft" not in card and str(tmp_path) not in card
+    assert load_drafter(tmp_path / "out" / "drafter").identity == load_drafter(hydra).identity
+    used: list[list[int]] = []
+    inner = Speculator.run
+
+    def spied(self: Speculator, *args: Any, **kwargs: Any) -> Any:
+        (made,) = inner(self, *args, **kwargs)
+        used.append([r.drafted for r in made.rounds])
+        return [made]
+
+    monkeypatch.setattr(Speculator, "run", spied)
+    ids = torch.tensor([prompt_ids[3]])
+    direct = pair.target.generate(ids, custom_generate=specstop_generate, drafter=spec, policy=str(policy), **OPTIONS)
+    shutil.rmtree(hydra)  # the export stands alone
+    assert torch.equal(generate(pair, ids, tmp_path / "out"), direct)
+    assert torch.equal(direct, pair.target.generate(ids, **OPTIONS))
+    assert used[0] == used[1] and sum(used[0]) > 0
+
+
+def test_a_drafter_without_a_folder_is_named_and_another_can_be(
+    pair: Pair, prompt_ids: list[list[int]], hydra: Path, tmp_path: Path
+) -> None:
+    policy = remembering("suffix", tmp_path / "policy", draft="suffix")
+    ids = torch.tensor([prompt_ids[3]])
+    plain = pair.target.generate(ids, **OPTIONS)
+    assert deploy_hf(policy, tmp_path / "out")["drafter"] == "suffix"
+    assert torch.equal(generate(pair, ids, tmp_path / "out"), plain)
+    assert torch.equal(generate(pair, ids, tmp_path / "out", drafter="model", draft_model=pair.draft), plain)
+    deploy_hf(policy, tmp_path / "two", drafter="lookup+model")
+    assert "`lookup+model`, and a draft model," in (tmp_path / "two" / "README.md").read_text()
+    with pytest.raises(InputError, match="draft_model="):
+        generate(pair, ids, tmp_path / "two")
+    with pytest.warns(SpecstopWarning, match=r"was trained with another drafter \(suffix\) than"):
+        deploy_hf(policy, tmp_path / "three", drafter=f"hydra:{hydra}")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("hydra:nowhere", "--drafter: nowhere: expected the folder of a drafter"),
+        ("suffix:words.txt", "--drafter: suffix:words.txt reads the file words.txt"),
+        ("suffix?path=words.txt", "reads the file words.txt"),
+        ("suffix+hydrra:heads", "--drafter: expected model, lookup"),
+        ("hydra", "--drafter: expected model, lookup"),
+        ("hydra:heads?deep=1", "--drafter: expected model, lookup"),
+    ],
+)
+def test_a_drafter_that_cannot_be_carried_is_refused(drafter: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        deploy_hf("fixed:3", tmp_path / "out", drafter=drafter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_drafter_is_refused(pair: Pair, hydra: Path) -> None:
+    files = {p.name: base64.b64encode(p.read_bytes()).decode() for p in hydra.iterdir() if p.suffix != ".md"}
+    damaged = {**files, "drafter.json": base64.b64encode(b'{"schema": 1}').decode()}
+    outside = {**files, "../drafter.json": files["drafter.json"]}
+    for wrong in (damaged, outside):
+        with pytest.raises((InputError, PolicyError)):
+            generate_carried(pair.target, {"inputs": torch.tensor([[5, 6]])}, {}, "fixed:2", "hydra:drafter", wrong)
+
+
 def test_without_trust_nothing_runs_and_without_a_draft_it_is_said(pair: Pair, tmp_path: Path) -> None:
     deploy_hf("fixed:3", tmp_path / "out")
     ids = torch.tensor([[5, 6, 7]])
@@ -164,7 +258,7 @@ def test_a_damaged_policy_is_refused(pair: Pair, policy_folder: Path) -> None:
 
 
 def test_a_plugin_is_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "load_policy", lambda _: export.load_policy_folder)
+    monkeypatch.setattr(export, "load_policy", lambda _: FixedLength(2))
     with pytest.raises(PolicyError, match="is a plugin"):
         deploy_hf("somebody?key=1", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -15,11 +15,12 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
+from specstop.train.export.by_batch import batch_seconds
 from specstop.train.export.serving import (
     ASSUMPTIONS,
     assumptions,
     batch_profile,
-    batch_seconds,
+    is_extrapolated,
     measured_rows,
     split_sides,
 )
@@ -80,9 +81,7 @@ def test_dropped_tokens_are_drafted_and_not_verified(profile: Profile) -> None:
 
 def test_a_batch_of_one_is_the_profile(arrays: TraceArrays, profile: Profile) -> None:
     replayed = replay_fixed(arrays, 4)
-    torch.testing.assert_close(
-        batch_seconds(replayed, profile, [1])[1], replayed.seconds(profile), rtol=EXACT, atol=0.0
-    )
+    torch.testing.assert_close(batch_seconds(replayed, profile, 1), replayed.seconds(profile), rtol=EXACT, atol=0.0)
 
 
 def flat(rise: float, context: float) -> Profile:
@@ -151,6 +150,7 @@ def test_measured_batches_are_priced_as_they_were_measured(profile: Profile) -> 
         said = costs.round_s(20.0 + 0 * k, batch + 0 * k, batch * (k + 1), fed, batch + 0 * k)
         assert found == pytest.approx(said)
     assert measured_rows(known) == 8 * (depth + 1)
+    assert [is_extrapolated(known, size, size) for size in (1, 8, 9)] == [False, False, True], "rows are but 9"
     assert "2, 8 requests side by side were measured" in assumptions(known)[0] and assumptions(profile) == ASSUMPTIONS
 
 

@@ -1,0 +1,55 @@
+"""A trained policy for the costs of another profile: as `evaluate` replays it and `deploy` writes it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from ....policies.contract import StopPolicy
+from ....policies.joint.survival import BatchStop, for_batches
+from ....policies.latency.profile import Profile
+from ....policies.learned.policy import LearnedPolicy
+from ...replay.traces.arrays import TraceArrays
+from .batches import settle_batch, settle_lengths
+from .rates import is_priced, solve_rate
+
+BY_COSTS = "decides by the costs of this profile"
+"""What is said of a policy that was given other costs, or none."""
+
+
+def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile) -> tuple[StopPolicy, str]:
+    """Return a policy as it decides under a profile, and what is to be said of it; "" where nothing had to be done.
+
+    A rate holds for the costs that it was solved under: under others a rule would stop too early or too late.
+
+    Args:
+        policy: any; one whose rule knows no costs comes back as it is.
+        arrays: dense training traces, never the evaluated ones, to solve rates on; None = there are none.
+        profile: what rounds cost, this policy's decisions included.
+    """
+    priced = policy.with_costs(profile)
+    if priced is not policy:
+        return priced, BY_COSTS
+    if is_priced(policy) and not profile.same_costs(policy.facts.profile):
+        if arrays is None:
+            return policy, "rho as saved, of another profile; give dense training traces to solve it for this one"
+        solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance)
+        settled = copy.copy(settle_lengths(solved, arrays, profile))  # where no rule was faster it is the policy itself
+        # Speeds that training measured are those of the other profile.
+        metrics = {name: value for name, value in policy.facts.metrics.items() if not name.startswith("held_out_")}
+        settled.facts = dataclasses.replace(
+            policy.facts, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
+        )
+        return settled, "rho solved for this profile on the training traces"
+    return _batch_policy(policy, arrays, profile) if isinstance(policy, BatchStop) else (policy, "")
+
+
+def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
+    """Return a policy of batches for the costs of a profile, its own decisions among them, and what is to be said of it."""
+    name = policy.cost_name
+    if profile.same_costs(policy.facts.profile):
+        same = policy.profile.decision(name) == profile.decision(name)
+        return policy if same else for_batches(policy, profile=profile), ""
+    if arrays is None or profile.batch is None:
+        return for_batches(policy, profile=profile), BY_COSTS
+    return settle_batch(policy, arrays, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
