@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
 from ...decode.hf.carried import drafter_for
 from ...decode.hf.export import deploy_hf
@@ -20,7 +21,6 @@ from ...policies.progress import Progress, silent
 from ...policies.storage.registry import load_policy
 from .folder import Export, Written, plain_values
 from .page import FIGURES
-from .proposer import drafter_of
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "llama_cpp"}
 """By name the module whose `make_files` is called."""

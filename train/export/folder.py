@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...collect.pair_options import draft_of, drafter_of
 from ...collect.store.folder import Trace
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
@@ -28,7 +29,6 @@ from ..report.evaluate import check_fit
 from ..report.intervals import Resamples
 from ..report.pricing import Draws, Priced
 from ..report.records import Ratio
-from .proposer import draft_of, drafter_of
 from .serving import Sides, split_sides
 
 SEEN = (

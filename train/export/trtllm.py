@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from ...collect.pair_options import draft_of
 from .folder import Export, Written, caveats, drafter_caveat
 from .page import alone_table, page_text, policy_loss
-from .proposer import draft_of
 from .serving import assumptions, measured_rows
 from .vllm import Range, lengths_by_size, sizes_table
 
