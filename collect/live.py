@@ -204,8 +204,13 @@ class LiveCollector:
         self._speculator = Speculator(pair, runs, settings, observer=self._recorder, hidden=tuple(widths), batch=batch)
 
     def begin(self) -> None:
-        """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
+        """Begin a shard: what passes from text to text starts anew, so that a shard's rows depend on it alone."""
         self._speculator.renew()
+
+    @property
+    def carries(self) -> bool:
+        """See `Speculator.carries`."""
+        return self._speculator.carries
 
     def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.

@@ -6,12 +6,16 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..decode.drafters.base import carries
+from ..decode.drafters.find import find_drafter
+from ..decode.drafters.known import paths_of
 from ..decode.models.engine import layouts_of
 from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
@@ -143,7 +147,7 @@ def plan_run(
         max_new_tokens: limit of each text.
         seed: of the streams.
         shards: number of shards; by default one for every 32 prompts, more of them where hidden states make them large, and
-            one in all for a policy that carries its state from text to text: with each shard it starts anew.
+            one in all for a policy or drafter that passes something from text to text: with each shard it starts anew.
         source: where the prompts are from, for the data card.
         collector: "dense", or "live" for the rounds of the running loop, with their times.
         policy: of a live run; by default one that drafts to full depth.
@@ -195,6 +199,13 @@ def plan_run(
             through, models, topology, settings, policy, explore, batch, pair.target.dtype,
             [mix, completions, *widths, *shaping.facts],
         )  # fmt: skip
+        remembers = (policy is not None and policy.carries) or carries(find_drafter(pair.drafter, pair))
+        if remembers and (shards or 1) > 1:
+            raise InputError(
+                f"--shards: expected 1 with --through {through}, not {shards}: what the policy or the drafter knows of "
+                "earlier texts does not start anew there with each shard"
+            )
+        chosen = replace(chosen, carries=remembers)
     else:
         chosen = choose_collector(
             pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch or 1,
@@ -205,7 +216,7 @@ def plan_run(
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
         if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):
             told["completions"] = found
-    count = shards or _shard_count(policy, len(prompts), max_new_tokens, widths, topology.nodes)
+    count = shards or _shard_count(chosen.carries, len(prompts), max_new_tokens, widths, topology.nodes)
     header = Header(
         target=target,
         draft=draft,
@@ -252,8 +263,7 @@ def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shard
 def _read_by(pair: Pair, target: str, draft: str, policy: StopPolicy | None) -> tuple[str | Path | None, ...]:
     """Return what a run reads: names or folders of models, drafter and policy, which no result may land on."""
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
-    given = pair.drafter.rpartition("+")[2].partition(":")[2]  # a drafter's folder or file
-    return (target, draft, *models, given or None, policy.source if policy is not None else None)
+    return (target, draft, *models, *paths_of(pair.drafter), policy.source if policy is not None else None)
 
 
 def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:
@@ -266,9 +276,9 @@ def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:
     return told
 
 
-def _shard_count(policy: StopPolicy | None, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
+def _shard_count(remembers: bool, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
     """Return how many shards a run has unless it is told."""
-    if policy is not None and policy.carries:
+    if remembers:
         return 1  # with each shard it would start anew
     row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))  # float16
     return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * tokens * row_bytes // SHARD_BYTES))

@@ -114,6 +114,15 @@ class PositionsCollector:
             pair, _DraftsOnly(tree.deepest), longer, observer=self._recorder, hidden=tuple(widths)
         )
 
+    def begin(self) -> None:
+        """Begin a shard: a drafter that keeps texts starts anew, so that a shard's rows depend on it alone."""
+        self._speculator.renew()
+
+    @property
+    def carries(self) -> bool:
+        """See `Speculator.carries`."""
+        return self._speculator.carries
+
     def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text; see `collector.dense_rows`."""
         made: dict[int, list[Row]] = {}
