@@ -39,6 +39,7 @@ class Collector:
         rows: the rows of a batch, as column chunks.
         header: what its header has beside what all have.
         begin: called before each shard.
+        carries: something passes from text to text, of the policy's or the drafter's; it starts anew where a shard begins.
         memory: MiB that are taken for rows as wide as the vocabulary; 0 = as they come.
     """
 
@@ -46,6 +47,7 @@ class Collector:
     rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[], None] = nothing
+    carries: bool = False
     memory: int = 0
 
 
@@ -107,8 +109,8 @@ def choose_collector(
                 f"--drafter {pair.drafter}: dense traces of it are of match verification, without --completions; or give "
                 "--collector live"
             )
-        positions = PositionsCollector(pair, settings, hidden, memory << 20)
-        return Collector(features, positions.rows, header, memory=memory)
+        made = PositionsCollector(pair, settings, hidden, memory << 20)
+        return Collector(features, made.rows, header, made.begin, made.carries, memory)
     unroller = Unroller(
         pair, tree, settings.temperature, memory_bytes=memory << 20, hidden=hidden, shaping=settings.shaping,
         verification=mode.name, off_text=off_text, draws=draws,
@@ -203,4 +205,4 @@ def _live(
         "verification": made.verification,
         "label": made.label,
     }
-    return Collector(made.features, made.rows, header, made.begin)
+    return Collector(made.features, made.rows, header, made.begin, made.carries)

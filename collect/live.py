@@ -211,8 +211,13 @@ class LiveCollector:
         )
 
     def begin(self) -> None:
-        """Begin a shard: a policy that carries its state starts anew, so that a shard's rows depend on it alone."""
+        """Begin a shard: what passes from text to text starts anew, so that a shard's rows depend on it alone."""
         self._speculator.renew()
+
+    @property
+    def carries(self) -> bool:
+        """See `Speculator.carries`."""
+        return self._speculator.carries
 
     def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..decode.drafters.find import needs_draft
+from ..decode.drafters.known import needs_draft
 from .schema import Header
 
 

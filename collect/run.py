@@ -6,12 +6,16 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..decode.drafters.base import carries
+from ..decode.drafters.find import find_drafter
+from ..decode.drafters.known import paths_of
 from ..decode.models.engine import layouts_of
 from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
@@ -147,7 +151,7 @@ def plan_run(
         max_new_tokens: limit of each text.
         seed: of the streams.
         shards: number of shards; by default one for every 32 prompts, more of them where hidden states make them large, and
-            one in all for a policy that carries its state from text to text: with each shard it starts anew.
+            one in all for a policy or drafter that passes something from text to text: with each shard it starts anew.
         source: where the prompts are from, for the data card.
         collector: "dense", or "live" for the rounds of the running loop, with their times.
         policy: of a live run; by default one that drafts to full depth.
@@ -200,6 +204,13 @@ def plan_run(
             through, models, topology, settings, policy, explore, batch, pair.target.dtype,
             [mix, completions, *widths, *shaping.facts, profile],
         )  # fmt: skip
+        remembers = (policy is not None and policy.carries) or carries(find_drafter(pair.drafter, pair))
+        if remembers and (shards or 1) > 1:
+            raise InputError(
+                f"--shards: expected 1 with --through {through}, not {shards}: what the policy or the drafter knows of "
+                "earlier texts does not start anew there with each shard"
+            )
+        chosen = replace(chosen, carries=remembers)
     else:
         chosen = choose_collector(
             pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch or 1,
@@ -210,7 +221,7 @@ def plan_run(
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
         if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):
             told["completions"] = found
-    count = shards or _shard_count(policy, len(prompts), max_new_tokens, widths, topology.nodes)
+    count = shards or _shard_count(chosen.carries, len(prompts), max_new_tokens, widths, topology.nodes)
     header = Header(
         target=target,
         draft=draft,
@@ -259,8 +270,8 @@ def _read_by(
 ) -> tuple[str | Path | None, ...]:
     """Return what a run reads: names or files of models, drafter, policy and profile, which no result may land on."""
     models = [model.config.name_or_path for model in (pair.target, pair.draft) if model is not None]
-    given = pair.drafter.rpartition("+")[2].partition(":")[2]  # a drafter's folder or file
-    return (target, draft, *models, given or None, *(one.source for one in (policy, profile) if one is not None))
+    sources = [one.source for one in (policy, profile) if one is not None]
+    return (target, draft, *models, *paths_of(pair.drafter), *sources)
 
 
 def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:
@@ -273,9 +284,9 @@ def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:
     return told
 
 
-def _shard_count(policy: StopPolicy | None, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
+def _shard_count(remembers: bool, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
     """Return how many shards a run has unless it is told."""
-    if policy is not None and policy.carries:
+    if remembers:
         return 1  # with each shard it would start anew
     row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))  # float16
     return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * tokens * row_bytes // SHARD_BYTES))

@@ -24,7 +24,7 @@ from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from .drafted import Finished
 from .drafters import Drafter, find_drafter
-from .drafters.base import Prepares
+from .drafters.base import Carries, Prepares, carries
 from .model_source import ModelSource
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
@@ -174,6 +174,8 @@ class Speculator:
     def renew(self) -> None:
         """Go on as a newly made loop would: under the policy given, with nothing carried over from earlier texts."""
         self._runner.renew()
+        if isinstance(self._drafter, Carries):
+            self._drafter.renew()
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Have a GPU record what chains in texts of these lengths call for, so that no round that is timed does."""
@@ -186,6 +188,11 @@ class Speculator:
     def policy(self) -> StopPolicy:
         """The policy that is asked: the one given, until it fails."""
         return self._runner.policy
+
+    @property
+    def carries(self) -> bool:
+        """Whether something passes from text to text, of the policy's or the drafter's: rounds then depend on their order."""
+        return self.policy.carries or carries(self._drafter)
 
     @torch.inference_mode()
     def generate(

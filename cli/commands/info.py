@@ -1,7 +1,8 @@
-"""`specstop info`: describe a trace, a policy folder or a profile."""
+"""`specstop info`: describe a trace, a policy or drafter folder, or a profile."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,19 +23,23 @@ UNJUDGED = "nothing says how noisy the machine was: the timings of these costs w
 
 
 def info(
-    path: Annotated[Path, typer.Argument(help="A trace folder, a policy folder, or a profile.")],
+    path: Annotated[Path, typer.Argument(help="The folder of a trace, a policy or a drafter, or a profile.")],
     json: Json = False,
 ) -> None:
-    """Describe a trace, a policy folder or a latency profile."""
+    """Describe a trace, the folder of a policy or a trained drafter, or a latency profile."""
     if (path / "header.json").is_file():
         _show_trace(path, json)
         return
     if (path / "policy.json").is_file():
         facts = _policy(path)
+    elif (path / "drafter.json").is_file():
+        facts = _drafter(path)
     elif path.is_file():
         facts = _profile(path)
     else:
-        raise InputError(f"expected a trace folder, a policy folder or a profile, but {path} is none of them")
+        raise InputError(
+            f"expected the folder of a trace, a policy or a drafter, or a profile, but {path} is none of them"
+        )
     if json:
         print_json(facts)
         return
@@ -191,6 +196,33 @@ def _policy(path: Path) -> dict[str, Any]:
         "rho (tokens/s)": facts.rho,
         **{f"provenance: {name}": _short(value) for name, value in facts.provenance.items()},
         **{name: value for name, value in facts.metrics.items() if not isinstance(value, list)},
+    }
+
+
+def _drafter(path: Path) -> dict[str, Any]:
+    from ...decode.drafters.folder import load_drafter
+
+    trained = load_drafter(path)
+    network: Any = trained.network
+    shape = dataclasses.asdict(network.shape)
+    metrics = dict(trained.metrics)
+    shares = metrics.pop("acceptance", None)
+    return {
+        "kind": "drafter",
+        "name": f"{trained.kind}:{path}",
+        "network": trained.kind,
+        "depth": shape.pop("depth"),
+        "target": trained.target,
+        "hash": trained.identity,
+        "weights": sum(tensor.numel() for tensor in network.state_dict().values()),
+        **{name.replace("_", " "): size for name, size in shape.items()},
+        **(
+            {f"acceptance, depth {depth}": share for depth, share in enumerate(shares, 1)}
+            if isinstance(shares, list)
+            else {}
+        ),
+        **{f"provenance: {name}": _short(value) for name, value in trained.provenance.items()},
+        **{name: value for name, value in metrics.items() if not isinstance(value, list)},
     }
 
 

@@ -1,4 +1,4 @@
-"""`specstop policies`."""
+"""`specstop policies`: what is installed, policies or drafters."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from ..options.shared import Json
 
 
 def policies(
+    drafters: Annotated[bool, typer.Option("--drafters", help="List drafters in the place of policies.")] = False,
     no_plugins: Annotated[bool, typer.Option("--no-plugins", help="Do not look for installed plugins.")] = False,
     json: Json = False,
 ) -> None:
-    """List built-in and installed policies, their modules, and whether they load."""
-    from ...policies.storage.registry import SWITCH, listed_policies
+    """List built-in and installed policies, or drafters: their modules, and whether they load."""
+    from ...policies.storage.specs import SWITCH
 
     if no_plugins:
         os.environ[SWITCH] = "0"
-    found = listed_policies()
+    if drafters:
+        from ...decode.drafters.known import listed_drafters
+
+        title, found = "Drafters: a name as below", listed_drafters()
+    else:
+        from ...policies.storage.registry import listed_policies
+
+        title, found = "Policies: a name as below, or the path of a policy folder", listed_policies()
     if json:
-        print_json([{**dataclasses.asdict(policy), "loads": not policy.problem} for policy in found])
+        print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in found])
         return
-    rows = [(p.name, p.where, p.module, p.problem or "yes", p.what) for p in found]
-    table(
-        "Policies: a name as below, or the path of a policy folder", ("name", "where", "module", "loads", "what"), rows
-    )
+    rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in found]
+    table(title, ("name", "where", "module", "loads", "what"), rows)

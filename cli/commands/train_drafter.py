@@ -63,8 +63,8 @@ def train_drafter(
     from ...train.drafters.run import train_drafter as run
 
     with progress_bars(quiet or json) as progress, config_saved(out):
-        # Of this kind, a target needs no draft model beside it; that of the demo pair is left alone.
-        found = Models(target, drafter=kind).find(progress)._replace(draft=None)
+        # As for lookup, no draft model stands beside the target; that of the demo pair is left alone.
+        found = Models(target, drafter="lookup").find(progress)._replace(draft=None)
         chosen = find_prompts(prompts, found.demo, "train", limit)
         pair = Models(device=device, device_map=device_map, dtype=dtype, engine="plain").open(found)
         trained = run(

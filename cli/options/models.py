@@ -39,17 +39,23 @@ class Models:
         """Find the models, and make the demo pair where it is asked for and not there yet.
 
         Raises:
-            InputError: a target without a draft, or the other way round.
+            InputError: a target without a draft, or the other way round; or there is no such drafter.
         """
-        from ...decode.drafters.find import needs_draft
+        from ...decode.drafters.known import check_drafter, needs_draft
 
+        check_drafter(self.drafter)
         alone = self.target is not None and not needs_draft(self.drafter)
         if not alone and (self.target is None) != (self.draft is None):
-            raise InputError("expected both --target and --draft, or neither for the demo pair")
+            raise InputError(
+                "expected both --target and --draft, or neither for the demo pair; some drafters need no --draft "
+                "(--drafter suffix, medusa:PATH, ...)"
+            )
+        if alone and self.draft is not None:
+            raise InputError(f"--draft: the drafter {self.drafter} takes no draft model; leave --draft out")
         # Compiled here, where it shows, and not within anything that is timed.
         kernels.load(progress)
         if self.target is not None:
-            return Found(self.target, None if alone else self.draft, None)
+            return Found(self.target, self.draft, None)
         from ...train.demo.pair import demo_pair
 
         folder = demo_pair(progress=progress)
@@ -57,7 +63,8 @@ class Models:
 
     def open(self, found: Found) -> Pair:
         """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
-        from ...decode.drafters.find import needs_draft, with_drafter
+        from ...decode.drafters.find import with_drafter
+        from ...decode.drafters.known import needs_draft
         from ...decode.models.pair import load_pair
 
         quiet_libraries()

@@ -17,7 +17,7 @@ import torch
 
 from ...decode.candidates import Candidates
 from ...decode.drafters import find_drafter
-from ...decode.drafters.base import Carries
+from ...decode.drafters.base import carries
 from ...decode.loop import Request, Speculator
 from ...decode.models.hidden import hidden_widths
 from ...decode.models.pair import Pair
@@ -128,12 +128,20 @@ class PositionsCollector:
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
         drafter = find_drafter(pair.drafter, pair)
         # One that drafts from earlier texts finds them in their order only when they are decoded one after the other.
-        one_by_one = isinstance(drafter, Carries) and drafter.carries
-        self.batch = 1 if one_by_one else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
+        self.batch = 1 if carries(drafter) else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
         self._speculator = Speculator(
             pair, _DraftsOnly(tree.deepest), longer, drafter=drafter, observer=self._recorder, hidden=tuple(widths),
             batch=self.batch,
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """Begin a shard: a drafter that keeps texts starts anew, so that a shard's rows depend on it alone."""
+        self._speculator.renew()
+
+    @property
+    def carries(self) -> bool:
+        """See `Speculator.carries`."""
+        return self._speculator.carries
 
     def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text; see `collector.dense_rows`."""

@@ -97,15 +97,12 @@ class Drafter(Protocol):
         """
 
 
-@runtime_checkable
-class Carries(Protocol):
-    """A drafter that may propose from earlier texts, so that what it proposes depends on their order.
+MEMBERS = ("layers", "readable", "reserve", "begin", "committed", "backlog", "propose")
 
-    Attributes:
-        carries: whether it does.
-    """
 
-    carries: bool
+def lacks(drafter: object) -> list[str]:
+    """Return what an object lacks to be a `Drafter`."""
+    return [name for name in MEMBERS if not hasattr(drafter, name)]
 
 
 @runtime_checkable
@@ -114,3 +111,22 @@ class Prepares(Protocol):
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Do ahead what drafting chains in texts of these lengths takes to be done once (`CachedModel.prepare`)."""
+
+
+@runtime_checkable
+class Carries(Protocol):
+    """A drafter that may know earlier texts while it drafts the next one.
+
+    Attributes:
+        carries: whether it does. What it proposes then depends on which texts came before; what is decoded does not.
+    """
+
+    carries: bool
+
+    def renew(self) -> None:
+        """Forget all texts, as when it was made."""
+
+
+def carries(drafter: Drafter) -> bool:
+    """Whether a drafter passes what it knows from text to text."""
+    return isinstance(drafter, Carries) and drafter.carries

@@ -10,7 +10,7 @@ import torch
 from ...policies.contract import Array
 from ..candidates import Candidates
 from ..models.pair import Pair
-from .base import Carries, Drafter, Prepares, Proposal
+from .base import Carries, Drafter, Prepares, Proposal, carries
 
 SURE = 0.5
 """Chance of the likeliest next token from which on the first drafter takes a round (`train.drafters.choice` fits it)."""
@@ -24,7 +24,7 @@ class EitherDrafter:
 
     Args:
         pair: that they draft for.
-        first: is asked in every round, and reads no hidden states: `suffix` or `lookup`.
+        first: is asked in every round, and reads neither hidden states nor a draft model: `suffix`, `lookup`, or a plugin's.
         other: drafts the rounds in which the first one is not sure.
         sure: chance of the first one's likeliest next token from which on it drafts; above 1 it never does.
     """
@@ -33,7 +33,7 @@ class EitherDrafter:
         self._first, self._other, self._vocabulary = first, other, pair.vocabulary
         self._least = sure - ROUNDING
         self.layers, self.readable = other.layers, min(first.readable, other.readable)
-        self.carries = any(isinstance(one, Carries) and one.carries for one in (first, other))
+        self.carries = carries(first) or carries(other)
         self._sure: dict[int, bool] = {}  # by stream, whether the first one drafts this round
 
     def reserve(self, streams: int, tokens: int) -> None:
@@ -48,8 +48,15 @@ class EitherDrafter:
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """See `Prepares`."""
-        if isinstance(self._other, Prepares):
-            self._other.prepare(lengths)
+        for drafter in (self._first, self._other):
+            if isinstance(drafter, Prepares):
+                drafter.prepare(lengths)
+
+    def renew(self) -> None:
+        """See `Carries`."""
+        for drafter in (self._first, self._other):
+            if isinstance(drafter, Carries):
+                drafter.renew()
 
     def committed(self, stream: int, tokens: Sequence[int], states: torch.Tensor | None) -> None:
         """See `Drafter`."""

@@ -33,8 +33,8 @@ class LookupDrafter:
     readable = ENDLESS
 
     def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
-        if longest < 1:
-            raise InputError(f"lookup: expected a length of 1 or more, not {longest}")
+        if type(longest) is not int or longest < 1:  # True is an int to `isinstance`
+            raise InputError(f"--drafter lookup: expected for longest a whole number of 1 or more, not {longest!r}")
         self._device, self._dtype, self._longest = pair.device, pair.logits_dtype, longest
         self.reserve(1, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from heapq import nlargest
 from itertools import islice
@@ -35,48 +36,59 @@ class SuffixDrafter:
     Args:
         pair: for the vocabulary and the device.
         path: a text file that is searched beside each text; "" for none.
-        keep: whether texts stay known when the next ones begin; what is drafted then depends on their order, what is decoded
-            does not.
-
-    Attributes:
-        carries: see `base.Carries`.
+        keep: 1 where texts stay known when the next ones begin, 0 where not; what is drafted then depends on their order,
+            what is decoded does not.
 
     Raises:
-        InputError: the file cannot be read, or the pair has no tokenizer to read it with.
+        InputError: an argument is of another kind, the file cannot be read, or the pair has no tokenizer to read it with.
     """
 
     layers: tuple[int, ...] = ()
     readable = ENDLESS
 
     def __init__(self, pair: Pair, path: str = "", keep: int = 0) -> None:
+        if not isinstance(path, str):
+            raise InputError(
+                f"--drafter suffix: expected for path a text file, not the number {path}; write suffix:{path}"
+            )
+        if keep not in (0, 1):
+            raise InputError(f"--drafter suffix: expected for keep 0 or 1, not {keep!r}")
         self._device, self._dtype = pair.device, pair.logits_dtype
         self.carries, self._texts = bool(keep), [list[int]()]
-        self._shared = SuffixAutomaton() if keep or path else None
-        if path:
-            self._learn(_tokens(pair, path))
+        self._file = _tokens(pair, path) if path else []
+        self._shared = self._begun()
         self.reserve(1, 0)
 
-    def _learn(self, tokens: Sequence[int]) -> None:
-        assert self._shared is not None
-        self._shared.begin()
-        for token in tokens:
-            self._shared.append(token)
+    def _begun(self) -> SuffixAutomaton | None:
+        """Return what is searched beside each text before any has ended: the file, if there is one."""
+        if not self.carries and not self._file:
+            return None
+        shared = SuffixAutomaton()
+        _learn(shared, self._file)
+        return shared
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
-        if self.carries:
+        if self.carries and self._shared is not None:
             for text in self._texts:
-                self._learn(text)
+                _learn(self._shared, text)
         self._texts = [[] for _ in range(streams)]
         self._own = [SuffixAutomaton() for _ in range(streams)]
         self._elsewhere = [(START, 0)] * streams  # of the shared automaton, what the text ends with
         self._ahead = [0] * streams  # 1 where the root of a round has been noted already
         self._at: list[dict[int, list[Match]]] = [{} for _ in range(streams)]  # by place
 
+    def renew(self) -> None:
+        """See `Carries`; the file stays known."""
+        streams, self._texts = len(self._texts), []
+        if self.carries:
+            self._shared = self._begun()
+        self.reserve(streams, 0)
+
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        if self.carries:
-            self._learn(self._texts[stream])
+        if self.carries and self._shared is not None:
+            _learn(self._shared, self._texts[stream])
         self._texts[stream], self._own[stream], self._at[stream] = [], SuffixAutomaton(), {}
         self._elsewhere[stream], self._ahead[stream] = (START, 0), 0
 
@@ -149,12 +161,30 @@ def mixed(automaton: SuffixAutomaton, state: int) -> dict[int, float]:
     return dict(best)
 
 
+def _learn(automaton: SuffixAutomaton, tokens: Sequence[int]) -> None:
+    automaton.begin()
+    for token in tokens:
+        automaton.append(token)
+
+
+def file_hash(path: str) -> str:
+    """Return a short hash of a text file.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    return hashlib.blake2b(_text(path).encode(), digest_size=8).hexdigest()
+
+
 def _tokens(pair: Pair, path: str) -> list[int]:
     if pair.tokenizer is None:
         raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
+    return [int(token) for token in pair.tokenizer(_text(path), add_special_tokens=False)["input_ids"]]
+
+
+def _text(path: str) -> str:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise InputError(f"--drafter suffix: expected a text file, but {path} cannot be read: {reason}") from None
-    return [int(token) for token in pair.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..candidates import Candidates
 from ..drafters.base import Drafter
-from ..drafters.find import find_drafter, needs_draft
+from ..drafters.find import find_drafter
+from ..drafters.known import needs_draft
 from ..models.loading import load_tokenizer, open_checkpoint, without_weights
 from ..models.pair import Pair, readable
 from ..topology import chain

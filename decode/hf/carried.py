@@ -21,8 +21,9 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import load_policy_folder
 from ...policies.storage.registry import load_policy
 from ...policies.storage.safe_loading import MOST_DATA
-from ..drafters.find import TRAINED, load_named, spec_parts
+from ..drafters.find import load_named
 from ..drafters.folder import TrainedDrafter
+from ..drafters.known import TRAINED, check_drafter, paths_of, read_known
 
 DRAFTER = "drafter"
 """The folder of a trained drafter in the export, and what stands for it in the spec that is carried."""
@@ -55,15 +56,18 @@ def drafter_for(policy: StopPolicy, spec: str | None) -> CarriedDrafter:
     """
     facts = policy.facts if isinstance(policy, LearnedPolicy) else None
     spec = spec or (str(facts.provenance.get("drafter", "model")) if facts else "model")
-    kind, given = spec_parts(spec)[-1]
-    if kind == "suffix" and given:
+    check_drafter(spec)
+    parts = [*read_known(spec).parts()]
+    last, given = parts[-1], str(parts[-1].value)
+    files = [path for path in paths_of(spec) if last.kind not in TRAINED or path != given]
+    if files:
         raise InputError(
-            f"--drafter: {spec} reads the file {given}, which an exported folder does not carry; --drafter suffix does "
+            f"--drafter: {spec} reads the file {files[0]}, which an exported folder does not carry; --drafter suffix does "
             "without it"
         )
-    if kind not in TRAINED:
+    if last.kind not in TRAINED:
         return CarriedDrafter(spec)
-    return CarriedDrafter(spec.removesuffix(given) + DRAFTER, given, load_named(kind, given))
+    return CarriedDrafter(spec.removesuffix(given) + DRAFTER, given, load_named(last.kind, given))
 
 
 def tell_other_drafter(policy: StopPolicy, drafts: CarriedDrafter) -> None:

@@ -25,8 +25,8 @@ from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import save_policy
 from ...policies.storage.registry import BUILTINS, load_policy
-from ..drafters.find import BUILTINS as DRAFTERS, TRAINED, needs_draft, spec_parts
 from ..drafters.folder import save_drafter
+from ..drafters.known import BUILTINS as DRAFTERS, TRAINED, needs_draft, read_known
 from .carried import (
     DRAFTER,
     CarriedDrafter,
@@ -225,7 +225,7 @@ def _drafting(drafts: CarriedDrafter) -> str:
     if drafts.spec == "model":
         return "a draft model"
     own = "which was trained for one target" if drafts.trained is not None else "which needs no training"
-    if spec_parts(drafts.spec)[-1][0] not in (*DRAFTERS, *TRAINED):
+    if any(part.kind not in (*DRAFTERS, *TRAINED) for part in read_known(drafts.spec).parts()):
         own = "which an installed package brings: install it as well"
     also = ", and a draft model," if needs_draft(drafts.spec) else ""
     return f"the drafter `{drafts.spec}`{also} ({own})"

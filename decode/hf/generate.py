@@ -24,7 +24,8 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
-from ..drafters.find import find_drafter, needs_draft
+from ..drafters.find import find_drafter
+from ..drafters.known import needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally

@@ -17,7 +17,7 @@ from attack_families import family
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage import registry as specs
+from specstop.policies.storage import registry, specs
 from specstop.policies.storage.registry import BUILTINS, listed_policies, load_policy, plugins
 
 ROOT = Path(__file__).parents[2]
@@ -151,8 +151,8 @@ def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = list(specs.entry_points(group=specs.GROUP))
-    other = EntryPoint("patience", "other:Patience", specs.GROUP)
+    known = list(specs.entry_points(group=registry.GROUP))
+    other = EntryPoint("patience", "other:Patience", registry.GROUP)
     monkeypatch.setattr(specs, "entry_points", lambda group: [*known, other])
     problem = (
         "two policies are called 'patience': other:Patience and specstop_patience:Patience of specstop-patience 0.1; "
@@ -165,7 +165,7 @@ def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: p
 
 
 def test_plugins_that_do_not_load_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(n, v, specs.GROUP) for n, v in {"gone": "no_such_module:X", "five": "math:pi"}.items()]
+    points = [EntryPoint(n, v, registry.GROUP) for n, v in {"gone": "no_such_module:X", "five": "math:pi"}.items()]
     monkeypatch.setattr(specs, "entry_points", lambda group: points)
     problems = {p.name: p.problem for p in listed_policies() if p.where == "?"}
     assert "no_such_module" in problems["gone"]
@@ -205,7 +205,7 @@ def test_the_readmes_policy_works_under_the_entry_point_that_it_gives(
 def test_a_plugin_with_the_name_of_a_built_in_fails_under_that_name_alone(
     readme_policy: str, pair_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = EntryPoint("entropy", f"your_module:{readme_policy}", specs.GROUP)
+    point = EntryPoint("entropy", f"your_module:{readme_policy}", registry.GROUP)
     monkeypatch.setattr(specs, "entry_points", lambda group: [point])
     problem = f"two policies are called 'entropy': your_module:{readme_policy} and a built-in; rename that entry point"
     listed = answered(cli("policies", "--json"))

@@ -93,8 +93,9 @@ def test_the_help_says_which_modes_are_lossy() -> None:
 def test_lookup_asks_no_draft_model(
     models: list[str], expected: dict[float, list[str]], drafter: str, tree: list[str]
 ) -> None:
-    assert decoded(models, "--drafter", drafter, *tree)["texts"] == expected[0.0]
-    repeated = decoded(models, "--drafter", drafter, *tree, prompts=[" ".join([*PROMPTS * 3])])
+    target = [*models[:2], *models[4:]]
+    assert decoded(target, "--drafter", drafter, *tree)["texts"] == expected[0.0]
+    repeated = decoded(target, "--drafter", drafter, *tree, prompts=[" ".join([*PROMPTS * 3])])
     assert repeated["drafted"] > 0
 
 

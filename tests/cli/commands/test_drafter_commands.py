@@ -28,6 +28,9 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
     assert "acceptance by depth" in answer.out
     assert f"Next: specstop decode PROMPT --target {place / 'target'} --drafter medusa:{place / 'medusa'}" in answer.out
     assert (place / "medusa" / "run.yaml").exists()
+    told = json.loads(cli("info", place / "medusa", "--json").out)
+    assert (told["kind"], told["network"], told["depth"], len(told["target"])) == ("drafter", "medusa", 3, 16)
+    assert all(0.0 <= told[f"acceptance, depth {depth}"] <= 1.0 for depth in (1, 2, 3)) and told["hash"]
     spec = ("--drafter", f"medusa:{place / 'medusa'}")
     answer = cli("decode", "w7 w8 w9", *target, *spec, "--json")
     assert answer.code == 0, answer.err

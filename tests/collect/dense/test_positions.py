@@ -160,6 +160,22 @@ def test_replay_is_what_the_loop_does(
     assert accepted > 0 or kind in ("lookup", "suffix")
 
 
+@pytest.mark.parametrize("collector", ["dense", "live"])
+def test_the_rows_of_a_shard_depend_on_its_own_texts(pair: Pair, tmp_path: Path, collector: str) -> None:
+    """A drafter that keeps texts begins anew with each shard, and has one shard unless it is told otherwise."""
+    texts = [Prompt(f"p{i}", "w7 w8 w9 w10 w7 w8", "g") for i in range(6)]
+    options = {"depth": DEPTH, "max_new_tokens": NEW, "collector": collector}
+    keeping = with_drafter(pair, "suffix?keep=1")
+    one = collect(keeping, texts, tmp_path / "one", **options)
+    assert one.header.shards == 1
+    several = collect(keeping, texts, tmp_path / "several", shards=3, **options)
+    for shard in several.shards():
+        own = shard["prompt_id"].unique().to_pylist()
+        alone = collect(keeping, [p for p in texts if p.id in own], tmp_path / f"alone-{own[0]}", **options)
+        kept = ["anchor", "tokens", "accepted_length", "draft_prob"]
+        assert shard.select(kept).equals(alone.table(kept))
+
+
 def test_what_takes_a_draft_model_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     alone = with_drafter(pair, "suffix")
     with pytest.raises(InputError, match="--mix: expected a draft model, not --drafter suffix"):

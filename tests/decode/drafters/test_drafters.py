@@ -12,7 +12,7 @@ import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from specstop.decode.candidates import Candidates
-from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find, find_drafter
+from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -151,10 +151,31 @@ def test_drafters_by_name(pair: Pair) -> None:
     trained = "medusa:PATH, hydra:PATH, ctc:PATH, layer:PATH"
     names = f"model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as suffix+model"
     expected = f"--drafter: expected {names}, not "
-    for name in ("lookup:", "lookup:0", "lookup:x", "lookup:-1", "model:3", "medusa", ""):
+    for name in ("lookup:", "model:3", "medusa", "medusa?x=1", "suffix+modle", ""):
         with pytest.raises(InputError, match=re.escape(expected)) as error:
             find_drafter(name, pair)
-        assert repr(name) in str(error.value)
+        assert repr(name.rpartition("+")[2]) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("lookup:0", "lookup: expected for longest a whole number of 1 or more, not 0"),
+        ("lookup:x", "lookup: expected for longest a whole number of 1 or more, not 'x'"),
+        ("lookup?longest=-1", "lookup: expected for longest a whole number of 1 or more, not -1"),
+        ("lookup?longest=2.5", "lookup: expected for longest a whole number of 1 or more, not 2.5"),
+        ("lookup:4?longest=4", "longest is given twice; give it once"),
+        ("lookup?length=4", "got an unexpected keyword argument 'length'; it takes longest"),
+        ("suffix?sure=0.5", "got an unexpected keyword argument 'sure'; it takes path, keep"),
+        ("suffix?keep=false", "suffix: expected for keep 0 or 1, not 'false'"),
+        ("suffix?keep=2", "suffix: expected for keep 0 or 1, not 2"),
+        ("suffix?keep=1&keep=0", "keep is given twice; give it once"),
+        ("suffix?path=5", "suffix: expected for path a text file, not the number 5; write suffix:5"),
+    ],
+)
+def test_options_are_of_their_kind(pair: Pair, name: str, why: str) -> None:
+    with pytest.raises(InputError, match=f"^--drafter.*{re.escape(why)}$"):
+        find_drafter(name, pair)
 
 
 class Heads:
@@ -293,33 +314,3 @@ def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: 
     assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
     with pytest.raises(InputError, match="this needs a draft model: give --draft"):
         Speculator(alone, FixedLength(4))
-
-
-class Entry:
-    """An installed plugin."""
-
-    name, value = "copycat", "package:Copycat"
-
-    @staticmethod
-    def load() -> object:
-        def build(pair: Pair, longest: int = 2) -> LookupDrafter:
-            if longest > 8:
-                raise ValueError("too long")
-            return LookupDrafter(pair, longest)
-
-        return build
-
-
-def test_drafters_of_plugins_are_found_by_name(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(find, "entry_points", lambda group: [Entry()] if group == "specstop.drafters" else [])
-    assert find_drafter("copycat", pair)._longest == 2
-    assert find_drafter("copycat?longest=5", pair)._longest == 5
-    for name, why in {
-        "copycat?length=5": "got an unexpected keyword argument 'length'",
-        "copycat?longest=9": "ValueError: too long",
-        "copycat?longest": "expected key=value after the question mark",
-        "copycats": "or a plugin's (copycat), not 'copycats'",
-    }.items():
-        with pytest.raises(InputError) as error:
-            find_drafter(name, pair)
-        assert why in str(error.value) and str(error.value).startswith("--drafter")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from small_drafters import small_drafter
 from specstop.decode.candidates import Candidates
-from specstop.decode.drafters import EitherDrafter, ModelDrafter, SuffixDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.find import needs_draft
+from specstop.decode.drafters import (
+    EitherDrafter,
+    LookupDrafter,
+    ModelDrafter,
+    SuffixDrafter,
+    find_drafter,
+    with_drafter,
+)
+from specstop.decode.drafters.known import needs_draft, paths_of
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -81,9 +89,42 @@ def test_they_are_found_by_name(pair: Pair) -> None:
     assert [needs_draft(name) for name in names] == [True, True, True, False, True, True]
 
 
-@pytest.mark.parametrize("given", ["sure=2", "sure=-1", "sure=much", "sure=", "sure=nan", "0.5", "keep=1"])
-def test_a_chance_that_is_none_is_refused(pair: Pair, given: str) -> None:
-    name = f"suffix?{given}+model"
-    expected = f"--drafter: {name!r}: expected ?sure= and a chance between 0 and 1, not ?{given}"
+@pytest.mark.parametrize(
+    ("given", "came"),
+    [("2", "2"), ("-1", "-1"), ("much", "'much'"), ("", "''"), ("nan", "nan"), ("0.5+modle", "'0.5+modle'")],
+)
+def test_a_chance_that_is_none_is_refused(pair: Pair, given: str, came: str) -> None:
+    name = f"suffix?sure={given}+model"
+    expected = f"--drafter: {name!r}: expected for sure a chance between 0 and 1, not {came}"
     with pytest.raises(InputError, match=re.escape(expected)):
         find_drafter(name, pair)
+
+
+def test_the_first_has_options_of_its_own(pair: Pair, tmp_path: Path) -> None:
+    """A file and what it is searched with, a length, and earlier texts; a plus sign may stand in a path."""
+    file = tmp_path / "c++.txt"
+    file.write_text("w7 w8 w11")
+    found = find_drafter(f"suffix:{file}?keep=1&sure=0.7+lookup:4+model", pair)
+    assert isinstance(found, EitherDrafter) and isinstance(found._first, SuffixDrafter)
+    assert (found.carries, len(found._first._file), found._least) == (True, 3, pytest.approx(0.7, abs=1e-5))
+    assert isinstance(found._other, EitherDrafter) and isinstance(found._other._first, LookupDrafter)
+    assert (found._other._first._longest, found._other.carries) == (4, False)
+    assert isinstance(find_drafter(f"suffix:{file}", pair), SuffixDrafter)
+    assert paths_of(f"suffix:{file}?keep=1+medusa:a+b") == [str(file), "a+b"]
+
+
+@pytest.mark.parametrize("name", ["model+suffix", "model+model"])
+def test_the_first_costs_nothing(pair: Pair, name: str) -> None:
+    with pytest.raises(InputError, match="expected first one that reads neither hidden states nor a draft model"):
+        find_drafter(name, pair)
+
+
+def test_a_file_is_known_by_what_it_holds(pair: Pair, tmp_path: Path) -> None:
+    def known(name: str, text: str, spec: str = "suffix:{}") -> str:
+        (tmp_path / name).write_text(text)
+        return with_drafter(pair, spec.format(tmp_path / name)).fingerprint["draft"]
+
+    one, moved, other = known("a", "w7 w8"), known("b", "w7 w8"), known("a", "w7 w9")
+    assert one == moved == known("c", "w7 w8", "suffix?path={}") != other
+    both = [known(name, text, "suffix:{}+model") for name, text in (("a", "w7 w8"), ("b", "w7 w8"), ("a", "w7 w9"))]
+    assert both[0] == both[1] != both[2]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from specstop.decode.candidates import Candidates
+from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.drafters import SuffixDrafter, find_drafter
 from specstop.decode.drafters.automaton import START, SuffixAutomaton
 from specstop.decode.drafters.suffix import mixed
@@ -110,11 +111,16 @@ def test_earlier_texts_are_searched_if_asked(pair: Pair, tmp_path: Path) -> None
         drafter.committed(0, [7, 8, 9, 10], None)
         drafter.reserve(1, 64)
         assert best(drafter, [20, 7, 8]) == expected
+    assert drafter.carries, "and forgotten by the next run if told so"
+    drafter.renew()
+    assert best(drafter, [20, 7, 8]) is None
     (tmp_path / "code.txt").write_text("w7 w8 w11\nw7 w8 w11")
     drafter = find_drafter(f"suffix:{tmp_path}/code.txt", pair)
     assert best(drafter, [20, 7, 8]) == 11
     drafter.reserve(1, 64)
     assert best(drafter, [20, 7, 8, 12, 20, 7, 8]) == 12, "the text's own match is longer"
+    drafter.renew()
+    assert best(drafter, [20, 7, 8]) == 11, "the file stays"
     with pytest.raises(InputError, match=r"expected a text file, but .*none.txt cannot be read: No such file"):
         find_drafter(f"suffix:{tmp_path}/none.txt", pair)
 
@@ -148,3 +154,17 @@ def test_a_batch_of_texts_is_proposed_for_as_if_alone(pair: Pair) -> None:
         alone.reserve(1, 64)
         alone.committed(0, text[:-1], None)
         assert torch.equal(proposed(alone, Candidates.at(text[-1:], chain(2)), [0])[0], row)
+
+
+def test_a_warm_up_is_forgotten(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    """What is timed after it drafts as a loop does that was made then."""
+
+    def loop() -> Speculator:
+        return Speculator(pair, FixedLength(4), Settings(0.0, NEW), drafter=SuffixDrafter(pair, keep=1))
+
+    prompts = [(f"p{i}", [*p, *p]) for i, p in enumerate(prompt_ids[1:3])]
+    (timed,) = run_alternating([loop()], prompts)
+    fresh = loop()
+    expected = [fresh.generate(tokens, stream_key(0, name)) for name, tokens in prompts]
+    drafted = [[[r.drafted for r in g.rounds] for g in made] for made in (timed, expected)]
+    assert drafted[0] == drafted[1]

@@ -12,7 +12,7 @@ from learned_policies import learned
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
-from specstop.policies.storage import registry as specs
+from specstop.policies.storage import registry, specs
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import listed_policies, load_policy, plugins
 
@@ -60,8 +60,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, *more: EntryPoint, **points: str) -> None:
-    found = [EntryPoint(name, value, specs.GROUP) for name, value in points.items()]
-    monkeypatch.setattr(specs, "entry_points", lambda group: [*found, *more] if group == specs.GROUP else [])
+    found = [EntryPoint(name, value, registry.GROUP) for name, value in points.items()]
+    monkeypatch.setattr(specs, "entry_points", lambda group: [*found, *more] if group == registry.GROUP else [])
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,12 @@ def test_a_plugin_that_cannot_be_used_is_told_why(spec: str, message: str) -> No
 @pytest.mark.usefixtures("plugin")
 def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(
-        monkeypatch, EntryPoint("a", "y:Y", specs.GROUP), a="x:X", fixed="x:X", entropy="x:X", even="even_plugin:Even"
+        monkeypatch,
+        EntryPoint("a", "y:Y", registry.GROUP),
+        a="x:X",
+        fixed="x:X",
+        entropy="x:X",
+        even="even_plugin:Even",
     )
     for spec, message in {
         "a": "two policies are called 'a': y:Y and x:X; uninstall one",
@@ -175,7 +180,7 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
         with pytest.raises(PolicyError, match=f"^--policy: {message}$".replace("?", r"\?")):
             load_policy(spec)
     assert set(plugins()) == {"even"}
-    for name in ("even", *specs.BUILTINS):
+    for name in ("even", *registry.BUILTINS):
         if name not in ("fixed", "entropy"):
             assert load_policy(name).name.startswith(name)
     assert len(load_policy("bandit").arms) == 6, "its own arms are built-ins, whatever is installed"
@@ -184,7 +189,7 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["a b", "a:b", "ä", "x" * 3 + "/y", ""])
 def test_a_name_that_cannot_be_written_in_a_spec_spoils_no_other(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    declare(monkeypatch, EntryPoint(name, "x:X", specs.GROUP))
+    declare(monkeypatch, EntryPoint(name, "x:X", registry.GROUP))
     assert load_policy("fixed:4").max_depth == 4
     (listed,) = (p for p in listed_policies() if p.where != "built in")
     assert listed.problem == f"the policy {name!r} of x:X needs a name of letters, digits, - and _"
@@ -200,7 +205,7 @@ def test_damaged_metadata_of_some_package_leaves_the_built_in_policies(monkeypat
 
 
 def test_every_builtin_is_made_by_its_bare_name() -> None:
-    for name, builtin in specs.BUILTINS.items():
+    for name, builtin in registry.BUILTINS.items():
         policy = load_policy(name)
         assert policy.name.startswith(name)
         assert name in builtin.usage

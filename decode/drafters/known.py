@@ -1,0 +1,122 @@
+"""Which drafters there are: those that come with specstop, and those of installed packages; and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from typing import Any, NamedTuple
+
+from ...policies.errors import InputError, PolicyError, close_match
+from ...policies.storage.specs import Listed, Plugins, parameters
+from ..models.pair import Pair
+from .base import Drafter
+from .heads.ctc import CTCDrafter
+from .heads.drafter import HeadsDrafter
+from .heads.layer import LayerDrafter
+from .lookup import LookupDrafter
+from .model import ModelDrafter
+from .names import Named, as_input, read_name
+from .suffix import SuffixDrafter
+
+
+class Builtin(NamedTuple):
+    """A drafter that needs no training: what makes it of a pair, the parameter that is set after the colon, and its use."""
+
+    build: Callable[..., Drafter]
+    value: str
+    usage: str
+
+
+BUILTINS: dict[str, Builtin] = {
+    "model": Builtin(ModelDrafter, "", "the draft model, --draft"),
+    "lookup": Builtin(LookupDrafter, "longest", "lookup:4 looks for the last four tokens at most"),
+    "suffix": Builtin(SuffixDrafter, "path", "suffix:FILE searches a file too, suffix?keep=1 earlier texts"),
+}
+
+TRAINED: dict[str, Callable[[Pair, Any], Drafter]] = {
+    "medusa": HeadsDrafter,
+    "hydra": HeadsDrafter,
+    "ctc": CTCDrafter,
+    "layer": LayerDrafter,
+}
+"""By kind: what makes a drafter of a pair and the network in a folder, which is named after the colon."""
+
+PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", {**BUILTINS, **TRAINED})
+"""Functions or classes that make a drafter of a pair; `needs_draft = True` on one says that it takes the draft model."""
+
+
+@as_input()
+def check_drafter(name: str) -> None:
+    """Raise `InputError` where there is no drafter of that name, or its spec cannot be read; its values are not looked at."""
+    for part in read_known(name).parts():
+        found = bool(part.value) if part.kind in TRAINED else part.kind in BUILTINS or PLUGINS.find(part.kind)
+        if not found:
+            raise unknown(part)
+
+
+@as_input()
+def needs_draft(name: str) -> bool:
+    """Whether a spec takes the pair's draft model; to ask a plugin it is imported.
+
+    Raises:
+        InputError: the spec cannot be read, or a plugin does not load.
+    """
+    return any(takes_draft(part.kind) for part in read_known(name).parts())
+
+
+@as_input()
+def reads_states(name: str) -> bool:
+    """Whether a spec names a trained drafter, which reads the target's hidden states; a plugin's tells by its `layers`."""
+    return any(part.kind in TRAINED for part in read_known(name).parts())
+
+
+@as_input()
+def paths_of(name: str) -> list[str]:
+    """Return the folders and files that a spec names."""
+    values = [(part.kind, part.options.get("path", part.value)) for part in read_known(name).parts()]
+    return [str(value) for kind, value in values if value is not None and kind in ("suffix", *TRAINED)]
+
+
+def listed_drafters() -> list[Listed]:
+    """Return the drafters that come with specstop, and the plugins with whether they load: this imports them."""
+    own = {name: (made.build.__module__, made.usage) for name, made in BUILTINS.items()}
+    trained = {kind: (made.__module__, f"{kind}:PATH of `specstop train-drafter`") for kind, made in TRAINED.items()}
+    return PLUGINS.listed(own | trained, _usage)
+
+
+def _usage(point: EntryPoint) -> str:
+    """Return how a plugin is written in a spec."""
+    takes = [*parameters(PLUGINS.load(point), f"{point.name!r}")][1:]
+    draft = "; needs the draft model" if takes_draft(point.name) else ""
+    return f"{point.name}?key=value{'; takes ' if takes else ''}{', '.join(takes)}{draft}"
+
+
+def read_known(name: str) -> Named:
+    """Return what a spec says; see `read_name`."""
+    # Installed packages are looked at only where a plus sign may be one between two drafters.
+    return read_name(name, {*BUILTINS, *TRAINED, *(PLUGINS.usable() if "+" in name else ())})
+
+
+def takes_draft(kind: str) -> bool:
+    """Whether drafters of a name take the pair's draft model; `PolicyError` where a plugin does not load."""
+    if kind in BUILTINS or kind in TRAINED:
+        return kind == "model"
+    if (point := PLUGINS.find(kind)) is None:
+        return False
+    says = getattr(PLUGINS.load(point), "needs_draft", False)
+    if not isinstance(says, bool):
+        raise PolicyError(f"--drafter: {point.value}: expected for needs_draft True or False, not {says!r}")
+    return says
+
+
+def unknown(named: Named) -> InputError:
+    """Return the error of a spec that names none of them."""
+    plugins = sorted(PLUGINS.usable())
+    known = [*BUILTINS, *TRAINED, *plugins]
+    more = f", or a plugin's ({', '.join(plugins)})" if plugins else ""
+    meant = "" if named.kind in known else close_match(named.kind, known)
+    trained = ", ".join(f"{kind}:PATH" for kind in TRAINED)
+    return InputError(
+        f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as "
+        f"suffix+model{more}, not {named.text!r}{meant}"
+    )
