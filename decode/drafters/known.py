@@ -49,7 +49,11 @@ PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", {**BUILTINS, **TRA
 def check_drafter(name: str) -> None:
     """Raise `InputError` where there is no drafter of that name, or its spec cannot be read; its values are not looked at."""
     for part in read_known(name).parts():
-        found = bool(part.value) if part.kind in TRAINED else part.kind in BUILTINS or PLUGINS.find(part.kind)
+        found = (
+            part.value and not part.options
+            if part.kind in TRAINED
+            else part.kind in BUILTINS or PLUGINS.find(part.kind)
+        )
         if not found:
             raise unknown(part)
 

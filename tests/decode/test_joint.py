@@ -15,6 +15,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.joint.budgets import Tetris
+from specstop.policies.joint.lengths import LoadLength
 
 LEAVES = 60
 REFUSED = (
@@ -80,13 +81,19 @@ def test_the_length_is_that_of_the_streams_that_are_left() -> None:
     """Three share a verification at first, then two, then one; a row without a text is in no batch."""
     shown: list[Array] = []
 
-    class Seen(type(JOINT["load"]())):  # type: ignore[misc]
+    class Seen(LoadLength):
         def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             if step.depth == 0:
                 shown.append(step.batch.copy())
-            return super().keep(step, state)  # type: ignore[no-any-return]
+            return super().keep(step, state)
 
-    made = run(Seen("1:3,2:2,3:1"), 1.0, 3, 5, False)
+    asked, table = Seen("1:3,2:2,3:1"), LoadLength("1:3,2:2,3:1")
+    asked.unasked = {}  # the size settles the length, so that nobody would have asked
+    made, unasked = (run(policy, 1.0, 3, 5, False) for policy in (asked, table))
+    assert [[(r.drafted, r.accepted) for r in g.rounds] for g in made] == [
+        [(r.drafted, r.accepted) for r in g.rounds] for g in unasked
+    ]
+    assert not any(r.decisions for g in unasked for r in g.rounds)
     alive = [int((batch == 0).sum()) for batch in shown]
     assert set(alive) == {1, 2, 3} and alive == sorted(alive, reverse=True)
     assert all(set(batch.tolist()) <= {0, -1} for batch in shown)
