@@ -24,8 +24,9 @@ from .replayed import CLEAR
 NEAR = 0.07
 """How far off the seconds of replay may be."""
 
-TURNS = 15
-"""Turns that a batch size is decoded in live: what each brings is drawn anew, as the machine is faster in some of them."""
+TURNS, TEXTS, LEAST = 15, 240, 4
+"""Turns that a batch size is decoded in, and in how many texts; of large batches the least turns. What each turn brings is
+drawn anew, as the machine is faster in some of them."""
 
 
 def live(
@@ -109,7 +110,8 @@ def _in_turns(
     prompts: Sequence[tuple[str, list[int]]], held: TraceArrays, size: int, options: argparse.Namespace
 ) -> list[tuple[str, list[int]]]:
     """Return the prompts of the trace, over and over, until there are enough for all turns."""
-    known, most = [(name, ids) for name, ids in prompts if name in held.prompt_ids], TURNS * size * TEXTS_A_PLACE
+    known, turn = [(name, ids) for name, ids in prompts if name in held.prompt_ids], size * TEXTS_A_PLACE
+    most = turn * max(LEAST, min(TURNS, TEXTS // turn))
     return known if options.quick else (known * -(-most // len(known)))[:most]
 
 
