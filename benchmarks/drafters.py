@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars, arguments
-from drafting.chosen import CHAIN, FIXED, NODES, STATIC, WHOLE, Chosen, choose, told
+from drafting.chosen import Chosen, choose, told
 from drafting.ground import Ground
-from drafting.live import Live, beside, decode, per_call
+from drafting.live import decode, per_call
 from drafting.released import second_proposals, tokens_a_call
+from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
 from drafting.together import together
 from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
@@ -40,21 +41,18 @@ from specstop.policies.progress import Progress
 from specstop.train import FitOptions, train_drafter
 from specstop.train.drafters.run import KEPT_STATES
 from specstop.train.drafters.texts import record_texts
-from specstop.train.report.records import Ratio
 
 DEPTH, TREE = 4, "medusa-63"
 SIZES = (63, 24, 8)
 """Nodes of the trees that a learned choice may draft."""
 
-TRAINED = ("medusa", "hydra", "ctc", "layer")
 BOTH = "suffix+model"
 DRAFTERS = ("model", "lookup", "suffix", *TRAINED, BOTH)
-QUICK = ("medusa", BOTH)
+QUICK = ("model", "medusa", BOTH)
 """Of which a quick run makes the choices."""
 
 PARTS = ("train", "order", "replay", "live", "together", "released")
-MINUTES, BETTER, NEAR, MISS, ROUNDS = 10.0, 1.05, 0.99, 0.07, 10_000
-SETTINGS = (FIXED, CHAIN, WHOLE, STATIC, NODES)
+MINUTES, NEAR = 10.0, 0.99
 
 
 def main() -> int:
@@ -162,6 +160,13 @@ def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str],
         alone = ", ".join(f"{name} {rate:.0f}" for name, rate in found.alone.items())
         text = f"{found.spec}, length {found.length}: {found.rate:.0f} tokens/s, alone {alone}; {NEAR:g} of the better wanted"
         bars.add(f"{at} {BOTH}", [found.spec, found.length, found.rate, found.alone], found.rate >= NEAR * better, text)
+        over = found.rate / better
+        bars.add(
+            f"{at} {BOTH} on code",
+            over,
+            over > 1.0,
+            f"{over:.3f} x the better one; above 1 wanted, as all prompts are code",
+        )
     if not {"replay", "live"} & set(parts):
         return
     chosen: dict[str, Chosen] = {}
@@ -190,86 +195,6 @@ def order(bars: Bars, ground: Ground, drafters: dict[str, str], at: str) -> None
     text = " < ".join(f"{name} {tree:.2f}" for name, tree in zip(names, trees, strict=True))
     if len(names) > 1:
         bars.add(f"{at} order", trees, trees == sorted(trees), f"tokens a call in {ground.tree}: {text} wanted")
-
-
-def replayed(name: str, chosen: Chosen) -> dict[str, Any]:
-    """Print and return what replay says of a drafter's settings."""
-    bound = chosen.bound / chosen.plain
-    print(f"{name}: tokens a target call, speed over plain decoding, replayed; no one has more than {bound:.2f}")
-    low = chosen.profile.low
-    first, later, plain, one = steps = [1e3 * s for s in (low.draft_s[0], low.later_s, *low.verify_s[:2])]
-    print(f"  draft steps {first:.2f} and {later:.2f} ms, verifications of no token {plain:.2f}, of one {one:.2f} ms")
-    out: dict[str, Any] = {"bound": bound, "ms": steps}
-    for setting in SETTINGS:
-        played = chosen.played[setting]
-        speed, sent = played.rate / chosen.plain, float(played.verified.sum() / played.rounds.sum())
-        print(
-            f"  {setting:<20}{played.block_efficiency:6.2f}{speed:7.2f}   {sent:.1f} verified, {played.name}",
-            flush=True,
-        )
-        out[setting] = {"per call": played.block_efficiency, "speed": speed, "verified": sent, "policy": played.name}
-    return out
-
-
-def node_bar(bars: Bars, name: str, chosen: Chosen, told: tuple[float, float]) -> None:
-    """Note whether learned nodes are ahead of the best static tree, or by `told` cannot be."""
-    ratio = chosen.over(NODES, STATIC)
-    free, priced = (rate / chosen.played[STATIC].rate for rate in told)
-    text = (
-        f"learned {ratio.value:.3f} [{ratio.low or 0:.3f}, {ratio.high or 0:.3f}] x the best static tree, {BETTER:g} wanted; "
-        f"learned on the test prompts themselves {priced:.3f}, decisions free {free:.3f}"
-    )
-    met = ratio.value >= BETTER or free < BETTER
-    bars.add(name, [ratio.value, ratio.low, ratio.high, priced, free], met, text)
-
-
-def live_bars(bars: Bars, at: str, lived: dict[str, Live], figures: dict[str, Any]) -> None:
-    """Print what was decoded, and note its bars."""
-    for name, live in lived.items():
-        print(f"{at} {name}, live: tokens a target call, speed over plain decoding, predicted less measured")
-        for setting, (tokens, speed) in live.tallies.items():
-            miss = f"{live.miss[setting]:+.1%}" if setting in live.miss else ""
-            print(f"  {setting:<40}{tokens:6.2f}{speed:7.2f} {miss}", flush=True)
-        figures.setdefault(name, {})["live"] = live.tallies
-        worst = max(map(abs, live.miss.values()))
-        bars.add(f"{at} {name} predicted", live.miss, worst <= MISS, f"worst {worst:.1%}, within {MISS:.0%} wanted")
-        text = f"{live.rounds} rounds, {live.ties} ties, {live.wrong} wrong; {ROUNDS} wanted, none wrong"
-        bars.add(f"{at} {name} replay", live.rounds, not live.wrong and live.rounds >= ROUNDS, text)
-    same, texts = sum(live.same for live in lived.values()), sum(live.texts for live in lived.values())
-    bars.add(
-        f"{at} texts",
-        [same, texts],
-        same == texts,
-        f"{same} of {texts} lossless texts equal plain decoding, all wanted",
-    )
-
-
-def heads(
-    bars: Bars, ground: Ground, specs: dict[str, str], chosen: dict[str, Chosen], lived: dict[str, Live], at: str
-) -> None:
-    """Decode with every head and the draft model in turns, each in its fastest setting, and note the best head."""
-    names = [name for name in ("model", *TRAINED) if name in lived]
-    if len(names) < 2 or names[0] != "model":
-        return
-    best = {name: max(SETTINGS, key=lambda setting: lived[name].tallies[setting][1]) for name in names}
-    found = beside(ground, {name: (specs[name], best[name], chosen[name]) for name in names}, "model")
-    for name, (speed, ratio) in found.items():
-        print(
-            f"{at} {name} in turns with the others, {best[name]}: {speed:.2f} of plain, {ratio.text()} of the draft model"
-        )
-    head = max(names[1:], key=lambda name: found[name][1].value)
-    ratio = found[head][1]
-    bars.figures[f"{at} in turns"] = {name: [speed, *_numbers(ratio)] for name, (speed, ratio) in found.items()}
-    bars.add(
-        f"{at} heads",
-        _numbers(ratio),
-        ratio.value > 1.0,
-        f"{head} has {ratio.text()} x the draft model's tokens/s, more wanted",
-    )
-
-
-def _numbers(ratio: Ratio) -> list[float | None]:
-    return [ratio.value, ratio.low, ratio.high]
 
 
 if __name__ == "__main__":
