@@ -215,7 +215,7 @@ def _drafter(path: Path) -> dict[str, Any]:
         "target": trained.target,
         "hash": trained.identity,
         "weights": sum(tensor.numel() for tensor in network.state_dict().values()),
-        **{name.replace("_", " "): size for name, size in shape.items()},
+        **{name.replace("_", " "): size for name, size in shape.items() if size},  # heads have no layer
         **(
             {f"acceptance, depth {depth}": share for depth, share in enumerate(shares, 1)}
             if isinstance(shares, list)
