@@ -36,7 +36,7 @@ def replayed(name: str, chosen: Chosen) -> dict[str, Any]:
 
 
 def node_bar(bars: Bars, name: str, chosen: Chosen, told: tuple[float, float]) -> None:
-    """Note whether learned nodes are ahead of the best static tree, or by `told`, at the price of their decisions, cannot be."""
+    """Note whether learned nodes are ahead of the best static tree, or by `told`, with decisions paid for, cannot be."""
     ratio = chosen.over(NODES, STATIC)
     free, priced = (rate / chosen.played[STATIC].rate for rate in told)
     text = (
