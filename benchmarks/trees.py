@@ -27,7 +27,8 @@ from typing import Any
 
 import numpy as np
 from bars import Bars, arguments
-from drafting.likely_tree import TREE, likely_tree
+from drafting.chosen import TREE
+from drafting.likely_tree import likely_tree
 from pairs import documents, effort, pair_folder, unseen_prompts
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts

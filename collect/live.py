@@ -23,6 +23,7 @@ from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured
+from ..policies.checking import with_costs
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
@@ -194,6 +195,7 @@ class LiveCollector:
         profile: Profile | None = None,
     ) -> None:
         check_limits(explore=explore)
+        policy = with_costs(policy, profile)
         tell_if_unmeasured(profile, [policy], settings, pair.drafter)
         self.tree = settings.topology
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy

@@ -30,6 +30,7 @@ from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, shown
+from ..policies.storage.safe_loading import digest
 from .collectors import choose_collector, choose_engine_collector
 from .dense.completion_check import check_completions
 from .dense.completions import Completions
@@ -217,6 +218,8 @@ def plan_run(
             draws, off_text, profile,
         )  # fmt: skip
     told = _told(source, chosen.memory, len(prompts), asked)
+    if profile is not None:
+        told["profile"] = digest(profile.to_dict())[:16]
     if completions is not None:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
         if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):

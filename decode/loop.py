@@ -79,8 +79,7 @@ class Speculator:
         pair: target and draft.
         policy: a stop policy.
         settings: see `Settings`.
-        profile: supplies the modelled seconds that policies observe, and the costs of one that decides by some and has none;
-            verifications of chains are padded to a cheaper size.
+        profile: supplies the modelled seconds that policies observe; verifications of chains are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
         drafter: proposes the candidates; the pair's by default.
         observer: looks on, as a collector does.
@@ -104,8 +103,6 @@ class Speculator:
         batch: int = 1,
     ) -> None:
         check_policy(policy)
-        if profile is not None:
-            policy = policy.with_costs(profile)
         check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
         self.pair, self.settings, self.profile = pair, settings or Settings(), profile

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..policies.checking import with_costs
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
@@ -56,6 +57,7 @@ def decode(
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
     settings, drafter = settings or Settings(), drafter or pair.drafter
+    policy = with_costs(policy, profile)
     tell_if_untrained(policy, settings)
     tell_if_unmeasured(profile, [policy], settings, drafter)
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]

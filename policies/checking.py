@@ -10,6 +10,7 @@ from .contract import StopPolicy
 from .errors import PolicyError, close_match
 from .features import FEATURES
 from .features.hidden_states import HIDDEN_STATES
+from .latency.profile import Profile
 from .plugin_code import Contained, own
 
 METHODS = ("start", "keep", "select", "observe", "limited")
@@ -68,6 +69,22 @@ def check_policy(policy: Any) -> StopPolicy:
             raise PolicyError(f"{who}.sizes: expected whole numbers by name of a hidden state, not {_shown(sizes)}")
         _check_limited(who, policy)
     return policy
+
+
+def with_costs(policy: StopPolicy, profile: Profile | None) -> StopPolicy:
+    """Return a policy as it decides by the costs of a profile, if there is one and the policy asks for them.
+
+    Raises:
+        PolicyFailure: a plugin raised an error.
+        PolicyError: it is no policy, or what it returned is none.
+    """
+    if profile is None:
+        return policy
+    if own(check_policy(policy)):
+        return policy.with_costs(profile)
+    with Contained(policy, "with_costs()"):
+        found = policy.with_costs(profile)
+    return check_policy(found)
 
 
 def _check_names(where: str, what: str, names: Any, known: Mapping[str, Any]) -> None:

@@ -8,8 +8,10 @@ from specstop.decode import Settings, with_drafter
 from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.latency.profile import Profile
+from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
+from specstop.train.fit.trees.fit import TREE_FEATURES
 from specstop.train.fit.trees.solve import solve_tree
 from specstop.train.fit.trees.subtrees import on_subtree
 from specstop.train.fit.tuning.rates import fixed_grid
@@ -22,7 +24,6 @@ from specstop.train.report.intervals import Resamples
 from specstop.train.report.records import Ratio
 
 from .ground import Ground
-from .likely_tree import TREE
 
 FIXED, CHAIN, WHOLE, STATIC, NODES = (
     "best fixed length",
@@ -31,6 +32,10 @@ FIXED, CHAIN, WHOLE, STATIC, NODES = (
     "best static tree",
     "learned nodes",
 )
+
+
+TREE = Plan("logistic", "gain", features=TREE_FEATURES, name="tree")
+"""The policy of trees that `train --rule gain` fits unless told otherwise."""
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from specstop.train.fit.plan import Plan
-from specstop.train.fit.trees.fit import TREE_FEATURES
-
 RATES = (0.62, 0.15, 0.07, 0.042, 0.028, 0.02)
 """How often the candidates of each rank are accepted on pairs that are neither very near nor far: a start, no more."""
-
-
-TREE = Plan("logistic", "gain", features=TREE_FEATURES, name="tree")
-"""The policy of trees that `train --rule gain` fits unless told otherwise."""
 
 
 def likely_tree(nodes: int, depth: int, rates: Sequence[float] = RATES) -> str:

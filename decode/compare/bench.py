@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...policies.baselines.fixed import FixedLength
+from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
@@ -82,7 +83,7 @@ def bench(
     """
     if not prompts:
         raise InputError("bench: expected at least one prompt")
-    settings = settings or Settings()
+    settings, policies = settings or Settings(), [with_costs(policy, profile) for policy in policies]
     for policy in policies:
         tell_if_untrained(policy, settings)
     tell_if_unmeasured(profile, policies, settings, pair.drafter)

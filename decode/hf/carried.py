@@ -70,7 +70,7 @@ def drafter_for(policy: StopPolicy, spec: str | None) -> CarriedDrafter:
     return CarriedDrafter(spec.removesuffix(given) + DRAFTER, given, load_named(last.kind, given))
 
 
-def tell_other_drafter(policy: StopPolicy, drafts: CarriedDrafter) -> None:
+def tell_untrained_on(policy: StopPolicy, drafts: CarriedDrafter) -> None:
     """Warn where a learned policy was trained on the drafts of another trained drafter than it is exported with."""
     if not isinstance(policy, LearnedPolicy) or drafts.trained is None:
         return

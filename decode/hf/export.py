@@ -34,7 +34,7 @@ from .carried import (
     carried_module,
     carried_policy,
     drafter_for,
-    tell_other_drafter,
+    tell_untrained_on,
 )
 from .generate import specstop_generate
 
@@ -83,7 +83,7 @@ def deploy_hf(
     """
     chosen = settled or load_policy(policy)
     drafts = drafter_for(chosen, drafter)
-    tell_other_drafter(chosen, drafts)
+    tell_untrained_on(chosen, drafts)
     folder = claim_folder(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:

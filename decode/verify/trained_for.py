@@ -36,7 +36,9 @@ def tell_if_unmeasured(
     if profile is None:
         return
     tree, temperature = settings.topology, settings.temperature
-    for name in dict.fromkeys(resolve_mode(settings.verification, policy, tree, temperature) for policy in policies):
-        if tree.is_chain and temperature > 0:
+    if tree.is_chain and temperature > 0:
+        for name in dict.fromkeys(
+            resolve_mode(settings.verification, policy, tree, temperature) for policy in policies
+        ):
             tell_other_verification(profile, name, "this run plays")
     tell_other_drafter(profile, drafter, "this run plays")

@@ -133,7 +133,8 @@ class AdaptiveVerification(ByCosts):
     Args:
         length: K.
         draft, token: costs where there is no profile (`grid.LinearCosts`).
-        profile: a latency profile with the costs, or its path; `evaluate` gives its own where none of these is given.
+        profile: a latency profile with the costs, or its path; where none is given and `draft` and `token` are left as they
+            are, `evaluate` and runs with a profile give theirs.
     """
 
     reads_seconds: ClassVar[bool] = False

@@ -153,7 +153,7 @@ class ByCosts(StopPolicy):
     _grids: Grids
 
     def with_costs(self, profile: Profile) -> StopPolicy:
-        """Return this policy, deciding by the costs of a profile unless it was given costs of its own."""
+        """Return this policy, deciding by the costs of a profile unless it was given others than the usual ones."""
         if self._grids.costs != LinearCosts():
             return self
         other = copy.copy(self)

@@ -18,6 +18,9 @@ _TRUNCATING = ("top_k", "top_p", "min_p")
 
 _LONGEST = 200
 
+_SETTINGS = re.compile(r"[:?].*?(?=\+[\w-]+(?:[:?+]|$)|$)")
+"""What stands after the name of a drafter; a plus sign in a path is no second one's."""
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -113,7 +116,7 @@ def tell_other_drafter(profile: Profile, used: str, where: str) -> None:
         where: see `tell_other_verification`.
     """
     # Facts of a measurement name any drafter but the draft model.
-    measured, kind = (re.sub(r"[:?][^+]*", "", name) for name in (str(profile.facts.get("drafter", "model")), used))
+    measured, kind = (_SETTINGS.sub("", name) for name in (str(profile.facts.get("drafter", "model")), used))
     if "device" in profile.facts and measured != kind:
         warnings.warn(
             f"the profile timed rounds of the drafter {measured}, {where} those of {kind}: what drafting costs differs; "

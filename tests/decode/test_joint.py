@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import Case
 from enumeration import EXACT, prove_within
-from joint_policies import COSTS, JOINT, MOST, batch_policy, synthetic_profile
+from joint_policies import COSTS, JOINT, MOST, batch_policy
 from oracle import Law, oracle_pair
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.records import Generation
@@ -15,7 +15,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.joint.budgets import Tetris
-from specstop.policies.joint.lengths import LoadLength, SmartSpec
+from specstop.policies.joint.lengths import LoadLength
 
 LEAVES = 60
 REFUSED = (
@@ -99,13 +99,6 @@ def test_the_length_is_that_of_the_streams_that_are_left() -> None:
     assert all(set(batch.tolist()) <= {0, -1} for batch in shown)
     assert all(g.rounds[0].drafted <= 1 for g in made[:3] if g.rounds)
     assert max(r.drafted for g in made for r in g.rounds) > 1
-
-
-def test_a_policy_without_costs_decides_by_those_of_the_loops_profile() -> None:
-    profile, pair = synthetic_profile(COSTS["stepped"]), oracle_pair(Law(3, 1), ())
-    loops = [Speculator(pair, SmartSpec(max_depth=3), Settings(1.0, 4), costs, batch=2) for costs in (None, profile)]
-    known = SmartSpec(profile=profile, max_depth=3)
-    assert [loop.policy._grids.costs == known._grids.costs for loop in loops] == [False, True]  # type: ignore[attr-defined]
 
 
 class ShownAll(StopPolicy):

@@ -15,7 +15,7 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import add_decisions
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.checking import check_policy
+from specstop.policies.checking import check_policy, with_costs
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
@@ -147,6 +147,22 @@ def entrances(pair: Pair, traces: dict[float, Trace], profile: Profile) -> dict[
         "evaluate": lambda policy: evaluate(traces[0.7], profile, [policy]),
         "prices": lambda policy: add_decisions(profile, [policy], 48),
     }
+
+
+def test_costs_that_a_plugin_takes_are_checked(profile: Profile) -> None:
+    class Broken(Mine):
+        def with_costs(self, profile: Profile) -> StopPolicy:
+            raise KeyError("verify")
+
+    class Nothing(Mine):
+        def with_costs(self, profile: Profile) -> StopPolicy:
+            return None  # type: ignore[return-value]
+
+    mine = Mine()
+    assert with_costs(mine, None) is mine is with_costs(mine, profile)
+    for policy, message in ((Broken(), r"with_costs\(\)"), (Nothing(), "expected a StopPolicy, not None")):
+        with pytest.raises(PolicyError, match=message):
+            with_costs(policy, profile)
 
 
 @pytest.mark.parametrize("entrance", ["the loop", "transformers' own loop", "collect", "replay", "evaluate", "prices"])

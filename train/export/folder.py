@@ -15,6 +15,7 @@ from ...collect.pair_options import draft_of, drafter_of
 from ...collect.store.folder import Trace
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
+from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ..fit.tuning.settled import settle_for
@@ -100,8 +101,10 @@ class Export:
         if policy is not None:
             check_fit(policy, held_out or traces)
             profile, _ = with_prices(profile, [policy], traces.header)
-            settled, self.settled = settle_for(policy, self.sides.fit, profile)
-            self.policy = settled.limited(self.depth)
+            # What is not trained is written by its name, and decides there as it does here.
+            if isinstance(policy, LearnedPolicy):
+                policy, self.settled = settle_for(policy, self.sides.fit, profile)
+            self.policy = policy.limited(self.depth)
         self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
         self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)

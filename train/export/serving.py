@@ -25,19 +25,24 @@ HELD_OUT = 0.25
 FEWEST_PROMPTS = 8
 """Below that many prompts a split would leave a handful: choice and figures then share all of them."""
 
+_ALWAYS = (
+    "What runs outside the models is paid once a step for the whole batch; reading prompts, once by each request.",
+    "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "
+    "graphs and scheduler are others: ratios carry over better than rates.",
+)
+"""Of every figure by batch size."""
+
 ASSUMPTIONS = (
     "Weights are read once a step for the whole batch, each request's cache once for itself: what a profile shows to grow "
     "with the context is multiplied by the batch, the rest is a function of the rows of the forward pass alone.",
     "The seconds of a forward pass of R rows lie on the line through the profile's measured ones; beyond the most rows "
     "measured they go on as they rise over all of them. Beyond a device's limit large batches cost more than this.",
     "A draft pass grows with its rows as it was measured for trees, else in proportion to the target's.",
-    "What runs outside the models is paid once a step for the whole batch; reading prompts, once by each request.",
-    "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "
-    "graphs and scheduler are others: ratios carry over better than rates.",
+    *_ALWAYS,
     "Batches were not replayed: the rounds are those of single requests in a batch that is always full. With batches in the "
     "profile (`specstop profile --batch 1,2,4,8`) they are, with their refills and their last requests.",
 )
-"""Of every figure by batch size, where batches were not measured."""
+"""The same, where batches were not measured."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def assumptions(profile: Profile) -> tuple[str, ...]:
     sizes = ", ".join(map(str, profile.batch.sizes))
     return (
         f"Draft steps and verifications of {sizes} requests side by side were measured; {_BEYOND}",
-        *ASSUMPTIONS[-3:-1],
+        *_ALWAYS,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...collect.store.folder import Trace
+from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.latency.profile import Profile
@@ -129,6 +130,14 @@ def estimate_offline(
     arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
     asked = logging is not None
     logging = logging or _named(header.policy)
+    policy = with_costs(policy, profile)
+    if logging is not None and "profile" in header.facts and _hears(logging, profile):
+        if asked:
+            raise TraceError(
+                f"--logging-policy: {logging.name} went by the costs of the profile that the traces were collected with, "
+                "which they do not hold; leave it out"
+            )
+        logging = None
     depth = min(arrays.depth, profile.max_depth)
     known = [policy] if logging is None else [policy, logging]
     profile, _ = with_prices(profile, known, header)
@@ -165,6 +174,12 @@ def _named(name: str) -> StopPolicy | None:
     except (PolicyError, ValueError, TypeError):
         return None
     return made if made.name == name else None
+
+
+def _hears(policy: StopPolicy, profile: Profile) -> bool:
+    """Whether what a policy does may depend on a profile: it hears what rounds take, or decides by costs."""
+    hears = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+    return hears or with_costs(policy, profile) is not policy
 
 
 def _missed(arrays: TraceArrays, base: Shown) -> float:

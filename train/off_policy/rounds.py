@@ -62,8 +62,9 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         arrays: of a live trace of chains, with `extra=COLUMNS`.
         policy: any that stops or trims by what a trace holds.
         profile: what rounds cost.
-        recorded: the policy is the one that was recorded: it observes the rounds as they were, and no seconds, for the
-            collector tells it of none. Else it observes its own rounds, and recorded ones where its own are not shown.
+        recorded: the policy is the one that was recorded: it observes the rounds as they were, and no seconds, for without a
+            profile the collector tells it of none. Else it observes its own rounds, and recorded ones where its own are not
+            shown.
 
     Raises:
         TraceError: the trace is dense or of trees, or the policy reads what it does not hold.

@@ -56,14 +56,16 @@ def choose_tree(
     """
     best: TreeChoice | None = None
     for done, size in enumerate(sizes):
-        progress("choose a tree", done, len(sizes))
+        if len(sizes) > 1:
+            progress("choose a tree", done, len(sizes))
         whole = size >= arrays.tree.nodes
         nodes = list(range(arrays.tree.nodes)) if whole else likeliest_nodes(arrays, size, depth or arrays.depth)
         part = arrays if whole else on_subtree(arrays, nodes)
         found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, progress))
         if best is None or found.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
             best = found
-    progress("choose a tree", len(sizes), len(sizes))
+    if len(sizes) > 1:
+        progress("choose a tree", len(sizes), len(sizes))
     if best is None:
         raise ValueError("sizes: expected at least one")
     return best

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....collect.schema import NO_TOKEN, parents
 from ....decode.topology import Topology
-from ....policies.errors import TraceError
+from ....policies.errors import InputError, TraceError
 from ...replay.bounds.static_tree import best_subtrees, node_acceptance
 from ...replay.traces.arrays import TraceArrays
 
@@ -79,10 +79,19 @@ def _margins(arrays: TraceArrays, kept: Sequence[int], chosen: set[int]) -> Tens
 
 
 def likeliest_nodes(arrays: TraceArrays, count: int, depth: int) -> list[int]:
-    """Return the sub-tree of `count` nodes, none deeper than `depth`, first siblings first, that is accepted most often."""
+    """Return the sub-tree of `count` nodes, none deeper than `depth`, first siblings first, that is accepted most often.
+
+    Raises:
+        InputError: there is no sub-tree of so many nodes, or only smaller ones are looked for.
+    """
     chances = node_acceptance(arrays).tolist()
     for below in arrays.tree.children:
         for row, later in zip(below[-2::-1], below[:0:-1], strict=True):
             chances[row - 1] = max(chances[row - 1], chances[later - 1])  # few texts can say otherwise
     chances = [chance - _TIE * node for node, chance in enumerate(chances)]
-    return best_subtrees(arrays.tree, chances, depth)[count][1]
+    found = best_subtrees(arrays.tree, chances, depth)
+    if count >= len(found):
+        raise InputError(
+            f"--nodes: expected at most {len(found) - 1} of this tree's {arrays.tree.nodes} nodes, or all, not {count}"
+        )
+    return found[count][1]

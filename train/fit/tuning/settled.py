@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
@@ -27,7 +28,7 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
         arrays: dense training traces, never the evaluated ones, to solve rates on; None = there are none.
         profile: what rounds cost, this policy's decisions included.
     """
-    priced = policy.with_costs(profile)
+    priced = with_costs(policy, profile)
     if priced is not policy:
         return priced, BY_COSTS
     if is_priced(policy) and not profile.same_costs(policy.facts.profile):

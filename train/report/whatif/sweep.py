@@ -10,6 +10,7 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.baselines.fixed import FixedLength
+from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.latency.profile import Profile
@@ -135,7 +136,7 @@ class _Replays:
 
     def _moves(self, policy: StopPolicy) -> bool:
         solved = is_priced(policy) and self._tuning is not None
-        by_costs = policy.with_costs(self._draws.profile) is not policy
+        by_costs = with_costs(policy, self._draws.profile) is not policy
         return solved or by_costs or type(policy).observe is not StopPolicy.observe  # it hears seconds
 
     def _priced(self, played: Sequence[Played]) -> Priced:
@@ -154,7 +155,7 @@ class _Replays:
         if self._tuning is not None and is_priced(policy):
             policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
         # Played under the changed profile; `_priced` has the draws as they were measured, and changes each of them likewise.
-        played = play(self._arrays, policy.with_costs(profile), profile)
+        played = play(self._arrays, with_costs(policy, profile), profile)
         spent: Values = self._priced([played]).seconds(change=change)[:, 0]
         return spent
 

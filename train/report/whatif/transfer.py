@@ -10,6 +10,7 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.baselines.fixed import FixedLength
+from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.latency.profile import Profile
@@ -102,7 +103,7 @@ def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) ->
     """Return the policies of a column beside its fixed lengths."""
     arrays, costs, draws = column.arrays, column.draws.profile, column.draws
     depth, boot = min(arrays.depth, costs.max_depth), Resamples(arrays.prompt_ids, seed)
-    asked = [policy.with_costs(costs).limited(depth) for policy in policies.values()]
+    asked = [with_costs(policy, costs).limited(depth) for policy in policies.values()]
     every = [*(FixedLength(k) for k in range(depth + 1)), *asked]
     rounds = [play(arrays, policy, costs).rounds for policy in every]
     priced = Priced(boot, draws, rounds, arrays.prompt_tokens)
