@@ -18,7 +18,7 @@ from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
-from specstop.policies.errors import TraceError
+from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.train.fit.trees.subtrees import likeliest_nodes, on_subtree
 from specstop.train.replay.bounds.oracle import oracle_seconds
@@ -84,6 +84,8 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
             nodes = likeliest_nodes(some, count, DEPTH)
             assert len(nodes) == on_subtree(some, nodes).tree.nodes == count
     assert likeliest_nodes(arrays, 1, DEPTH) == [0]
+    with pytest.raises(InputError, match="--nodes: expected at most"):
+        likeliest_nodes(arrays, arrays.tree.nodes, 1)
 
 
 def test_the_best_static_tree_is_no_slower_than_any_whole_depth(arrays: TraceArrays, profile: Profile) -> None:

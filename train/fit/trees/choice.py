@@ -53,14 +53,18 @@ def choose_tree(
         profile: what rounds cost.
         sizes: nodes of the sub-trees of most acceptance that are tried; one of as many as were recorded is the whole.
         depth: of these trees at most.
+
+    Raises:
+        InputError: a size cannot be; see `likeliest_nodes`.
     """
     best: TreeChoice | None = None
-    for done, size in enumerate(sizes):
+    whole = list(range(arrays.tree.nodes))
+    # All at first: a size that cannot be is told before anything is fitted.
+    trees = [whole if n >= len(whole) else likeliest_nodes(arrays, n, depth or arrays.depth) for n in sizes]
+    for done, nodes in enumerate(trees):
         if len(sizes) > 1:
             progress("choose a tree", done, len(sizes))
-        whole = size >= arrays.tree.nodes
-        nodes = list(range(arrays.tree.nodes)) if whole else likeliest_nodes(arrays, size, depth or arrays.depth)
-        part = arrays if whole else on_subtree(arrays, nodes)
+        part = arrays if nodes is whole else on_subtree(arrays, nodes)
         found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, progress))
         if best is None or found.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
             best = found
