@@ -22,6 +22,9 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
+from specstop.policies.joint.lengths import SmartSpec
+from specstop.policies.latency.profile import Profile
+from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import numpy_rows
@@ -134,6 +137,21 @@ def test_exploring_rounds_are_drafted_and_verified_to_full_depth(
     )
     assert not all(row["sent"].all() for row in rows if not row["explored"])
     assert trace.header.explore == 0.3
+
+
+def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
+    pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "depth": 3, "collector": "live", "explore": 0.3}
+    bare, known = (
+        collect(pair, prompts, tmp_path / policy.name.replace(":", name), policy=policy, profile=profile, **told)
+        for name, policy in (("bare", SmartSpec(max_depth=3)), ("known", SmartSpec(profile=profile, max_depth=3)))
+    )
+    rows = [trace_arrays(trace) for trace in (bare, known)]
+    assert torch.equal(rows[0].tokens, rows[1].tokens) and torch.equal(rows[0].accepted, rows[1].accepted)
+    assert bare.header.facts["profile"] == known.header.facts["profile"]
+    with pytest.raises(TraceError, match=r"--logging-policy: .* which they do not hold"):
+        estimate_offline(bare, FixedLength(1), profile, logging=SmartSpec(max_depth=3))
 
 
 def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(
