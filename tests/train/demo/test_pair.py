@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from pair_documents import documents
 from safetensors.torch import load_file
 from specstop.policies.errors import InputError
-from specstop.train.demo import pair as module
+from specstop.train.demo import pair as module, pair_fit
 from specstop.train.demo.pair import demo_pair, make_pair
 from specstop.train.demo.pair_recipe import RECIPES
 from specstop.train.demo.pair_text import Document, split_documents, stdlib_documents
@@ -110,6 +111,24 @@ def test_a_build_leaves_torch_as_it_was_and_prints_nothing(tmp_path: Path, capfd
     assert torch.equal(before[0], after[0])
     assert before[1:] == after[1:]
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [torch.float32, torch.bfloat16])
+def test_models_are_trained_in_the_number_type_that_is_faster_here(
+    number: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def repeat(product: Callable[[], torch.Tensor], number: int, repeat: int, fast: torch.dtype = number) -> list[float]:
+        return [1.0 if product().dtype == fast else 2.0] * repeat
+
+    monkeypatch.setattr(pair_fit.timeit, "repeat", repeat)
+    pair_fit._fast_type.cache_clear()
+    try:
+        model, seen = TINY.draft.build(16, 8), []
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda own, given, out: seen.append(out.dtype))
+        logits = pair_fit._logits(model, torch.tensor([[1, 2]]))
+    finally:
+        pair_fit._fast_type.cache_clear()
+    assert seen == [number] and logits.dtype == torch.float32
 
 
 @pytest.mark.parametrize("size", ["small", "15m"])
