@@ -24,10 +24,17 @@ NAMED = {
         (10, 7, 3, 2, 1, 1, 1, 1, 1, 1),
         (10, 3, 2, 1, 1, 1, 1, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 1),
         (2,),
-    )
+    ),
+    "ctc-released": (
+        (29,),
+        (20, 10, 5, 4, 4, 3, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1),
+        (11, 3, 2, 1, 1, 1, 1, 1, *[0] * 12, 2, *[0] * 9, 1, *[0] * 4, 1),
+        (2,),
+    ),
 }
 """Published trees: by depth how many children each node has, in order; the last ones have none. Medusa's is the one of 63
-nodes that its authors and those of the CTC-drafter use for 7B models."""
+nodes that its authors and those of the CTC-drafter use for 7B models. `ctc-released` is no tree of theirs: it has room for
+what the CTC-drafter's collapse makes of Medusa's, whatever the symbols are, and most of it stays empty."""
 
 
 class Topology:

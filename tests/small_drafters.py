@@ -9,10 +9,12 @@ from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.folder import KINDS
 from specstop.decode.drafters.heads.layer_network import CTCNetwork, LayerNetwork
 from specstop.decode.drafters.heads.networks import Shape
+from specstop.decode.drafters.known import TRAINED as KNOWN
 from specstop.decode.models.pair import Pair
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
 CLASSES = {"medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "layer": LayerDrafter}
+DRAFTERS = (*TRAINED, "ctc-released")
 
 
 def small_network(
@@ -34,5 +36,6 @@ def small_network(
 def small_drafter(kind: str, pair: Pair, depth: int = 3, noise: float = 0.1) -> Any:
     """Return a drafter of a pair."""
     output = pair.target.get_output_embeddings().weight.float()
-    network = small_network(kind, output.shape[1], pair.vocabulary, output, depth, noise)
-    return CLASSES[kind](pair, network.to(pair.target.dtype))
+    made = KNOWN[kind]
+    network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
+    return made.build(pair, network.to(pair.target.dtype))

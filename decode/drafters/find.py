@@ -109,7 +109,8 @@ def _identity(named: Named, pair: Pair) -> str:
     if named.kind == "model":
         return pair.fingerprint["draft"]
     if named.kind in TRAINED:
-        return load_drafter(str(named.value)).identity
+        own = load_drafter(str(named.value)).identity
+        return own if named.kind == TRAINED[named.kind].network else f"{named.kind}:{own}"
     options, value = dict(named.options), None
     if named.kind in BUILTINS:
         options = _with_value(named, "")
@@ -125,13 +126,13 @@ def _identity(named: Named, pair: Pair) -> str:
 
 
 def load_named(kind: str, path: str) -> TrainedDrafter:
-    """Return what the folder of a spec such as `medusa:PATH` holds.
+    """Return what the folder of a spec such as `medusa:PATH` holds; `kind` is a key of `TRAINED`.
 
     Raises:
         InputError: see `load_drafter`, or it is of another kind.
     """
     trained = load_drafter(path)
-    if trained.kind != kind:
+    if trained.kind != TRAINED[kind].network:
         raise InputError(f"--drafter: {path} holds a drafter of the kind {trained.kind}: write {trained.kind}:{path}")
     return trained
 
@@ -142,4 +143,4 @@ def _trained(kind: str, path: str, pair: Pair) -> Drafter:
         network = trained.network_for(pair)
     except InputError as error:
         raise InputError(f"--drafter: {path}: {error}") from None
-    return TRAINED[kind](pair, network)
+    return TRAINED[kind].build(pair, network)

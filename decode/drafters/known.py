@@ -10,6 +10,7 @@ from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.storage.specs import Listed, Plugins, parameters
 from ..models.pair import Pair
 from .base import Drafter
+from .heads.collapsed import ReleasedCTCDrafter
 from .heads.ctc import CTCDrafter
 from .heads.drafter import HeadsDrafter
 from .heads.layer import LayerDrafter
@@ -33,13 +34,22 @@ BUILTINS: dict[str, Builtin] = {
     "suffix": Builtin(SuffixDrafter, "path", "suffix:FILE searches a file too, suffix?keep=1 earlier texts"),
 }
 
-TRAINED: dict[str, Callable[[Pair, Any], Drafter]] = {
-    "medusa": HeadsDrafter,
-    "hydra": HeadsDrafter,
-    "ctc": CTCDrafter,
-    "layer": LayerDrafter,
+
+class Trained(NamedTuple):
+    """A drafter that is trained: what makes it of a pair and the network in a folder, and the kind of that network."""
+
+    build: Callable[[Pair, Any], Drafter]
+    network: str
+
+
+TRAINED: dict[str, Trained] = {
+    "medusa": Trained(HeadsDrafter, "medusa"),
+    "hydra": Trained(HeadsDrafter, "hydra"),
+    "ctc": Trained(CTCDrafter, "ctc"),
+    "ctc-released": Trained(ReleasedCTCDrafter, "ctc"),
+    "layer": Trained(LayerDrafter, "layer"),
 }
-"""By kind: what makes a drafter of a pair and the network in a folder, which is named after the colon."""
+"""By name; the folder is named after the colon."""
 
 PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", {**BUILTINS, **TRAINED})
 """Functions or classes that make a drafter of a pair; `needs_draft = True` on one says that it takes the draft model."""
@@ -84,7 +94,10 @@ def paths_of(name: str) -> list[str]:
 def listed_drafters() -> list[Listed]:
     """Return the drafters that come with specstop, and the plugins with whether they load: this imports them."""
     own = {name: (made.build.__module__, made.usage) for name, made in BUILTINS.items()}
-    trained = {kind: (made.__module__, f"{kind}:PATH of `specstop train-drafter`") for kind, made in TRAINED.items()}
+    trained = {
+        name: (made.build.__module__, f"{name}:PATH of `specstop train-drafter --kind {made.network}`")
+        for name, made in TRAINED.items()
+    }
     return PLUGINS.listed(own | trained, _usage)
 
 

@@ -10,7 +10,7 @@ from cases import SHAPINGS, Case, shaped
 from deciders import DECIDERS
 from joint_policies import JOINT
 from oracle import Law, oracle_pair
-from small_drafters import TRAINED, small_drafter
+from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.drafted import Drafted
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Settings, Speculator
@@ -131,7 +131,7 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
     source, proof = Enumerator(), Proof()
 
     def build() -> Speculator:
-        drafter = (small_drafter if case.drafter in TRAINED else find_drafter)(case.drafter, pair)
+        drafter = (small_drafter if case.drafter in DRAFTERS else find_drafter)(case.drafter, pair)
         policy = (DECIDERS.get(case.decider) or JOINT[case.decider])()
         speculator = Speculator(pair, policy, settings, source=open_source, drafter=drafter, batch=1 + beside)
         source, verify = speculator._source, speculator._source.verify

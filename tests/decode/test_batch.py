@@ -11,7 +11,7 @@ import torch
 from cases import Case
 from conftest import NEW, VOCABULARY, build_model
 from enumeration import EXACT, prove_within
-from small_drafters import TRAINED, small_drafter
+from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.cache import CachedModel
@@ -83,7 +83,7 @@ def test_lookup_needs_no_draft_in_a_batch_either(pair: Pair, prompt_ids: list[li
     assert sum(r.accepted for g in made for r in g.rounds) > 0
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
     asked = requests(prompt_ids[:4])
     settings = Settings(0.7, NEW, tree="2,1,1")

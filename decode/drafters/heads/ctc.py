@@ -94,7 +94,7 @@ class CTCDrafter(LayerReader):
         depth = found[0].depth[feeding[0][0]]
         keys = [(stream, place) for stream, places in zip(streams, feeding, strict=True) for place in places]
         if depth == 0:
-            self._positions = self._draw(streams, found, feeding)
+            self._positions = self._draw(streams, found, feeding, self._ctc.shape.depth)
             self._of = list(range(len(keys)))  # by place its root's row of the positions
             self._prefixes = Prefixes.empty(self._positions)
         else:
@@ -109,17 +109,19 @@ class CTCDrafter(LayerReader):
         top = chances.topk(min(KEPT, chances.shape[-1]), -1)
         return Proposal(top.values.log().to(self._wide), top.indices)
 
-    def _draw(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Tensor:
-        """Return [R, T, V + 1], the chances of the symbols at T positions after each of R roots."""
+    def _draw(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]], count: int
+    ) -> Tensor:
+        """Return [R, count, V + 1], the chances of the symbols at the positions after each of R roots."""
         last, roots = self._read_places(streams, found, feeding)
         most, counts = max(map(len, roots)), [len(own) for own in roots]
         # Streams with fewer roots than others are filled up with their last one, which is cut off again at the end.
         state = torch.stack([torch.cat([some, some[-1:].expand(most - len(some), -1)]) for some in last])
         drawn = []
-        for _ in range(self._ctc.shape.depth):
+        for _ in range(count):
             logits = self._ctc.with_blank(self._output(state), state)
             drawn.append(logits.double().softmax(-1))  # double: a prefix multiplies up to T of them
-            if len(drawn) == self._ctc.shape.depth:
+            if len(drawn) == count:
                 break
             roots = [self._go_on(stream, own) for stream, own in zip(streams, roots, strict=True)]
             state = self._run(self._ctc.embed(logits.argmax(-1), self._embedding), state, roots, streams)

@@ -174,7 +174,10 @@ BAD: dict[str, tuple[list[object], str]] = {
     "verification": (["--verification", "mach"], "did you mean 'match'"),
     "block of a tree": (["--verification", "block", "--tree", "2,2", "--temperature", 1], "block: expected a chain"),
     "drafter": (["--drafter", "modle"], "two such as suffix+model, not 'modle' (did you mean 'model'?)"),
-    "drafter-path": (["--drafter", "medusa"], "ctc:PATH, layer:PATH, two such as suffix+model, not 'medusa'\n"),
+    "drafter-path": (
+        ["--drafter", "medusa"],
+        "ctc-released:PATH, layer:PATH, two such as suffix+model, not 'medusa'\n",
+    ),
     "batch": (["--batch", "0"], "--batch: expected 1 or more, not 0"),
     "top-k": (["--top-k", -1], "--top-k: expected 0 or more, not -1"),
     "top-p": (["--top-p", 1.5], "--top-p: expected above 0 and at most 1, not 1.5"),

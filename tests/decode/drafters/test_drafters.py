@@ -148,7 +148,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     lookup = find_drafter("lookup:7", pair)
     assert isinstance(lookup, LookupDrafter)
     assert lookup._longest == 7
-    trained = "medusa:PATH, hydra:PATH, ctc:PATH, layer:PATH"
+    trained = "medusa:PATH, hydra:PATH, ctc:PATH, ctc-released:PATH, layer:PATH"
     names = f"model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as suffix+model"
     expected = f"--drafter: expected {names}, not "
     for name in ("lookup:", "model:3", "medusa", "medusa?x=1", "suffix+modle", ""):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
-from small_drafters import TRAINED, small_drafter
+from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters.heads.ctc import Prefixes
 from specstop.decode.drafters.heads.layer_network import LayerNetwork
@@ -43,13 +43,13 @@ def states_of(pair: Pair, text: list[int]) -> torch.Tensor:
         return pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("tree", [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"])
 def test_text_is_the_targets(
     pair: Pair, prompt_ids: list[list[int]], plain: dict[float, list[list[int]]], kind: str, tree: str | None
 ) -> None:
     """Each policy at one temperature, at the other one for the next kind: `benchmarks/drafters.py` decodes at both."""
-    prompts, tried, at = prompt_ids[1::4], 0, TRAINED.index(kind)
+    prompts, tried, at = prompt_ids[1::4], 0, DRAFTERS.index(kind)
     for number, policy in enumerate((FixedLength(5), Confidence(0.2), TEST_POLICIES["selecting"])):
         temperature = (0.0, 0.7)[(at + number) % 2]
         settings = Settings(temperature, NEW, tree=tree, max_depth=5)
@@ -62,7 +62,7 @@ def test_text_is_the_targets(
     assert tried > 0
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_other_modes_take_them_too(pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
     for mode, tree in (("rejection", "2,2"), ("block", None), ("target_init", "2,2"), ("typical", "2,1")):
         settings = Settings(0.7, NEW, tree=tree, max_depth=3, verification=mode)
@@ -72,7 +72,7 @@ def test_other_modes_take_them_too(pair: Pair, prompt_ids: list[list[int]], kind
         assert again.tokens == made.tokens
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", DRAFTERS)
 @torch.inference_mode()
 def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, kind: str) -> None:
     """Two rounds of three texts of different lengths, trees of which some streams are fed more places than others."""

@@ -13,7 +13,7 @@ from cases import Case, all_cases, other_cases
 from deciders import DECIDERS
 from enumeration import EXACT, Enumerator, Proof, distance, prove, prove_within
 from oracle import KINDS, Law, oracle_pair
-from small_drafters import TRAINED
+from small_drafters import DRAFTERS
 from specstop.decode.verify.noise import Purpose
 
 LEAVES = 600
@@ -79,7 +79,7 @@ def test_policies_that_leave_tokens_out_do(mode: str) -> None:
         assert 0 < proof.dropped < proof.drafted, decider
 
 
-@pytest.mark.parametrize("drafter", [*TRAINED, "suffix"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "suffix"])
 @pytest.mark.parametrize(("mode", "tree"), [("rejection", "2,1"), ("rejection_replace", "2,1"), ("block", "chain:2")])
 def test_drafters_without_a_draft_model(mode: str, tree: str, drafter: str) -> None:
     """Those on the target's states, the CTC-drafter among them, whose scores after a path are a distribution as well."""

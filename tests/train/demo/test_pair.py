@@ -117,7 +117,9 @@ def test_a_build_leaves_torch_as_it_was_and_prints_nothing(tmp_path: Path, capfd
 def test_models_are_trained_in_the_number_type_that_is_faster_here(
     number: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def repeat(product: Callable[[], torch.Tensor], number: int, repeat: int, fast: torch.dtype = number) -> list[float]:
+    def repeat(
+        product: Callable[[], torch.Tensor], number: int, repeat: int, fast: torch.dtype = number
+    ) -> list[float]:
         return [1.0 if product().dtype == fast else 2.0] * repeat
 
     monkeypatch.setattr(pair_fit.timeit, "repeat", repeat)
