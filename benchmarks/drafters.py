@@ -9,9 +9,9 @@ target call of chains and of the published tree of 63 nodes, for which the machi
 each drafter on training prompts, and replays on test prompts: the best fixed length and a learned one, the published tree,
 its best static part and the nodes that a learned policy verifies, and the bound of someone who knows every accepted length.
 `live` decodes all of these in alternation with plain decoding, and Medusa's tree under typical acceptance, which is LOSSY:
-texts, rounds and speeds against what replay says. `together` is suffix and draft model at once. `released` counts what CTC's
-candidates bring as its released code makes them, and what heads know after candidates that are not their first. The last
-line is one JSON object.
+texts, rounds and speeds against what replay says. `together` is suffix and draft model at once. `released` decodes with CTC's
+candidates as its released code makes them beside ours, and counts what heads know after candidates that are not their first.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bars import Bars, arguments
 from drafting.chosen import Chosen, choose, told
 from drafting.ground import Ground
 from drafting.live import decode, per_call
-from drafting.released import second_proposals, tokens_a_call
+from drafting.released import as_released, second_proposals
 from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
 from drafting.together import together
 from pairs import effort, pair_folder
@@ -35,8 +35,6 @@ from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Pair, load_drafter, load_pair
-from specstop.decode.drafters.heads.layer_network import CTCNetwork
-from specstop.decode.topology import parse_tree
 from specstop.policies.progress import Progress
 from specstop.train import FitOptions, train_drafter
 from specstop.train.drafters.run import KEPT_STATES
@@ -76,9 +74,10 @@ def main() -> int:
         plain = load_pair(folder / "target", engine="plain")
         kinds = [kind for kind in TRAINED if kind in options.drafter]
         specs = trained(bars, plain, fit, room, kinds, options.quick, progress)
+        pair = load_pair(folder / "target", folder / "draft")
         if "released" in options.part:
             on_texts(bars, plain, test, Path(other) / "texts", specs, options.tokens, progress)
-        pair = load_pair(folder / "target", folder / "draft")
+            released(bars, pair, test, specs, options.tokens)
         few = fit[: (2 if options.quick else 4) * len(test)]
         for temperature in temperatures:
             with tempfile.TemporaryDirectory(dir=other) as traces:
@@ -124,7 +123,7 @@ def trained(
 def on_texts(
     bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, specs: dict[str, str], tokens: int, progress: Progress
 ) -> None:
-    """Print what heads know after candidates that are not their first, and what CTC's released candidates bring."""
+    """Print what heads know after candidates that are not their first."""
     ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
     texts = record_texts(
         pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
@@ -137,12 +136,21 @@ def on_texts(
         print(
             f"{kind}, greedy: second proposals right {first:.1%} after the first candidate, {others:.1%} after others"
         )
-        if isinstance(network, CTCNetwork):
-            released, forward = tokens_a_call(network, texts, parse_tree(TREE), *ends)
-            bars.figures["ctc candidates"] = {"released": released, "forward": forward}
-            print(
-                f"ctc in {TREE}, greedy: {released:.2f} tokens a call with the released candidates, {forward:.2f} with ours"
-            )
+
+
+def released(bars: Bars, pair: Pair, prompts: list[Prompt], specs: dict[str, str], tokens: int) -> None:
+    """Print what the CTC-drafter's candidates bring as its released code makes them, beside ours."""
+    if "ctc" not in specs:
+        return
+    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    named = [(prompt.id, own) for prompt, own in zip(prompts, ids, strict=True)]
+    theirs, ours, speed, same = as_released(pair, specs["ctc"].partition(":")[2], named, tokens)
+    bars.figures["ctc candidates"] = {"released": theirs, "forward": ours, "speed": speed.value}
+    print(
+        f"ctc in {TREE}, greedy: {theirs:.2f} tokens a call with the released candidates, {ours:.2f} with ours; "
+        f"tokens/s {speed.text()} of ours"
+    )
+    bars.add("released candidates, texts", same, same == len(prompts), f"{same} of {len(prompts)} equal plain decoding")
 
 
 def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str], parts: list[str], quick: bool) -> None:

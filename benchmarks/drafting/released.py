@@ -1,23 +1,25 @@
-"""The CTC-drafter's candidates as its released code makes them, on greedy texts, beside those of the forward algorithm.
+"""The CTC-drafter with the candidates that its released code makes, beside it with ours; and what heads know of siblings.
 
-The released code places the ten likeliest symbols of each position in Medusa's tree, collapses every path (equal neighbours
-are one, blanks fall away) and masks what is left out; the longest path that the target agrees with is accepted. And what a
-drafter knows after candidates that are not its first one: CTC's positions are drawn once, after the likeliest symbols.
+CTC's positions are drawn once, after the likeliest symbols: candidates that are not the first share what follows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from specstop.decode.drafters.heads.ctc import Prefixes
-from specstop.decode.drafters.heads.layer_network import CTCNetwork
-from specstop.decode.topology import Topology
+from specstop.decode import Pair, Settings, Speculator, Tally, with_drafter
+from specstop.decode.compare.alternate import run_alternating
+from specstop.policies import FixedLength
 from specstop.train.drafters.acceptance import right_proposals
-from specstop.train.drafters.proposals import Module, positions
-from specstop.train.drafters.texts import Batch, Text
+from specstop.train.drafters.proposals import Module
+from specstop.train.drafters.texts import Text
+from specstop.train.report.intervals import Resamples
+from specstop.train.report.records import Ratio
+
+DEPTH, TREE, ROOM = 4, "medusa-63", "ctc-released"
+"""Depth of the released tree of symbols; the tree that ours drafts; what has room for the former, collapsed."""
 
 
 def second_proposals(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> tuple[float, float]:
@@ -30,54 +32,23 @@ def second_proposals(network: Any, texts: Iterable[Text], embedding: Module, out
     return float(second[first].mean()), float(second[~first].mean())
 
 
-@torch.inference_mode()
-def tokens_a_call(
-    network: CTCNetwork, texts: Iterable[Text], tree: Topology, embedding: Module, output: Module
-) -> tuple[float, float]:
-    """Return tokens a target call of greedy texts, with the released candidates and with as many of the forward algorithm."""
-    tokens, calls = [0, 0], [0, 0]
-    for text in texts:
-        symbols = positions(network, Batch.of([text]), embedding, output)[0].double().exp()
-        said = text.tokens.tolist()
-        for which, accepted in enumerate((_released, _by_prefix)):
-            at = text.prompt - 1  # the place of the last token that was read; the next one is the root
-            while at + 2 < len(said):
-                follows = said[at + 2 :]
-                step = accepted(symbols[at], follows, tree) + 1
-                at, tokens[which], calls[which] = at + step, tokens[which] + min(step, len(follows)), calls[which] + 1
-    released, forward = (t / max(c, 1) for t, c in zip(tokens, calls, strict=True))
-    return released, forward
+def as_released(
+    pair: Pair, folder: str, prompts: Sequence[tuple[str, Sequence[int]]], tokens: int
+) -> tuple[float, float, Ratio, int]:
+    """Decode prompts greedily with both sorts of candidates and plainly, in turns.
 
-
-def ranks(tree: Topology) -> Iterator[list[int]]:
-    """Yield for each node its path as ranks among siblings."""
-    paths: list[list[int]] = [[]]
-    for row, parent in enumerate(tree.parent[1:], 1):
-        paths.append([*paths[parent], tree.children[parent].index(row)])
-    yield from paths[1:]
-
-
-def _released(symbols: torch.Tensor, follows: Sequence[int], tree: Topology) -> int:
-    blank = symbols.shape[-1] - 1
-    top = symbols[: tree.deepest].topk(max(map(len, tree.children)), -1).indices.tolist()
-    longest = 0
-    for path in ranks(tree):
-        said = [s for s, _ in groupby(top[depth][rank] for depth, rank in enumerate(path)) if s != blank]
-        same = next(
-            (n for n, (a, b) in enumerate(zip(said, follows, strict=False)) if a != b), min(len(said), len(follows))
-        )
-        longest = max(longest, same)
-    return longest
-
-
-def _by_prefix(symbols: torch.Tensor, follows: Sequence[int], tree: Topology) -> int:
-    row, prefix, places = 0, Prefixes.empty(symbols[None]), symbols[None]
-    for depth, token in enumerate(follows[: tree.deepest]):
-        wanted = tree.children[row]
-        chances = prefix.next(places)[0]
-        best = chances.topk(max(len(wanted), 1)).indices[: len(wanted)].tolist()
-        if token not in best or not chances[token] > 0.0:
-            return depth
-        row = wanted[best.index(token)]
-        prefix = prefix.extended(torch.zeros(1, dtype=torch.int64), torch.tensor([token]), places)
-    return min(tree.deepest, len(follows))
+    Returns:
+        Tokens a target call with the released candidates and with ours, the former's speed over the latter's with an
+        interval over prompts, and how many of its texts equal plain decoding.
+    """
+    runs = [
+        Speculator(with_drafter(pair, f"{kind}:{folder}"), FixedLength(DEPTH), Settings(0.0, tokens, DEPTH, tree=tree))
+        for kind, tree in (("ctc-released", ROOM), ("ctc", TREE))
+    ]
+    plain = Speculator(pair, FixedLength(0), Settings(0.0, tokens, DEPTH))
+    theirs, ours, own = run_alternating([*runs, plain], prompts)
+    samples = Resamples([name for name, _ in prompts])
+    spent = [samples.total([text.seconds for text in texts]) for texts in (theirs, ours)]
+    same = sum(a.tokens == b.tokens for a, b in zip(theirs, own, strict=True))
+    calls = [Tally.of(texts).block_efficiency for texts in (theirs, ours)]
+    return calls[0], calls[1], samples.interval(spent[1] / spent[0]), same

@@ -15,7 +15,8 @@ Drafter = Annotated[
     str,
     typer.Option(
         help="Where candidates come from: model (the draft model), or without one lookup, suffix, medusa:PATH, hydra:PATH, "
-        "ctc:PATH, layer:PATH (`specstop train-drafter`), or a plugin; two at once: suffix+model, lookup+medusa:PATH."
+        "ctc:PATH, ctc-released:PATH, layer:PATH (`specstop train-drafter`), or a plugin; two at once: suffix+model, "
+        "lookup+medusa:PATH."
     ),
 ]
 Prompts = Annotated[
@@ -69,7 +70,7 @@ Depth = Annotated[
     int,
     typer.Option(help="Most tokens of the rounds that are recorded or timed: what is trained on them drafts no more."),
 ]
-TREES = "children by depth (4,2,2,1), fork:4x5, medusa-63 (Medusa's of 63 tokens) or parents:-1,-1,0"
+TREES = "children by depth (4,2,2,1), fork:4x5, medusa-63 (Medusa's), ctc-released (with that drafter) or parents:-1,-1,0"
 """What names a tree, for help texts (`decode.topology.parse_tree`)."""
 Tree = Annotated[str | None, typer.Option(help=f"Draft trees: {TREES}; default: a chain.")]
 MostDrafted = Annotated[
