@@ -215,7 +215,7 @@ def _fast_type() -> torch.dtype:
     for number in (torch.float32, torch.bfloat16):
         rows, weight = torch.ones(128, 384, dtype=number), torch.ones(384, 1024, dtype=number)
         # The first one sets up the kernel.
-        seconds[number] = min(timeit.repeat(lambda a=rows, b=weight: a @ b, number=1, repeat=4)[1:])
+        seconds[number] = min(timeit.repeat(functools.partial(torch.matmul, rows, weight), number=1, repeat=4)[1:])
     return min(seconds, key=lambda number: seconds[number])
 
 
