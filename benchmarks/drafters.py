@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars, arguments
-from drafting.chosen import Chosen, choose, told
+from drafting.chosen import Chosen, choose
 from drafting.ground import Ground
 from drafting.live import decode, per_call
 from drafting.released import as_released, second_proposals
@@ -164,17 +164,12 @@ def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str],
     if BOTH in names and {"together", "replay", "live"} & set(parts):
         found = together(ground)
         specs = {**specs, BOTH: found.spec}
-        better = max(found.alone.values())
         alone = ", ".join(f"{name} {rate:.0f}" for name, rate in found.alone.items())
-        text = f"{found.spec}, length {found.length}: {found.rate:.0f} tokens/s, alone {alone}; {NEAR:g} of the better wanted"
-        bars.add(f"{at} {BOTH}", [found.spec, found.length, found.rate, found.alone], found.rate >= NEAR * better, text)
-        over = found.rate / better
-        bars.add(
-            f"{at} {BOTH} on code",
-            over,
-            over > 1.0,
-            f"{over:.3f} x the better one; above 1 wanted, as all prompts are code",
-        )
+        told = f"{found.spec}, {found.policy.name}: {found.rate:.0f}, alone {alone}; {found.over.text()} of the better"
+        figures[BOTH] = [found.spec, found.policy.name, found.rate, found.alone]
+        over = found.over.value
+        bars.add(f"{at} {BOTH}", over, over >= NEAR, f"{told}; {NEAR:g} wanted")
+        bars.add(f"{at} {BOTH} on code", over, over > 1.0, f"{over:.3f}; above 1 wanted, as all prompts are code")
     if not {"replay", "live"} & set(parts):
         return
     chosen: dict[str, Chosen] = {}

@@ -19,6 +19,7 @@ COMMANDS = (
     "train-drafter",
     "import",
     "profile",
+    "combine",
     "evaluate",
     "compare",
     "transfer",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .replay.run import Replayed as Replayed
     from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
     from .report.comparing.compare import compare as compare
+    from .report.comparing.drafters import BothChoice as BothChoice, choose_both as choose_both
     from .report.evaluate import evaluate as evaluate
     from .report.records import Line as Line, Ratio as Ratio, Report as Report
     from .report.whatif.sweep import sweep as sweep
@@ -44,6 +45,7 @@ __getattr__, __all__ = attach(
         "replay.bounds.oracle": "oracle_seconds",
         "replay.run": "Replayed",
         "report.comparing.compare": "compare",
+        "report.comparing.drafters": "BothChoice choose_both",
         "report.evaluate": "evaluate",
         "report.records": "Line Ratio Report",
         "report.whatif.transfer": "transfer",

@@ -70,7 +70,9 @@ Depth = Annotated[
     int,
     typer.Option(help="Most tokens of the rounds that are recorded or timed: what is trained on them drafts no more."),
 ]
-TREES = "children by depth (4,2,2,1), fork:4x5, medusa-63 (Medusa's), ctc-released (with that drafter) or parents:-1,-1,0"
+TREES = (
+    "children by depth (4,2,2,1), fork:4x5, medusa-63 (Medusa's), ctc-released (with that drafter) or parents:-1,-1,0"
+)
 """What names a tree, for help texts (`decode.topology.parse_tree`)."""
 Tree = Annotated[str | None, typer.Option(help=f"Draft trees: {TREES}; default: a chain.")]
 MostDrafted = Annotated[

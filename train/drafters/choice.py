@@ -73,8 +73,7 @@ def choose_sure(
         TraceError: the traces are not dense, or not of the same texts.
     """
     alone = [
-        _rate(arrays, torch.full((len(arrays.accepted),), side == 0), policy, profiles)
-        for side, arrays in enumerate((first, other))
+        _rate(arrays, everywhere(arrays, side == 0), policy, profiles) for side, arrays in enumerate((first, other))
     ]
     rates = {sure: _rate(*both(first, other, sure), policy, profiles) for sure in sures}
     best = max(rates, key=lambda sure: rates[sure], default=None)
@@ -120,13 +119,26 @@ def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArra
 
 def _rate(arrays: TraceArrays, mine: Tensor, policy: StopPolicy, profiles: tuple[Profile, Profile]) -> float:
     """Return tokens a second where the rounds `mine` [N] are the first drafter's."""
+    tokens, seconds = texts(arrays, mine, policy, profiles)
+    return float(tokens.sum() / seconds.sum())
+
+
+def texts(
+    arrays: TraceArrays, mine: Tensor, policy: StopPolicy, profiles: tuple[Profile, Profile]
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and seconds of each text, where the rounds `mine` [N] are the first drafter's."""
     played = play(arrays, policy.limited(arrays.depth), profiles[1])
     rounds = played.rounds
     by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
     theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))
     seconds = torch.where(by_first, rounds.seconds(profiles[0]), theirs.seconds(profiles[1]))
-    total = seconds.sum() + prompt_seconds(profiles[1], arrays.prompt_tokens).sum()
-    return float(played.result.tokens.sum() / total)
+    read = prompt_seconds(profiles[1], arrays.prompt_tokens)
+    return played.result.tokens, rounds.by_sequence(seconds, len(read)) + read
+
+
+def everywhere(arrays: TraceArrays, first: bool) -> Tensor:
+    """Return [N] bool, all rounds of one drafter."""
+    return torch.full((len(arrays.accepted),), first)
 
 
 def _unread(rounds: Rounds, by_first: Tensor) -> Tensor:

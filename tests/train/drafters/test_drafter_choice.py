@@ -16,7 +16,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.errors import TraceError
+from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.storage.folder import load_policy_folder
@@ -26,6 +26,7 @@ from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.report.comparing.drafters import choose_both
 
 TREE, DEPTH, NEW = "4,2,1", 3, 14
 
@@ -119,6 +120,28 @@ def test_the_first_drafts_from_the_chance_on_that_gives_the_most_tokens_a_second
     assert none.sure is None and none.fastest == "other"
     assert choose_sure(first, other, FixedLength(2), (free, costly), (1.0,)).fastest == "first"
     assert dataclasses.replace(none, sure=0.4, rate=none.other + 1.0).fastest == "both"
+
+
+def test_a_length_is_chosen_with_the_chance_and_tested_on_other_texts(
+    traces: dict[str, TraceArrays], profile: Profile
+) -> None:
+    sides, costs = (traces["suffix"], traces["model"]), (profile, profile)
+    sures = (0.0, 0.4, 0.8)
+    by_length = {k: choose_sure(*sides, FixedLength(k), costs, sures) for k in (1, 2, 3)}
+    found = choose_both(sides, costs, sures=sures)
+    assert found.tried == {f"fixed:{k}": one for k, one in by_length.items()}
+    assert found.alone == pytest.approx(
+        {"suffix": max(o.first for o in by_length.values()), "model": max(o.other for o in by_length.values())}
+    )
+    assert found.rate == pytest.approx(max(max(one.rate, one.first) for one in by_length.values()))
+    assert found.over.value == pytest.approx(found.rate / max(found.alone.values())) and found.over.low is not None
+    whole = by_length[int(found.policy.name[-1])]
+    expected = {"both": f"suffix?sure={whole.sure:g}+model", "first": "suffix", "other": "model"}  # type: ignore[str-format]
+    assert found.spec == expected[whole.fastest]
+    with pytest.raises(TraceError, match="--first-test: 6 prompts are in the traces to choose on too"):
+        choose_both(sides, costs, sides)
+    with pytest.raises(InputError, match=r"--first: expected traces of a drafter that reads neither .*, not of model"):
+        choose_both(sides[::-1], costs)
 
 
 def _rate(arrays: TraceArrays, mine: torch.Tensor, rounds: object, free: Profile, profile: Profile) -> float:

@@ -1,0 +1,119 @@
+"""Whether two drafters at once are worth it, from a trace of each: chosen on some texts, replayed on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....decode.drafters.known import needs_draft, read_known, reads_states
+from ....policies.baselines.fixed import FixedLength
+from ....policies.contract import StopPolicy
+from ....policies.errors import InputError, TraceError
+from ....policies.latency.profile import Profile
+from ....policies.progress import Progress, silent
+from ...drafters.choice import SURES, SureChoice, both, choose_sure, everywhere, texts
+from ...replay.traces.arrays import TraceArrays
+from ...replay.traces.checking import check_apart
+from ..intervals import Resamples
+from ..records import Ratio
+
+ALIKE = ("topology", "temperature", "shaping", "verification", "pair")
+"""What texts to test on have in common with those to choose on."""
+
+Both = tuple[TraceArrays, TraceArrays]
+"""Dense traces of two drafters over the same texts."""
+
+
+@dataclass(frozen=True)
+class BothChoice:
+    """What was chosen on some texts, and what it gives on others.
+
+    Attributes:
+        spec: for `--drafter`.
+        policy: that ends its drafts.
+        rate: tokens a second, replayed.
+        alone: by drafter the same of each alone, under the policy that is best for it.
+        over: `rate` over that of the better one, with an interval over prompts.
+        tried: by policy, what every chance gave on the texts that were chosen on.
+    """
+
+    spec: str
+    policy: StopPolicy
+    rate: float
+    alone: dict[str, float]
+    over: Ratio
+    tried: dict[str, SureChoice]
+
+
+def choose_both(
+    fit: Both,
+    profiles: tuple[Profile, Profile],
+    held: Both | None = None,
+    policies: Sequence[StopPolicy] = (),
+    sures: Sequence[float] = SURES,
+    progress: Progress = silent,
+) -> BothChoice:
+    """Return which of two drafters to use, or both, with the policy and the chance that give the most tokens a second.
+
+    Args:
+        fit: the texts to choose on, as the two drafters saw them.
+        profiles: of the two drafters, with the same target.
+        held: other texts, to say what the choice gives; default: those of `fit`.
+        policies: that are tried; default: every fixed length.
+        sures: chances that are tried.
+        progress: see `Progress`.
+
+    Raises:
+        TraceError: see `choose_sure`, or drafters or settings of `fit` and `held` differ.
+        InputError: the first drafter is none that may be asked in every round.
+    """
+    names = [str(arrays.header.facts.get("drafter", "model")) for arrays in fit]
+    if reads_states(names[0]) or needs_draft(names[0]) or len(list(read_known(names[0]).parts())) > 1:
+        raise InputError(
+            f"--first: expected traces of a drafter that reads neither hidden states nor a draft model, such as suffix, "
+            f"not of {names[0]}"
+        )
+    tested = fit if held is None else _held(fit, held)
+    depth = min(arrays.depth for arrays in fit)
+    asked = [policy.limited(depth) for policy in policies] or [FixedLength(k) for k in range(1, depth + 1)]
+    tried: list[tuple[StopPolicy, SureChoice]] = []
+    for policy in asked:
+        progress("two drafters", len(tried), len(asked))
+        tried.append((policy, choose_sure(*fit, policy, profiles, sures)))
+    progress("two drafters", len(asked), len(asked))
+    return _tested(tested, names, tried, profiles)
+
+
+def _tested(
+    tested: Both,
+    names: Sequence[str],
+    tried: Sequence[tuple[StopPolicy, SureChoice]],
+    profiles: tuple[Profile, Profile],
+) -> BothChoice:
+    """Return what the fastest of the choices gives on other texts."""
+    policy, found = max(tried, key=lambda one: max(one[1].rate, one[1].first))
+    own = max(tried, key=lambda one: one[1].first)[0], max(tried, key=lambda one: one[1].other)[0]
+    alone = [texts(arrays, everywhere(arrays, side == 0), own[side], profiles) for side, arrays in enumerate(tested)]
+    rates = [float(tokens.sum() / seconds.sum()) for tokens, seconds in alone]
+    side = int(found.fastest != "first")
+    spec, made = names[side], alone[side]
+    if found.fastest == "both" and found.sure is not None:
+        spec = f"{names[0]}{'&' if '?' in names[0] else '?'}sure={found.sure:g}+{names[1]}"
+        made = texts(*both(*tested, found.sure), policy, profiles)
+    samples = Resamples(tested[1].prompt_ids)
+    speed, better = (
+        samples.total(tokens) / samples.total(seconds) for tokens, seconds in (made, alone[int(rates[1] > rates[0])])
+    )
+    rated, by_policy = dict(zip(names, rates, strict=True)), {own.name: one for own, one in tried}
+    return BothChoice(spec, policy, float(speed[0]), rated, samples.interval(speed / better), by_policy)
+
+
+def _held(fit: Both, held: Both) -> Both:
+    """Return the traces that a choice is tested on, or raise `TraceError` where they are not of what it was made on."""
+    for side, one, other in zip(("--first-test", "--other-test"), fit, held, strict=True):
+        check_apart(side, other, "the traces to choose on", one)
+        if differ := [name for name in ALIKE if getattr(one.header, name) != getattr(other.header, name)]:
+            raise TraceError(
+                f"{side}: expected traces recorded as those to choose on, but these differ: {', '.join(differ)}"
+            )
+    return held
