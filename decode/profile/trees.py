@@ -3,7 +3,7 @@
 As the profile of chains, it is measured through the loop itself, driven by a script: random sub-trees of one topology, small
 ones more often than large ones, as with policies. Both contexts share the shape of a curve, each has its own scale: single
 sizes come up too seldom to be priced alone, and the best tree would be the one whose size was timed in a lucky moment. Every
-few rounds draft and verify a single path, as a chain does.
+few rounds draft and verify a single path, as a chain does; and now and then some in a row all of the tree, as a static one does.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ from .script import Script, streams_of_script
 PATHS = 3
 """One of so many rounds is a single path."""
 
+WHOLES, RUN = 6, 4
+"""One of so many runs of rounds is of whole trees, and the rounds of a run: drawn at random a whole tree came once in a hundred
+rounds, and never after its like."""
+
 GOES_ON, WHOLE = 5, 1.25
 """One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
 
@@ -39,8 +43,8 @@ GOES_ON, WHOLE = 5, 1.25
 class RandomTree(Script):
     """Extends and verifies branches at random, whatever the text is.
 
-    Some rounds are a single path. Others extend at most 1, 2, 4, ... branches of a depth, each as often as the others, and
-    verify a number of nodes whose logarithm is even.
+    Some rounds are a single path, some the whole tree. Others extend at most 1, 2, 4, ... branches of a depth, each as often
+    as the others, and verify a number of nodes whose logarithm is even.
     """
 
     name = "random-tree"
@@ -51,6 +55,8 @@ class RandomTree(Script):
 
     def _width(self, depth: int, key: int, number: int) -> int:
         """Return how many branches of a depth a round extends."""
+        if _is_whole(key, number):
+            return self._widest
         wide = 0 if _is_path(key, number) else _toss(key, number) % (1 + self._widest.bit_length())  # 2^wide, up to all
         return 2**wide if _toss(key, number, depth) % GOES_ON else 0
 
@@ -63,7 +69,8 @@ class RandomTree(Script):
         """Verify the first nodes, a random number of them or all; or the first one of each depth."""
         drawn = tree.drawn.sum(1).tolist()
         most = [
-            [int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]  # all, for a fifth of the tosses
+            # All, for a fifth of the tosses.
+            [count if _is_whole(*stream) else int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]
             for count, stream in zip(drawn, streams_of_script(state), strict=True)
         ]
         paths = np.array([[_is_path(*stream)] for stream in streams_of_script(state)])
@@ -72,12 +79,16 @@ class RandomTree(Script):
 
 
 def _is_path(key: int, number: int) -> bool:
-    return _toss(key, number, -2) % PATHS == 0
+    return _toss(key, number, -2) % PATHS == 0 and not _is_whole(key, number)
+
+
+def _is_whole(key: int, number: int) -> bool:
+    return _toss(key, number // RUN, -3) % WHOLES == 0
 
 
 def _toss(*numbers: int) -> int:
     """Return 64 mixed bits, the same for the same numbers."""
-    # Depths, -1 and -2 as the last number keep the draws of a round apart.
+    # Depths, -1, -2 and -3 as the last number keep the draws of a round apart.
     mixed = 0
     for number in numbers:
         mixed = mix_one(mixed ^ number)

@@ -35,6 +35,7 @@ from specstop.decode.profile import CalibrationRun, measure_profile
 from specstop.decode.profile.carry_over import MEMORY
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
+from specstop.decode.profile.trees import RandomTree
 from specstop.decode.records import Generation
 from specstop.decode.verify.base import Turn
 from specstop.decode.verify.match import Match
@@ -272,6 +273,17 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
     profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1")
     assert profile.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
     assert profile.tree_outside_s == pytest.approx((ROUND + STEP + branching, STEP, 0.0), abs=EXACT)
+
+
+def test_whole_trees_are_timed_one_after_the_other(pair: Pair) -> None:
+    """As a static tree is decoded: what comes again costs less than what comes now and then."""
+    speculator = Speculator(pair, RandomTree(2, 4), Settings(0.0, 60, ignore_eos=True, tree="2,2"))
+    again, total = [], 0
+    for key in range(1, 9):
+        sizes = [r.verified for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
+        again += [later == 6 for size, later in zip(sizes, sizes[1:], strict=False) if size == 6]
+        total += len(sizes)
+    assert len(again) / total > 0.1 and sum(again) / len(again) > 2 * len(again) / total
 
 
 def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
