@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,7 @@ def test_whole_trees_are_timed_one_after_the_other(pair: Pair) -> None:
     again, total = [], 0
     for key in range(1, 9):
         sizes = [r.verified for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
-        again += [later == 6 for size, later in zip(sizes, sizes[1:], strict=False) if size == 6]
+        again += [later == 6 for size, later in pairwise(sizes) if size == 6]
         total += len(sizes)
     assert len(again) / total > 0.1 and sum(again) / len(again) > 2 * len(again) / total
 
