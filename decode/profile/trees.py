@@ -3,7 +3,8 @@
 As the profile of chains, it is measured through the loop itself, driven by a script: random sub-trees of one topology, small
 ones more often than large ones, as with policies. Both contexts share the shape of a curve, each has its own scale: single
 sizes come up too seldom to be priced alone, and the best tree would be the one whose size was timed in a lucky moment. Every
-few rounds draft and verify a single path, as a chain does; and now and then some in a row the whole tree, as a static one does.
+few rounds draft and verify a single path, as a chain does, and now and then some in a row the whole tree, as a static one
+does.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ PATHS = 3
 """One of so many rounds is a single path."""
 
 WHOLES, RUN = 6, 4
-"""One of so many runs of rounds is of whole trees, and the rounds of a run: drawn at random one came once in a hundred rounds,
-and never after its like."""
+"""One of so many runs of rounds is of whole trees, and the rounds of a run: drawn at random they came once in a hundred
+rounds, and never after their like."""
 
 GOES_ON, WHOLE = 5, 1.25
 """One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
