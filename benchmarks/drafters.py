@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars, arguments
-from drafting.chosen import Chosen, choose
+from drafting.chosen import Chosen, choose, told
 from drafting.ground import Ground
 from drafting.live import decode, per_call
 from drafting.released import as_released, second_proposals
