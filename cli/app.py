@@ -30,7 +30,7 @@ COMMANDS = (
     "policies",
     "info",
 )
-REPORTS = frozenset({"evaluate", "compare", "transfer", "estimate"})  # those that answer by a report
+REPORTS = frozenset({"combine", "evaluate", "compare", "transfer", "estimate"})  # those that answer by a report
 
 app = typer.Typer(
     help="Learn when to stop drafting in speculative decoding: collect, train, evaluate, decode.",
