@@ -178,6 +178,16 @@ def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
         solve_rate(learned, arrays, full_profile, learned.facts.acceptance[:1])
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_depth_where_nothing_was_ever_accepted_is_no_place_to_decide_behind(
+    arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, before: int
+) -> None:
+    acceptance = [*learned.facts.acceptance[:before], *[0.0] * (DEPTH - before)]
+    solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
+    assert rate == replay(arrays, solved, full_profile).rate > 0.0
+    assert solved.rule.first <= before + 1
+
+
 def test_the_typical_context_is_the_middle_of_the_texts(arrays: TraceArrays) -> None:
     middles = sorted((arrays.prompt_tokens + arrays.text_tokens / 2).tolist())
     assert middles[0] < typical_context(arrays) < middles[-1]

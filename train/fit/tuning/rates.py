@@ -90,7 +90,8 @@ def solve_rate(
     rates = rates or replayed_rates(arrays, profile)
     start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
-    for first in (first for first in firsts if first < policy.max_depth):
+    # A decision that lies behind a depth where nothing was ever accepted has nothing to decide.
+    for first in (first for first in firsts if first < policy.max_depth and _before(first, acceptance) > 0.0):
         costs = profile.chain_costs(context, price, first, policy.max_depth)
         found, rate = _solved(policy, costs, first, acceptance, max(start, best_rate), rates)
         if rate > (1.0 + CLEARLY) * best_rate:  # `FIRST` begins with 1, which others have to beat
@@ -98,18 +99,23 @@ def solve_rate(
     return best, best_rate
 
 
+def _before(first: int, acceptance: Sequence[float]) -> float:
+    """Return the mean survival of what lies before the first decision, P(A >= first - 1)."""
+    return math.prod(acceptance[: max(first - 1, 0)])
+
+
 def _solved(
     policy: LearnedPolicy, costs: Array, first: int, acceptance: Sequence[float], start: float, rates: Rates
 ) -> tuple[LearnedPolicy, float]:
     """Return the fastest rule met whose first decision is at this depth, and its rate; rho is `start` to begin with."""
     best, best_rate = policy, 0.0
-    known = math.prod(acceptance[: max(first - 1, 0)])  # of S_j, what lies before the first decision
+    known = _before(first, acceptance)
     assumed = dict.fromkeys(LOOK_AHEAD, start)  # by share; settled ones leave
     for _ in range(_ROUNDS):
         candidates = []
         for share, rho in assumed.items():
             taus = derived_thresholds(rho, costs, [share * a for a in acceptance])
-            # S_j counts from x_first on: it lacks the factor P(A >= first - 1), so that thresholds are divided by its mean.
+            # S_j counts from x_first on: it lacks what lies before, so that thresholds are divided by its mean.
             candidates.append(policy.with_rule(Derived([tau / known for tau in taus], first)))
         found = rates(candidates)
         for candidate, rate in zip(candidates, found, strict=True):
