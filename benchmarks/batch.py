@@ -204,20 +204,21 @@ def loads(
     def alone(profile: Profile, policies: Sequence[StopPolicy]) -> Profile:
         return add_decisions(profile, policies, arrays.header.vocabulary)
 
-    for where, profile in (("this machine", measured), ("like a GPU", gpu_like(sizes, DEPTH))):
+    costs, replays = {"this machine": measured, "like a GPU": gpu_like(sizes, DEPTH)}, {}
+    for where, profile in costs.items():
         learned = train(seen, profile, head="logistic").policy
         # Where the models are at hand decisions are timed between their calls.
         prices = in_the_loop if profile is measured else alone
-        found, named, priced = compare(where, arrays, fit, learned, profile, sizes, prices, options, bars)
-        bars.figures[f"by batch size, {where}"] = found
-        if profile is measured:
-            asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
-            name, ours = "embedded" if options.pair is None else options.pair.name, dict(named)["ours"]
-            for size in sizes:
-                beside_plain(name, pair, asked, arrays, ours, priced, size, options, bars)
-            for size in [n for n in sizes if n in CLEAR] or sizes[-1:]:
-                rivals = fixed_and(found, size, named)
-                live(name, pair, asked, known, arrays, rivals, priced, size, options, bars)
+        replays[where] = compare(where, arrays, fit, learned, profile, sizes, prices, options, bars)
+        bars.figures[f"by batch size, {where}"] = replays[where][0]
+    found, named, priced = replays["this machine"]
+    asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
+    name, ours = "embedded" if options.pair is None else options.pair.name, dict(named)["ours"]
+    for size in [n for n in sizes if n in CLEAR] or sizes[-1:]:
+        rivals = fixed_and(found, size, named)
+        live(name, pair, asked, known, arrays, rivals, priced, size, options, bars)
+    for size in sizes:
+        beside_plain(name, pair, asked, arrays, ours, priced, size, options, bars)
 
 
 def collected(

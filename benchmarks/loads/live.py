@@ -28,6 +28,10 @@ TURNS, TEXTS, LEAST = 15, 240, 4
 """Turns that a batch size is decoded in, and in how many texts; of large batches the least turns. What each turn brings is
 drawn anew, as the machine is faster in some of them."""
 
+CLOSE = 2
+"""So many times as many turns where policies that differ by a few hundredths are compared; between two of them costs are
+timed."""
+
 
 def live(
     where: str,
@@ -47,14 +51,18 @@ def live(
     """
     header = held.header
     at = {name: number for number, name in enumerate(held.prompt_ids)}
-    prompts, turn = _in_turns(prompts, held, size, options), size * TEXTS_A_PLACE
+    prompts, turn = _in_turns(prompts, held, size, options, CLOSE), size * TEXTS_A_PLACE
     sizes = sorted({1, size // 2, size})
     calibration = CalibrationRun(
         pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=header.max_new_tokens,
         batch=sizes, verification=header.verification,
     )  # fmt: skip
     found = run_alternating(
-        _runs(pair, named, held, known, size), prompts, calibration=calibration, calibrate_every=1, batch=size
+        _runs(pair, named, held, known, size),
+        prompts,
+        calibration=calibration,
+        calibrate_every=1 if options.quick else CLOSE,
+        batch=size,
     )
     profile = calibration.profile().with_decisions(known.decision_s)
     boot = _by_turn(prompts, size)
@@ -107,11 +115,11 @@ def beside_plain(
 
 
 def _in_turns(
-    prompts: Sequence[tuple[str, list[int]]], held: TraceArrays, size: int, options: argparse.Namespace
+    prompts: Sequence[tuple[str, list[int]]], held: TraceArrays, size: int, options: argparse.Namespace, times: int = 1
 ) -> list[tuple[str, list[int]]]:
-    """Return the prompts of the trace, over and over, until there are enough for all turns."""
+    """Return the prompts of the trace, over and over, until there are enough for all turns, or so many times as many."""
     known, turn = [(name, ids) for name, ids in prompts if name in held.prompt_ids], size * TEXTS_A_PLACE
-    most = turn * max(LEAST, min(TURNS, TEXTS // turn))
+    most = times * turn * max(LEAST, min(TURNS, TEXTS // turn))
     return known if options.quick else (known * -(-most // len(known)))[:most]
 
 
