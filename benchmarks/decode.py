@@ -101,7 +101,7 @@ def measure(
     lines = {name: bench_line(name, row, texts["plain"][: len(row)]) for name, row in texts.items()}
     print(f" T = {temperature:g}")
     for name, line in lines.items():
-        interval = f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}] of plain"
+        interval = f"{line.ratio.text(2)} of plain"
         left = "" if len(texts[name]) == len(prompts) else f", on {len(texts[name])} prompts"
         print(f"  {name:<26}{line.tokens_per_s:>8.1f} tokens/s  {interval}{left}")
     whole = {name: line.tokens_per_s for name, line in lines.items() if len(texts[name]) == len(prompts)}
@@ -116,9 +116,9 @@ def measure(
 
     ratio = speed_ratio(texts[ours], texts[theirs])
     first = figures["P(A >= 1)"] = accepted_first(texts[ours])
-    text = f"{ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] ({ours} over {theirs}, P(A >= 1) {first:.2f}); at least {least}"
-    bar("best fixed over best assisted", ratio, text, ratio[0] >= least)
-    print(f"  best tree {tree}: {speed_ratio(texts[tree], texts[ours])[0]:.2f} of {ours}")
+    text = f"{ratio.text(2)} ({ours} over {theirs}, P(A >= 1) {first:.2f}); at least {least}"
+    bar("best fixed over best assisted", [ratio.value, ratio.low, ratio.high], text, ratio.value >= least)
+    print(f"  best tree {tree}: {speed_ratio(texts[tree], texts[ours]).value:.2f} of {ours}")
     for name in (ours, FLOOR_TREE):
         rounds = [r for g in texts[name] for r in g.rounds]
         outside = sum(r.outside_s for r in rounds) / sum(r.seconds for r in rounds)
@@ -135,7 +135,7 @@ def contest(runs: dict[str, Any], prompts: Prompts, progress: Any) -> dict[str, 
     texts = dict(zip(runs, run_alternating(list(runs.values()), prompts[:SCREEN], progress=progress), strict=True))
     stay = {"plain", FLOOR_TREE}
     for kind in KINDS:
-        stay |= set(sorted(kind, key=lambda name: speed_ratio(texts[name], texts["plain"])[0], reverse=True)[:STAY])
+        stay |= set(sorted(kind, key=lambda name: speed_ratio(texts[name], texts["plain"]).value, reverse=True)[:STAY])
     rest = {name: run for name, run in runs.items() if name in stay}
     if prompts[SCREEN:]:
         for name, row in zip(

@@ -34,6 +34,7 @@ from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect, reading_room
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
+from specstop.decode.compare.intervals import Resamples
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import StopPolicy
@@ -54,7 +55,6 @@ from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.intervals import Resamples
 from specstop.train.report.reliability import survival
 from text_files import read_documents
 from tuned_rules import tuned_rules

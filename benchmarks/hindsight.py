@@ -1,7 +1,7 @@
 """The continuation value of a probability: thresholds of S_j next_j by backward search, from what lengths cost in hindsight.
 
-The derived rule (METHODS D3) works its thresholds out from costs, a rate and mean acceptance. That leaves out where the next
-round begins (D4), what decisions still to come cost, and how well far acceptance really goes with S_j next_j. Here the same
+The derived rule works its thresholds out from costs, a rate and mean acceptance. That leaves out where the next
+round begins, what decisions still to come cost, and how well far acceptance really goes with S_j next_j. Here the same
 scores are cut where drafting on began to pay on the training traces: for depth j = K-1, ..., 0, with the decisions below it
 settled, the threshold under which the cost-to-go comes out least. One number a depth is all that is fitted.
 """

@@ -36,6 +36,7 @@ from specstop.collect.run import collect, facts, reading_room
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.compare.intervals import Ratio, Resamples
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -55,8 +56,6 @@ from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.intervals import Resamples
-from specstop.train.report.records import Ratio
 from text_files import read_documents
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")

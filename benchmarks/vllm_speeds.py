@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from specstop.train.report.intervals import Resamples
-from specstop.train.report.records import Ratio
+from specstop.decode.compare.intervals import Ratio, Resamples
 from vllm_bench import SIZES, TOKENS, Bench
 from vllm_engine import Engine, engines, ours, theirs
 from vllm_traces import achievable

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..policies.lazy import attach
 
 if TYPE_CHECKING:
+    from ..decode.compare.intervals import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
     from .export.deploy import deploy as deploy
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .report.comparing.compare import compare as compare
     from .report.comparing.drafters import BothChoice as BothChoice, choose_both as choose_both
     from .report.evaluate import evaluate as evaluate
-    from .report.records import Line as Line, Ratio as Ratio, Report as Report
+    from .report.records import Line as Line, Report as Report
     from .report.whatif.sweep import sweep as sweep
     from .report.whatif.transfer import transfer as transfer
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from specstop.decode import Pair, Settings, Speculator, Tally, with_drafter
 from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.compare.intervals import Ratio, Resamples
 from specstop.policies import FixedLength
 from specstop.train.drafters.acceptance import right_proposals
 from specstop.train.drafters.proposals import Module
 from specstop.train.drafters.texts import Text
-from specstop.train.report.intervals import Resamples
-from specstop.train.report.records import Ratio
 
 DEPTH, TREE, ROOM = 4, "medusa-63", "ctc-released"
 """Depth of the released tree of symbols; the tree that ours drafts; what has room for the former, collapsed."""

@@ -10,6 +10,7 @@ import numpy as np
 from bars import Bars
 from specstop.decode import Pair, Settings, Speculator
 from specstop.decode.compare.alternate import TEXTS_A_PLACE, run_alternating
+from specstop.decode.compare.intervals import Resamples
 from specstop.decode.profile import CalibrationRun
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
@@ -17,7 +18,6 @@ from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
-from specstop.train.report.intervals import Resamples
 
 from .replayed import CLEAR
 

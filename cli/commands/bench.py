@@ -108,7 +108,7 @@ def show_bench(lines: list[BenchLine], title: str) -> None:
         (
             line.name,
             f"{line.tokens_per_s:.1f}",
-            f"{line.ratio:.2f} [{line.low:.2f}, {line.high:.2f}]",
+            line.ratio.text(2),
             f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
             " ".join(
                 f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005

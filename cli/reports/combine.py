@@ -40,7 +40,7 @@ def combine(
     if (first_test is None) != (other_test is None):
         given, lacks = ("--first-test", "--other-test") if other_test is None else ("--other-test", "--first-test")
         raise InputError(f"{lacks}: expected test traces of both drafters, but only {given} was given")
-    profiles = Profile.load(first_profile), Profile.load(other_profile)
+    profiles = Profile.load(first_profile, "--first-profile"), Profile.load(other_profile, "--other-profile")
     from ...policies.storage.registry import load_policy
     from ...train.replay.traces.arrays import TraceArrays, trace_arrays
     from ...train.replay.traces.checking import tell_other_rounds
@@ -68,7 +68,7 @@ def combine(
 def _facts(found: BothChoice) -> dict[str, Any]:
     return {
         "drafter": found.spec,
-        "policy": found.policy.name,
+        "policy": found.policy_name,
         "tokens_per_s": found.rate,
         "alone": found.alone,
         "over_the_better": dataclasses.asdict(found.over),
@@ -86,6 +86,6 @@ def _show(found: BothChoice, where: str) -> None:
     heads = ("policy", "first alone", "other alone", *(f"{sure:g}" for sure in sures))
     table("Tokens/s, the first one drafting from a chance of ... on", heads, rows)
     alone = [(name, f"{rate:.0f}", "", "") for name, rate in found.alone.items()]
-    chosen = (found.spec, f"{found.rate:.0f}", found.policy.name, found.over.text())
+    chosen = (found.spec, f"{found.rate:.0f}", found.policy_name, found.over.text())
     table(f"On {where}", ("drafter", "tokens/s", "policy", "of the better one alone"), [*alone, chosen])
     output().print(f"Draft with --drafter {found.spec}")

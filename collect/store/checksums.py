@@ -157,6 +157,6 @@ def check_shards(
 def damaged_text(folder: Path, header: Header, index: int, what: str) -> str:
     """Return the message that names a damaged shard and says what to do."""
     return (
-        f"--traces: the shard {shard_path(folder, index, header.shards)} cannot be read: {what}; "
+        f"traces: the shard {shard_path(folder, index, header.shards)} cannot be read: {what}; "
         f"`specstop merge --repair {folder}` moves it aside, and collecting again with --resume makes it good"
     )

@@ -106,7 +106,7 @@ def read_header(folder: Path) -> Header:
     """Read a trace's header; `TraceError` where there is none or it is of another version."""
     path = folder / HEADER_FILE
     if not path.is_file():
-        raise TraceError(f"--traces: expected a trace folder, but {folder} has no {HEADER_FILE}")
+        raise TraceError(f"traces: expected a trace folder, but {folder} has no {HEADER_FILE}")
     return Header.from_json(path.read_bytes(), str(path))
 
 
@@ -266,7 +266,7 @@ def open_trace(folder: str | Path) -> Trace:
     check_shards(folder, header)
     trace = Trace(folder, header)
     if not trace.row_count:
-        raise TraceError(f"--traces: {folder} has no finished shard with rows; run collect with --resume")
+        raise TraceError(f"traces: {folder} has no finished shard with rows; run collect with --resume")
     return trace
 
 

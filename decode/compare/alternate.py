@@ -19,6 +19,11 @@ TEXTS_A_PLACE = 2
 """Prompts of a turn for each of a batch's places, so that texts that end give theirs to others."""
 
 
+def texts_a_turn(batch: int) -> int:
+    """Return how many prompts each method decodes before the next one does."""
+    return batch * TEXTS_A_PLACE if batch > 1 else 1
+
+
 class Runner(Protocol):
     """Whatever decodes prompts: a `Speculator`, or another library."""
 
@@ -56,7 +61,7 @@ def run_alternating(
         run.run(requests[:batch])
         if isinstance(run, Speculator):
             run.renew()  # a policy that carries its state has not seen this text yet
-    size = batch * TEXTS_A_PLACE if batch > 1 else 1
+    size = texts_a_turn(batch)
     for number, first in enumerate(range(0, len(requests), size)):
         some = requests[first : first + size]
         for turn in range(len(runs)):

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from ...policies.baselines.fixed import FixedLength
 from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
@@ -19,10 +17,9 @@ from ..models.pair import Pair
 from ..records import Generation, Tally
 from ..settings import Settings
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
-from .alternate import Runner, run_alternating
+from .alternate import Runner, run_alternating, texts_a_turn
 from .hf_baseline import PLAIN, SETTINGS, Assisted
-
-_REPLICATES = 2000
+from .intervals import Ratio, Resamples
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,8 @@ class BenchLine:
     Attributes:
         name: of the method.
         tokens_per_s: generated tokens over all seconds.
-        ratio: to the first method, in the same run; with its 95% bootstrap interval over prompts in `low`, `high`.
+        ratio: to the first method, in the same run; with its 95% bootstrap interval over turns, each a prompt or, of a batch,
+            those decoded side by side. None where there was one turn.
         block_efficiency: tokens per target call; 0 where it is not reported.
         shares: of the seconds, by phase; empty where they are not reported.
         same_text: prompts whose text equals the first method's.
@@ -40,16 +38,14 @@ class BenchLine:
 
     name: str
     tokens_per_s: float
-    ratio: float
-    low: float
-    high: float
+    ratio: Ratio
     block_efficiency: float
     shares: dict[str, float]
     same_text: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line as plain values."""
-        return asdict(self)
+        """Return the line as plain values; `low` and `high` are the ratio's interval."""
+        return {**asdict(self), "ratio": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high}
 
 
 def bench(
@@ -96,33 +92,33 @@ def bench(
             runs.append(
                 Assisted(
                     library, setting, settings.temperature, settings.max_new_tokens, settings.ignore_eos,
-                    settings.shaping,
+                    settings.shaping, batch,
                 )
             )  # fmt: skip
             names.append(setting.name)
     texts = run_alternating(runs, prompts, seed=seed, batch=batch, progress=progress)
-    return [bench_line(name, row, texts[0]) for name, row in zip(names, texts, strict=True)]
+    turn = texts_a_turn(batch)
+    return [bench_line(name, row, texts[0], turn) for name, row in zip(names, texts, strict=True)]
 
 
-def bench_line(name: str, texts: Sequence[Generation], base: Sequence[Generation]) -> BenchLine:
-    """Return the line of one method, as ratio to another one on the same prompts."""
+def bench_line(name: str, texts: Sequence[Generation], base: Sequence[Generation], turn: int = 1) -> BenchLine:
+    """Return the line of one method, as ratio to another one on the same prompts, decoded in turns of so many."""
     tally = Tally.of(texts)
-    ratio, low, high = speed_ratio(texts, base)
+    ratio = speed_ratio(texts, base, turn)
     total = sum(tally.shares().values())
     shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
     same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
-    return BenchLine(name, tally.tokens_per_s, ratio, low, high, tally.block_efficiency, shares, same)
+    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same)
 
 
-def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation]) -> tuple[float, float, float]:
-    """Return tokens/s of `texts` over that of `base`, with the 95% bootstrap interval over prompts."""
-    a, b = (np.array([(len(g.tokens), g.seconds) for g in side]) for side in (texts, base))
-    generator = np.random.default_rng(0)
+def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation], turn: int = 1) -> Ratio:
+    """Return tokens/s of `texts` over that of `base`, with the 95% bootstrap interval over turns of so many prompts.
 
-    def of(at: Any) -> float:
-        return float(a[at, 0].sum() / a[at, 1].sum() * b[at, 1].sum() / b[at, 0].sum())
-
-    # The same prompts of both sides in each draw: a long or hard one weighs on both.
-    draws = [of(generator.integers(0, len(a), len(a))) for _ in range(_REPLICATES)]
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return of(np.arange(len(a))), float(low), float(high)
+    Both have the same prompts in each resample, as a long or hard one weighs on both; those of a turn share its seconds.
+    """
+    samples = Resamples([number // turn for number in range(len(texts))])
+    mine, theirs = (
+        samples.total([len(g.tokens) for g in side]) / samples.total([g.seconds for g in side])
+        for side in (texts, base)
+    )
+    return samples.interval(mine / theirs)

@@ -61,6 +61,7 @@ class Assisted:
         max_new_tokens: length limit.
         ignore_eos: go on after the end-of-text token.
         shaping: what else changes the distribution that is sampled from.
+        batch: plain texts that are decoded side by side.
 
     Raises:
         PairError: an assistant whose vocabulary is of another size, which the library refuses.
@@ -74,6 +75,7 @@ class Assisted:
         max_new_tokens: int,
         ignore_eos: bool = False,
         shaping: Shaping = UNCHANGED,
+        batch: int = 1,
     ) -> None:
         models = (pair.target, pair.draft_model if setting.tokens else pair.target)
         sizes = [model.config.get_text_config().vocab_size for model in models]
@@ -83,7 +85,7 @@ class Assisted:
                 f"tokens and the draft {sizes[1]}; measure with --no-library"
             )
         self.name = setting.name
-        self._pair, self._setting = pair, setting
+        self._pair, self._setting, self._batch = pair, setting, batch
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             # Also where they are off: left out, top_k would be the library's own default, 50.
@@ -101,7 +103,8 @@ class Assisted:
     def run(self, requests: Sequence[Request]) -> list[Generation]:
         """Return the texts: plain ones side by side, assisted ones, of which the library takes one, after each other."""
         if not self._setting.tokens:
-            return self._generate([list(request.prompt) for request in requests], requests[0].key)
+            parts = [requests[at : at + self._batch] for at in range(0, len(requests), self._batch)]
+            return [text for part in parts for text in self._generate([list(r.prompt) for r in part], part[0].key)]
         return [self.generate(request.prompt, request.key) for request in requests]
 
     def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +130,7 @@ def load_drafter(path: str | Path) -> TrainedDrafter:
     Raises:
         InputError: a file is missing, was changed, or is not what `drafter.json` says.
     """
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
         if not folder.is_dir():
             raise InputError("expected the folder of a drafter, which does not exist")

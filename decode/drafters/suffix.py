@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from heapq import nlargest
 from itertools import islice
@@ -89,6 +90,9 @@ class SuffixDrafter:
         """See `Drafter`."""
         if self.carries and self._shared is not None:
             _learn(self._shared, self._texts[stream])
+            # Learning splits states, so that what the other texts end with may stand in another one now.
+            for other, text in enumerate(self._texts):
+                self._elsewhere[other] = _end(self._shared, text)
         self._texts[stream], self._own[stream], self._at[stream] = [], SuffixAutomaton(), {}
         self._elsewhere[stream], self._ahead[stream] = (START, 0), 0
 
@@ -167,6 +171,14 @@ def _learn(automaton: SuffixAutomaton, tokens: Sequence[int]) -> None:
         automaton.append(token)
 
 
+def _end(automaton: SuffixAutomaton, tokens: Sequence[int]) -> tuple[int, int]:
+    """Return state and length of the longest suffix of a text that an automaton knows."""
+    state, length = START, 0
+    for token in tokens:
+        state, length = automaton.step(state, length, token)
+    return state, length
+
+
 def file_hash(path: str) -> str:
     """Return a short hash of a text file.
 
@@ -184,7 +196,7 @@ def _tokens(pair: Pair, path: str) -> list[int]:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise InputError(f"--drafter suffix: expected a text file, but {path} cannot be read: {reason}") from None

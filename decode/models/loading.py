@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -149,7 +150,7 @@ def load_model(
 def _found(name: str | Path, option: str) -> str:
     """Return the name as `from_pretrained` wants it; a path that looks local must exist."""
     text = str(name)
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise PairError(f"{option}: expected a model folder, but {text} has no config.json")

@@ -168,11 +168,11 @@ class Profile(Costs):
         return {**self.to_dict(), **({"measurements": Measurements(series).to_list()} if series else {})}
 
     @staticmethod
-    def load(path: str | Path) -> Profile:
-        """Read a profile; anything else is an `InputError`."""
-        raw = read_json(Path(path), "--profile")
+    def load(path: str | Path, option: str = "--profile") -> Profile:
+        """Read a profile; anything else is an `InputError`, which names the option."""
+        raw = read_json(Path(path), option)
         if not isinstance(raw, dict) or raw.get("kind") != "profile" or raw.get("schema") != PROFILE_SCHEMA:
-            raise InputError(f"--profile: expected a latency profile of schema {PROFILE_SCHEMA}, but {path} is none")
+            raise InputError(f"{option}: expected a latency profile of schema {PROFILE_SCHEMA}, but {path} is none")
         return dataclasses.replace(Profile.from_dict(raw, str(path)), source=Path(path))
 
     @staticmethod

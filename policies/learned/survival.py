@@ -3,7 +3,7 @@
 Each factor may be calibrated and the product still be off: what is known at depth j also tells about the tokens before it,
 and a product multiplies what its factors have in common. So the product is mapped at each depth, from the first one on,
 S_j = g_j(S_{j-1} accept_j), each g_j fitted with those before it in place (sequential temperature scaling of the confidence
-heads in DSpark; METHODS of calibration there search a temperature, here any monotone table may stand). A table is at most 32
+heads in DSpark, which searches a temperature, where any monotone table may stand here). A table is at most 32
 straight pieces.
 """
 

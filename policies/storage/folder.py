@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -148,7 +149,7 @@ def from_pretrained(name: str | Path, revision: str | None = None) -> LearnedPol
     Raises:
         PolicyError: neither exists, the hub cannot be reached, or the folder is not in order.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return load_policy_folder(path)
     if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):

@@ -5,6 +5,7 @@ A folder may be put under the rule for batches: `folder?rule=batch`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -71,11 +72,11 @@ def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
 
 def _of_spec(text: str, plain: bool) -> StopPolicy:
     if _is_folder(text):
-        return load_policy_folder(Path(text).expanduser())
+        return load_policy_folder(Path(os.path.expanduser(text)))
     where = f"--policy: {text!r}"
     name, _, query = text.partition("?")
     if query and _is_folder(name):
-        return _under_options(load_policy_folder(Path(name).expanduser()), read_options(query, where), text)
+        return _under_options(load_policy_folder(Path(os.path.expanduser(name))), read_options(query, where), text)
     name, colon, value = name.partition(":")
     point = None if plain else _PLUGINS.find(name)
     if name not in BUILTINS and point is None:
@@ -102,7 +103,7 @@ def _of_spec(text: str, plain: bool) -> StopPolicy:
 
 def _is_folder(text: str) -> bool:
     # A bare name is a folder only if a policy is in it: a folder `fixed` in the way does not hide the built-in.
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
     return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
 
 

@@ -32,8 +32,8 @@ def right_proposals(network: Any, texts: Iterable[Text], embedding: Module, outp
     """Yield by text [P, K] bool: at P positions, whether each depth's proposal is the text's, fed the tokens before it."""
     best = _by_prefix if isinstance(network, CTCNetwork) else _by_scores
     for text in texts:
-        if not text.greedy or len(text.tokens) < text.prompt + 3:
-            continue
+        if not text.greedy or len(text.tokens) < max(text.prompt, network.shape.depth) + 3:
+            continue  # at none of its positions can all depths be compared
         right, first = [], max(0, text.prompt - 1)  # the first root that the target has drawn
         for depth, tokens in enumerate(best(network, Batch.of([text]), embedding, output)):
             known = len(text.tokens) - 2 - depth

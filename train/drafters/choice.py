@@ -7,6 +7,7 @@ chosen by the committed text alone, so the two traces put together row by row ar
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,15 @@ from torch import Tensor
 from ...collect.schema import NO_TOKEN
 from ...decode.drafters.either import ROUNDING
 from ...policies.contract import StopPolicy
-from ...policies.errors import TraceError
+from ...policies.errors import SpecstopWarning, TraceError
 from ...policies.latency.profile import Profile
 from ..replay.log import Rounds, play
 from ..replay.seconds import prompt_seconds
 from ..replay.traces.arrays import TraceArrays
 
 SURES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+
+_TOKEN = "anchor_token"
 
 _SAME = ("topology", "temperature", "shaping", "seed", "max_new_tokens", "prompts_hash", "verification")
 
@@ -70,8 +73,9 @@ def choose_sure(
         sures: chances that are tried.
 
     Raises:
-        TraceError: the traces are not dense, or not of the same texts.
+        TraceError: see `paired`.
     """
+    first, other = paired(first, other)
     alone = [
         _rate(arrays, everywhere(arrays, side == 0), policy, profiles) for side, arrays in enumerate((first, other))
     ]
@@ -82,20 +86,42 @@ def choose_sure(
     return SureChoice(best, rates[best], alone[0], alone[1], rates)
 
 
-def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArrays, Tensor]:
-    """Return the trace of two drafters at once, and [N] bool, the rounds that the first one drafts.
+def paired(first: TraceArrays, other: TraceArrays) -> tuple[TraceArrays, TraceArrays]:
+    """Return two traces with the texts that both hold, as `both` wants them.
+
+    Two runs of a target may part where two tokens are equally good: such texts are left out, with a warning that counts them.
 
     Raises:
-        TraceError: see `choose_sure`.
+        TraceError: the traces are not dense, of other prompts or settings, or have no text in common.
     """
     headers = first.header, other.header
     differ = [name for name in _SAME if getattr(headers[0], name) != getattr(headers[1], name)]
     targets = {header.pair.get("target") for header in headers}
     if differ or len(targets) > 1 or not all(header.has_every_anchor for header in headers):
         what = ", ".join(differ) or ("target" if len(targets) > 1 else "collector: expected dense traces")
-        raise TraceError(
-            f"--traces: two drafters are compared on dense traces of the same texts, but these differ: {what}"
-        )
+        raise TraceError(f"two drafters are compared on dense traces of the same texts, but these differ: {what}")
+    if first.prompt_ids != other.prompt_ids:
+        raise TraceError("two drafters are compared on dense traces of the same texts, but these differ: prompts")
+    same = [at for at in range(first.sequences) if _text(first, at) == _text(other, at)]
+    if not same:
+        raise TraceError("two drafters are compared on traces of the same texts, but no text is in both")
+    if len(same) == first.sequences:
+        return first, other
+    told = f"{first.sequences - len(same)} of {first.sequences} texts differ between the two traces and are left out"
+    warnings.warn(told, SpecstopWarning, stacklevel=2)
+    return first.subset(same), other.subset(same)
+
+
+def _text(arrays: TraceArrays, sequence: int) -> tuple[int, ...]:
+    """Return what tells a text from others: its lengths, and its tokens where they were recorded."""
+    begin, rows = int(arrays.offset[sequence]), int(arrays.rows[sequence])
+    sizes = int(arrays.prompt_tokens[sequence]), int(arrays.text_tokens[sequence]), int(arrays.first_anchor[sequence])
+    tokens = arrays.columns.get(_TOKEN)
+    return *sizes, rows, *(() if tokens is None else map(int, tokens[begin : begin + rows].tolist()))
+
+
+def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArrays, Tensor]:
+    """Return the trace of two drafters at once, and [N] bool, the rounds that the first one drafts; of `paired` traces."""
     # All candidates for the next token were drawn from one row, of which any node of depth 1 has the largest chance.
     mine = (first.tokens[:, 0] != NO_TOKEN) & (first.column("top1")[:, 0] > sure - ROUNDING)
 
@@ -127,7 +153,8 @@ def texts(
     arrays: TraceArrays, mine: Tensor, policy: StopPolicy, profiles: tuple[Profile, Profile]
 ) -> tuple[Tensor, Tensor]:
     """Return tokens and seconds of each text, where the rounds `mine` [N] are the first drafter's."""
-    played = play(arrays, policy.limited(arrays.depth), profiles[1])
+    depth = min(arrays.depth, *(profile.max_depth for profile in profiles))
+    played = play(arrays, policy.limited(depth), profiles[1])
     rounds = played.rounds
     by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
     theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ...decode.drafters.heads.networks import MOST_DEPTH, Shape
 from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy
-from ...policies.errors import InputError, close_match
+from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
@@ -100,7 +101,7 @@ def train_drafter(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
         )  # fmt: skip
         recorded = time.perf_counter()
-        fitted, held_out = texts.divided(max(1, len(texts.files) // HELD_OUT))
+        fitted, held_out = _long_enough(texts, _shape(pair, kind, depth).depth)
         network = _fitted(pair, kind, depth, fitted, held_out, folder, seed, options, progress)
         shares = acceptance(network, held_out, *_ends(pair))
     metrics = {
@@ -115,6 +116,27 @@ def train_drafter(
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], told, metrics)
     save_drafter(trained, out)
     return trained
+
+
+def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
+    """Return texts to fit on and to hold out, those left out at whose positions not all depths can be compared.
+
+    Raises:
+        InputError: on one side there is none.
+    """
+    least = depth + 3  # at the first position token 0 was read and token 1 drawn; one more position follows it
+    every = sum(1 for _ in texts)
+    sides = Texts(texts.files, least).divided(max(1, len(texts.files) // HELD_OUT))
+    found = [sum(1 for _ in side) for side in sides]
+    if not all(found):
+        raise InputError(
+            f"--prompts: {sum(found)} of {every} texts have the {least} tokens, prompt included, that --depth asks for, and "
+            "some are wanted to fit on and to hold out; give other prompts or less --depth"
+        )
+    if sum(found) < every:
+        told = f"{every - sum(found)} of {every} texts are shorter than {least} tokens and are left out"
+        warnings.warn(told, SpecstopWarning, stacklevel=3)
+    return sides
 
 
 def _fitted(

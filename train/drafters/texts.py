@@ -132,13 +132,14 @@ class Texts:
 
     Args:
         files: of `record_texts`.
+        shortest: tokens that a text has at least, prompt included; shorter ones are left out.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = list(files)
+    def __init__(self, files: Sequence[Path], shortest: int = 0) -> None:
+        self.files, self.shortest = list(files), shortest
 
     def read(self, number: int) -> list[Text]:
-        """Return the texts of a file.
+        """Return the texts of a file that are long enough.
 
         Raises:
             InputError: it cannot be read.
@@ -156,7 +157,8 @@ class Texts:
             ) from None
         return [
             Text(text, prompt, bool(greedy), state)
-            for text, state, (prompt, _, greedy) in zip(tokens, states, sizes, strict=True)
+            for text, state, (prompt, length, greedy) in zip(tokens, states, sizes, strict=True)
+            if length >= self.shortest
         ]
 
     def __iter__(self) -> Iterator[Text]:
@@ -165,7 +167,7 @@ class Texts:
 
     def divided(self, held_out: int) -> tuple[Texts, Texts]:
         """Return all but the last `held_out` files, and those."""
-        return Texts(self.files[:-held_out]), Texts(self.files[-held_out:])
+        return Texts(self.files[:-held_out], self.shortest), Texts(self.files[-held_out:], self.shortest)
 
 
 @dataclass(frozen=True)

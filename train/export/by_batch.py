@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...decode.compare.intervals import Ratio, Resamples, Values
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
@@ -23,9 +24,7 @@ from ..replay.batch import replay_batch
 from ..replay.known_lengths import ReplayedRuns
 from ..replay.log import Rounds
 from ..replay.traces.arrays import TraceArrays
-from ..report.intervals import Resamples, Values
 from ..report.pricing import Priced, Vary
-from ..report.records import Ratio
 from .folder import Export
 from .serving import batch_profile
 

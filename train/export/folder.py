@@ -13,6 +13,7 @@ import torch
 
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.store.folder import Trace
+from ...decode.compare.intervals import Ratio, Resamples
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
@@ -27,9 +28,7 @@ from ..replay.traces.arrays import trace_arrays
 from ..replay.traces.checking import tell_other_rounds
 from ..report.decision_costs import with_prices
 from ..report.evaluate import check_fit
-from ..report.intervals import Resamples
 from ..report.pricing import Draws, Priced
-from ..report.records import Ratio
 from .serving import Sides, split_sides
 
 SEEN = (

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from ...decode.compare.intervals import Ratio, Resamples, Values
 from ...decode.engines.sglang import KEY, rule_of
 from ..replay.traces.arrays import TraceArrays, typical_context
-from ..report.intervals import Resamples, Values
-from ..report.records import Ratio
 from ..report.whatif.records import markdown_table
 from .by_batch import WORTH, FixedBatches, choose_lengths
 from .folder import Export, Written, caveats, drafter_caveat, find_sizes

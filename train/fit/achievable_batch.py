@@ -92,7 +92,7 @@ def achievable_in_batches(
         calibrated.survival.maps,
     )  # fmt: skip
     # Any rule serves until here: `for_batches` puts its own in its place.
-    made = for_batches(policy)
+    made = for_batches(policy.limited(profile.max_depth))
     if price is not None:
         return known, settle_batch(made, known, profile.with_decisions({made.cost_name: price}))
     return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))  # decisions are free

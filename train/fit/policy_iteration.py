@@ -1,7 +1,7 @@
 """Policy iteration: heads are fitted on the rounds that the policy with these heads plays, until those settle.
 
 Policies skip easy runs, so the anchors they visit are harder than the average one, and HISTORY features tell of the policy's
-own play (METHODS D5). Each fit changes both. The loop goes round until the visits stay where they are, or the held-out rate
+own play. Each fit changes both. The loop goes round until the visits stay where they are, or the held-out rate
 stops rising; the best round by held-out replay wins, the last one need not be it.
 """
 

@@ -117,6 +117,8 @@ def train(
     tell_other_rounds(profile, opened[0].header)
     if nodes and (rule != "gain" or min(nodes) < 1):
         raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
+    if rule == "continuation" and mixed is not None:
+        raise InputError("--mixed: the rule continuation is fitted on the rounds of --traces; leave it out")
     if host is not None:
         check_host(host, opened, rule, [*(hidden or ()), *head_spec(head).hidden])
         features = features_for(host, opened, head, features, default_features(opened))

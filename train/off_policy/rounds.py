@@ -163,7 +163,7 @@ def _survival(arrays: TraceArrays) -> Array:
     ratio = likelihood_ratios(arrays)
     if not arrays.header.verification.startswith("block"):
         return np.minimum(ratio, 1.0).cumprod(1)
-    weight, out = np.ones(len(ratio)), np.empty_like(ratio)  # w_i = min(1, w_{i-1} p / q), METHODS B9
+    weight, out = np.ones(len(ratio)), np.empty_like(ratio)  # w_i = min(1, w_{i-1} p / q)
     for at in range(ratio.shape[1]):
         weight = np.minimum(weight * ratio[:, at], 1.0)
         out[:, at] = weight

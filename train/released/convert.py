@@ -15,6 +15,7 @@ Sources: github.com/JackZeng0208/DynaSD, `inference/decision_models.py` (`Decisi
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def import_weights(
     check_limits(rejection_weight=rejection_weight, threshold=threshold)
     if depth is not None and not 1 <= depth <= DEEPEST:
         raise InputError(f"--depth: expected 1 to {DEEPEST}, not {depth}")
-    path = find_weights(Path(weights).expanduser())
+    path = find_weights(Path(os.path.expanduser(weights)))
     folder = claim_folder(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()
     state = read_state(raw, path)

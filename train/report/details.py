@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...decode.compare.intervals import Resamples
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress
 from ..replay.bounds.oracle import Ideal
@@ -14,7 +15,6 @@ from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
 from .comparing.read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
-from .intervals import Resamples
 from .losses import decoder, largest_losses
 from .pricing import Draws
 from .reliability import has_survival, reliability

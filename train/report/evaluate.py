@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...collect.store.card import replay_text
 from ...collect.store.folder import Trace, open_trace
+from ...decode.compare.intervals import Resamples
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
@@ -35,7 +36,6 @@ from .batches import Arrivals, by_batch, check_batches
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
 from .insight import Entry, acceptance_bands
-from .intervals import Resamples
 from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
@@ -316,5 +316,5 @@ def load_traces(path: str | Path) -> Trace:
     """Open traces for evaluation; an incomplete run is refused."""
     trace = open_trace(path)
     if not trace.complete:
-        raise TraceError(f"--traces: {path} is not complete; run collect with --resume first")
+        raise TraceError(f"traces: {path} is not complete; run collect with --resume first")
     return trace

@@ -12,14 +12,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from ...decode.compare.intervals import Ratio, Resamples
 from ...policies.latency.profile import Profile
 from ..replay.bounds.regret import Regret
 from ..replay.log import Played, scaled
 from ..replay.seconds import prompt_seconds
 from ..replay.traces.arrays import TraceArrays
-from .intervals import Resamples
 from .pricing import Change, Draws, Priced
-from .records import Ratio
 
 MOST_GROUPS = 40
 MOST_POINTS = 1000

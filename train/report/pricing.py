@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Values
 from ...policies.latency.profile import Profile
 from ..replay.counted import count_rounds, joined
 from ..replay.log import Rounds
-from .intervals import LEVEL, REPLICATES, Resamples, Values
-from .records import Ratio
 
 DRAWS = 200
 """Of the profile's timings; each serves several resamples of the prompts."""

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...decode.compare.intervals import Ratio
+
 DEPLOY, NO_GAIN, REFUSE, TOO_FEW = "deploy", "no gain", "do not deploy", "too few prompts"
 NO_VERDICT = "no verdict"
 HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
@@ -13,36 +15,6 @@ HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
 
 FEWEST = 8
 """Prompts below which an interval says too little for a verdict."""
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of sums and its bootstrap interval; without one where a single prompt says nothing about others."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def is_above(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.low is not None and self.low > 1.0
-
-    @property
-    def is_below(self) -> bool:
-        """Whether the whole interval lies below 1."""
-        return self.high is not None and self.high < 1.0
-
-    def times(self, factor: float) -> Ratio:
-        """Return value and interval, multiplied."""
-        low, high = (None if end is None else factor * end for end in (self.low, self.high))
-        return Ratio(factor * self.value, low, high)
-
-    def text(self, digits: int = 3) -> str:
-        """Return `1.042 [1.021, 1.063]`; the value alone where there is no interval."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.{digits}f}"
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def verdict(ratio: Ratio, prompts: int, profile: Ratio | None = None) -> str:

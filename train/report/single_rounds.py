@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...decode.compare.intervals import Resamples
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.progress import Progress
@@ -15,7 +16,6 @@ from ..replay.rounds import RoundValues, evaluate_rounds
 from ..replay.traces.arrays import TraceArrays
 from .answer import answer, noise_findings
 from .insight import acceptance_bands
-from .intervals import Resamples
 from .pricing import Draws, Priced, Vary
 from .records import Report
 from .speeds import Comparison, Counts

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ...decode.compare.intervals import Ratio, Resamples, Values
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import planned_rounds
 from ..replay.log import Played
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays
 from .insight import Entry
-from .intervals import Resamples, Values
 from .pricing import Draws, Priced, Vary
-from .records import Line, Ratio, verdict
+from .records import Line, verdict
 
 if TYPE_CHECKING:
     from ..fit.continuation.values import Achievable

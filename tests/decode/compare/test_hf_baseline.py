@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 from conftest import VOCABULARY, build_model
+from specstop.decode.compare.bench import bench
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
+from specstop.decode.loop import Request
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import candidate_generator
@@ -34,3 +38,21 @@ def test_vocabularies_of_two_sizes_are_measured_without_an_assistant(tokenizer: 
     assert len(Assisted(wide, PLAIN, 0.0, 4, True).generate([7]).tokens) == 4
     with pytest.raises(PairError, match=r"the target scores 56 tokens and the draft 48; measure with --no-library$"):
         Assisted(wide, SETTINGS[0], 0.0, 4)
+
+
+def test_plain_texts_are_generated_as_many_at_a_time_as_a_batch_has(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    asked = [Request(tokens, at) for at, tokens in enumerate(prompt_ids[1:4])]
+    made = Assisted(pair, PLAIN, 0.0, 6, True, batch=2).run(asked)
+    assert [list(g.tokens) for g in made] == plain_texts(pair, prompt_ids[1:4], [0] * 3, 6, ignore_eos=True).tokens
+    assert made[0].seconds == made[1].seconds != made[2].seconds, "texts of one call share its time"
+
+
+def test_an_interval_is_over_turns_and_one_turn_has_none(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    prompts = [(f"p{at}", tokens) for at, tokens in enumerate(prompt_ids[1:6])]
+    (plain, line) = bench(pair, prompts[:1], [FixedLength(2)], settings=Settings(max_new_tokens=6))
+    assert line.ratio.value > 0.0 and line.ratio.low is None and line.to_dict()["high"] is None
+    assert plain.to_dict()["ratio"] == 1.0
+    lines = bench(pair, prompts, [FixedLength(2)], settings=Settings(max_new_tokens=6))
+    assert lines[1].ratio.low is not None and lines[1].ratio.low < lines[1].ratio.value < lines[1].ratio.high
+    together = bench(pair, prompts[:4], [FixedLength(2)], settings=Settings(max_new_tokens=6), batch=2)
+    assert together[1].ratio.low is None, "four texts of a batch of two are one turn"

@@ -123,6 +123,29 @@ def test_earlier_texts_are_searched_if_asked(pair: Pair, tmp_path: Path) -> None
     assert best(drafter, [20, 7, 8]) == 11, "the file stays"
     with pytest.raises(InputError, match=r"expected a text file, but .*none.txt cannot be read: No such file"):
         find_drafter(f"suffix:{tmp_path}/none.txt", pair)
+    with pytest.raises(InputError, match=r"but ~nobody-here/x.txt cannot be read: No such file"):
+        find_drafter("suffix:~nobody-here/x.txt", pair)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_learned_of_one_text_leaves_the_ends_of_the_others_right(pair: Pair, seed: int) -> None:
+    """Against a search of all texts that have ended: the longest suffix of each open text that came in one of them."""
+    chance, ended = random.Random(seed), list[list[int]]()
+    drafter = SuffixDrafter(pair, keep=1)
+    drafter.reserve(3, 64)
+    texts: list[list[int]] = [[], [], []]
+    for _ in range(60):
+        stream = chance.randrange(3)
+        if texts[stream] and chance.random() < 0.15:
+            ended.append(texts[stream])
+            texts[stream] = []
+            drafter.begin(stream)
+        new = [chance.randrange(3) for _ in range(chance.randint(1, 4))]
+        drafter.committed(stream, new, None)
+        texts[stream] += new
+        for text, (_, length) in zip(texts, drafter._elsewhere, strict=True):
+            longest = max(n for n in range(len(text) + 1) if n == 0 or occurrences(ended, tuple(text[len(text) - n :])))
+            assert length == longest
 
 
 @pytest.mark.parametrize("tree", [None, "3,2,1"])

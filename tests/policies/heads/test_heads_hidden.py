@@ -182,7 +182,7 @@ def test_blocks_are_independent_and_the_published_ones_are_one() -> None:
 
 
 def test_the_rejection_weight_is_taken_out_exactly() -> None:
-    """p' = a / (a + w (1 - a)); METHODS' example: a = 0.9, w = 6 gives 0.6."""
+    """p' = a / (a + w (1 - a)): a = 0.9, w = 6 gives 0.6."""
     assert biased(np.array(0.9), 6.0) == pytest.approx(0.6)
     chance = np.linspace(0.01, 0.99, 50)
     trained = biased(chance, 6.0)

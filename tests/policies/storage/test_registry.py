@@ -108,6 +108,7 @@ def test_a_good_spec_is_its_policy(spec: str, kind: type[StopPolicy], attributes
         ("confidence?=3", "key=value"),
         ("some/where", "the folder some/where does not exist"),
         ("./fixed", "the folder ./fixed does not exist"),
+        ("~nobody-here/fixed", "the folder ~nobody-here/fixed does not exist"),
     ],
 )
 def test_a_bad_spec_is_told_what_is_wrong(spec: str, message: str) -> None:

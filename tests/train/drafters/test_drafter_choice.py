@@ -16,11 +16,11 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.drafters.choice import both, choose_sure
+from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
 from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.log import play
@@ -29,6 +29,7 @@ from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.comparing.drafters import choose_both
 
 TREE, DEPTH, NEW = "4,2,1", 3, 14
+SIDES = ("low", "high")
 
 
 @pytest.fixture(scope="session")
@@ -169,4 +170,45 @@ def test_traces_of_other_texts_are_refused(traces: dict[str, TraceArrays]) -> No
     first, other = traces["suffix"], traces["model"]
     odd = dataclasses.replace(first, header=dataclasses.replace(first.header, temperature=0.0, seed=3))
     with pytest.raises(TraceError, match=r"dense traces of the same texts, but these differ: temperature, seed"):
-        both(odd, other, 0.5)
+        paired(odd, other)
+    renamed = dataclasses.replace(first, prompt_ids=[f"{name}x" for name in first.prompt_ids])
+    with pytest.raises(TraceError, match="these differ: prompts"):
+        paired(renamed, other)
+
+
+def test_texts_that_parted_are_left_out(traces: dict[str, TraceArrays], profile: Profile) -> None:
+    first, other = traces["suffix"], traces["model"]
+    assert paired(first, other) == (first, other)
+    tokens = first.columns["anchor_token"].clone()
+    tokens[int(first.offset[2])] += 1
+    parted = dataclasses.replace(first, columns={**first.columns, "anchor_token": tokens})
+    with pytest.warns(SpecstopWarning, match=r"1 of 6 texts differ between the two traces and are left out"):
+        mine, theirs = paired(parted, other)
+    kept = [name for at, name in enumerate(first.prompt_ids) if at != 2]
+    assert mine.prompt_ids == theirs.prompt_ids == kept
+    with pytest.warns(SpecstopWarning, match="1 of 6"):
+        found = choose_sure(parted, other, FixedLength(2), (profile, profile), (0.4,))
+    assert found.other == pytest.approx(replay(other.subset([0, 1, 3, 4, 5]), FixedLength(2), profile).rate)
+    odd = dataclasses.replace(first, text_tokens=first.text_tokens + 1)
+    with pytest.raises(TraceError, match="no text is in both"):
+        paired(odd, other)
+
+
+def test_what_is_tried_ends_where_the_shorter_profile_does_and_pays_for_its_decisions(
+    traces: dict[str, TraceArrays], profile: Profile
+) -> None:
+    sides = traces["suffix"], traces["model"]
+    short = dataclasses.replace(
+        profile,
+        **{s: dataclasses.replace(getattr(profile, s), verify_s=getattr(profile, s).verify_s[:3]) for s in SIDES},
+    )
+    assert short.max_depth == 2
+    for profiles in ((short, profile), (profile, short)):
+        assert set(choose_both(sides, profiles, sures=(0.4,)).tried) == {"fixed:1", "fixed:2"}
+    asked, unpriced = [Confidence(0.0), FixedLength(2)], dataclasses.replace(profile, decision_s={})
+    found = choose_both(sides, (unpriced, unpriced), policies=asked, sures=(0.4,)).tried
+    assert list(found) == ["confidence:0", "fixed:2"]
+    free = choose_sure(*sides, Confidence(0.0).limited(3), (unpriced, unpriced), (0.4,))
+    assert found["confidence:0"].other < free.other
+    with pytest.raises(InputError, match="two policies are called"):
+        choose_both(sides, (profile, profile), policies=[FixedLength(2), FixedLength(2)])

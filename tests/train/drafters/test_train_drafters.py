@@ -20,12 +20,12 @@ from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import FixedLength
-from specstop.policies.errors import InputError
+from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.train.drafters.acceptance import acceptance
 from specstop.train.drafters.losses import loss_of
 from specstop.train.drafters.proposals import positions, proposals
-from specstop.train.drafters.run import train_drafter
-from specstop.train.drafters.texts import Batch, Text, record_texts
+from specstop.train.drafters.run import _long_enough, train_drafter
+from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 from specstop.train.heads.fitting import FitOptions
 
 DEPTH, NEW = 3, 16
@@ -184,6 +184,32 @@ def test_acceptance_is_what_the_loop_accepts(alone: Pair, few: list[tuple[Prompt
         expected = [sum(a >= depth for a in accepted) / len(accepted) for depth in range(1, deepest + 1)]
         assert acceptance(drafter._network, texts, *ends(alone)) == pytest.approx(expected), kind
         assert expected[0] > 0
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_texts_too_short_to_compare_all_depths_are_left_out(
+    alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path, kind: str
+) -> None:
+    network = small_drafter(kind, alone, DEPTH)._network
+    least = network.shape.depth + 3
+    texts = list(record_texts(alone, few, tmp_path / "texts", max_new_tokens=NEW, temperature=0.0))
+    whole = acceptance(network, texts, *ends(alone))
+    for size in range(3, least + 1):
+        cut = Text(texts[0].tokens[:size], 1, True, texts[0].states[:size])
+        found = acceptance(network, [cut], *ends(alone))
+        assert len(found) == (0 if size < least else network.shape.depth), size
+        if size < least:
+            assert acceptance(network, [*texts, cut], *ends(alone)) == whole
+        else:
+            assert bool(torch.isfinite(loss_of(network)(Batch.of([cut]), *ends(alone))))
+    lengths = sorted(len(text.tokens) for text in texts)
+    short = Texts(sorted((tmp_path / "texts").glob("*.safetensors")), lengths[-1])
+    assert 0 < len(list(short)) < len(texts) and all(len(text.tokens) == lengths[-1] for text in short)
+    with pytest.raises(InputError, match=r"0 of \d+ texts have the \d+ tokens, prompt included, that --depth asks for"):
+        _long_enough(Texts(short.files), lengths[-1])
+    with pytest.warns(SpecstopWarning, match=r"\d+ of \d+ texts are shorter than"):
+        sides = _long_enough(Texts(short.files), lengths[1] - 3)
+    assert all(len(text.tokens) >= lengths[1] for side in sides for text in side)
 
 
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(alone: Pair, few: list[Any], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.latency.tables import CostTable, Price
 from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
 from specstop.train.report.batches import by_batch
 from synthetic import telling_trace, told
@@ -24,6 +24,17 @@ def costs() -> Profile:
     one = BatchTable(1.0, steps, 0.0, steps, verify)
     later = dataclasses.replace(one, context=99.0)
     return Profile(alone, dataclasses.replace(alone, context=99.0), 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(one, later))
+
+
+def test_it_goes_no_deeper_than_the_profile() -> None:
+    profile = costs()
+    cut = {side: dataclasses.replace(getattr(profile, side), verify_s=(4.0, 4.5, 5.0)) for side in ("low", "high")}
+    arrays, shallow = telling_trace(12), dataclasses.replace(profile, **cut)
+    assert shallow.max_depth == 2 < arrays.depth
+    known, policy = achievable_in_batches(arrays, shallow)
+    assert policy.max_depth == 2
+    assert by_batch(known, [], shallow, [SIZE], estimate=(known, policy))["lines"][1]["to_best_fixed"][0]["value"] > 0.9
+    assert achievable_in_batches(arrays, shallow, price=Price(1e-3))[1].max_depth == 2
 
 
 @pytest.mark.parametrize("tells", [True, False])

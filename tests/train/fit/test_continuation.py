@@ -192,6 +192,8 @@ def test_what_is_remembered_is_that_of_the_parent_for_one_stream_as_for_many(rem
 def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     with pytest.raises(InputError, match="rule continuation has heads logistic, mlp, xgboost, not tokens"):
         train(sides[0], full_profile, rule="continuation", head="tokens", features=("drawn_token",))
+    with pytest.raises(InputError, match="--mixed: the rule continuation is fitted on the rounds of --traces"):
+        train(sides[0], full_profile, rule="continuation", head="xgboost", mixed=sides[1])
 
 
 def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:

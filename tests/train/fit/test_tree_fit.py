@@ -30,7 +30,7 @@ from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, settle, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
 from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
-from specstop.train.fit.trees.solve import tree_seconds
+from specstop.train.fit.trees.solve import solve_tree, tree_seconds
 from specstop.train.fit.trees.subtrees import on_subtree, subtree
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree
@@ -291,6 +291,16 @@ def test_what_it_cannot_be_asked_for(
 ) -> None:
     with pytest.raises((InputError, ValueError), match=message):
         train(forest[0.0], profile, rule="gain", **options)  # type: ignore[arg-type]
+
+
+def test_no_decision_begins_after_the_deepest_depth_that_was_reached(
+    forest: dict[float, Trace], trained: dict[float, Trained], profile: Profile
+) -> None:
+    policy = trained[0.7].policy
+    assert isinstance(policy, TreeGain) and len(policy.rule.acceptance) > 2
+    short = policy.with_rule(policy.rule.changed(acceptance=policy.rule.acceptance[:2], first=1))
+    solved, rate = solve_tree(short, trace_arrays(forest[0.7]), profile)
+    assert rate > 0.0 and solved.rule.first <= 2
 
 
 def test_traces_that_cannot_be_replayed_are_refused(

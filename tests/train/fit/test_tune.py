@@ -179,7 +179,7 @@ def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_depth_where_nothing_was_ever_accepted_is_no_place_to_decide_behind(
+def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, before: int
 ) -> None:
     acceptance = [*learned.facts.acceptance[:before], *[0.0] * (DEPTH - before)]

@@ -56,6 +56,17 @@ def test_a_temperature_is_recovered() -> None:
     assert kinds.count("temperature") >= 8
 
 
+def test_texts_are_halved_by_their_order_and_one_alone_by_its_rows() -> None:
+    logits, _, labels = made("overconfident")
+    text = np.arange(COUNT) // 100
+    expected = fit_calibrator(logits, labels, text)
+    assert expected.kind != "identity"
+    for numbers in (2 * text, 2 * text + 1, text - 7):
+        assert np.array_equal(fit_calibrator(logits, labels, numbers)(logits), expected(logits))
+    alone = fit_calibrator(logits, labels, np.full(COUNT, 4))
+    assert np.array_equal(alone(logits), fit_calibrator(logits, labels)(logits)) and alone.kind != "identity"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_bent_map_gets_the_isotonic_one(seed: int) -> None:
     logits, truth, labels = made("bent", seed, 4 * COUNT)

@@ -158,7 +158,7 @@ def test_rows_of_one_kind_are_all_kept() -> None:
 
 @pytest.mark.parametrize("published", [False, True])
 def test_the_rejection_weights_bias_is_in_the_published_head_and_not_in_ours(published: bool) -> None:
-    """METHODS: with weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
+    """With weight w the least loss is at a / (a + w (1 - a)), the mean of which is known here."""
     fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
     options = FitOptions(epochs=10, learning_rate=1e-2)
     head, _ = (fit_published if published else fit_specdec)(FitTask(fit, held, (), options=options))

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specstop.decode.compare.intervals import Ratio, Resamples
 from specstop.train.report.answer import answer, findings, why
 from specstop.train.report.insight import StopCost
-from specstop.train.report.intervals import Resamples
-from specstop.train.report.records import Line, Ratio
+from specstop.train.report.records import Line
 
 
 def line(name: str, kind: str, rate: float) -> Line:

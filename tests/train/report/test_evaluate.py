@@ -14,6 +14,7 @@ import pytest
 import torch
 from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
+from specstop.decode.compare.intervals import Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
@@ -24,11 +25,12 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
+from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate, load_traces
-from specstop.train.report.records import Line, Ratio, Report
+from specstop.train.report.records import Line, Report
 from specstop.train.report.whatif.sweep import sweep
 from specstop.train.report.writing.files import FILES, to_markdown, write_report
 
@@ -44,6 +46,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
     policies = [learned, FixedLength(2), Confidence(0.7, DEPTH)]
     return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written, sweep=False)
+
+
+SIDES = ("low", "high")
 
 
 def other(profile: Profile) -> Profile:
@@ -283,6 +288,22 @@ def test_the_rate_is_solved_again_for_another_profile_only(
     line = evaluate(sides[1], costs, [threshold], train_traces=sides[0]).line("logistic")
     assert line.note == ""
     assert line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
+
+
+def test_the_rate_is_solved_for_a_profile_that_ends_before_the_policy(
+    sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
+) -> None:
+    cut = {
+        s: dataclasses.replace(getattr(full_profile, s), verify_s=getattr(full_profile, s).verify_s[:4]) for s in SIDES
+    }
+    costs = dataclasses.replace(full_profile, **cut)
+    assert costs.max_depth == 3 < learned.max_depth
+    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0]).line("logistic")
+    assert "solved for this profile" in solved.note
+    here = learned.limited(3)
+    assert solved.tokens_per_s == pytest.approx(
+        replay(trace_arrays(sides[1]), settle_for(here, trace_arrays(sides[0]), costs)[0], costs).rate, rel=EXACT
+    )
 
 
 def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(

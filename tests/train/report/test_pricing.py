@@ -13,6 +13,7 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
+from specstop.decode.compare.intervals import Ratio, Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
@@ -23,9 +24,8 @@ from specstop.train.replay.log import Played, play, scaled
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.answer import answer
 from specstop.train.report.evaluate import evaluate
-from specstop.train.report.intervals import Resamples
 from specstop.train.report.pricing import Draws, Priced, Vary
-from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, Ratio, verdict
+from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, verdict
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order

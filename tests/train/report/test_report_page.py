@@ -17,6 +17,7 @@ from contract_policies import DEPTH
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
+from specstop.decode.compare.intervals import Ratio
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
@@ -28,7 +29,7 @@ from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.comparing.compare import compare
 from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import NO_VERDICT, TOO_FEW, Ratio, Report
+from specstop.train.report.records import NO_VERDICT, TOO_FEW, Report
 from specstop.train.report.writing.files import plain, to_csv, to_markdown, write_report
 from specstop.train.report.writing.page import to_html
 from specstop.train.report.writing.sections import sections

@@ -1,4 +1,4 @@
-"""Fitted continuation value: when to stop drafting, by backward regression on traces of full depth (METHODS D3, D4).
+"""Fitted continuation value: when to stop drafting, by backward regression on traces of full depth.
 
 From one anchor everything is known in hindsight: the draft to depth K, what of it the target accepts, and what each length
 would have cost to the end of the text (`CostToGo`). So for depth j = K-1, ..., 0: the gain of drafting on is what stopping
@@ -34,7 +34,7 @@ LATEST = 3
 """Latest first decision that is tried."""
 
 UNVISITED = 0.2
-"""Weight of an anchor that the policy does not come by, against 1 for each time that it does (METHODS D5)."""
+"""Weight of an anchor that the policy does not visit, against 1 for each time that it does."""
 
 
 @dataclass(frozen=True)

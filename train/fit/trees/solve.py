@@ -95,7 +95,8 @@ def solve_tree(
     for share in AHEAD:
         settled(ahead=share)
     for first in firsts:
-        if first != best.rule.first and first < policy.max_depth:
+        # After the deepest depth that was ever reached there is nothing to decide.
+        if first != best.rule.first and first < policy.max_depth and first <= len(best.rule.acceptance):
             settled(first=first, ahead=best.rule.ahead)
     # From the highest on, which reads the fewest branches: the first one that does no harm is taken.
     for floor in FLOORS:

@@ -90,7 +90,8 @@ def settle_lengths(policy: LearnedPolicy, arrays: TraceArrays, profile: Profile)
 
 def _best_length(arrays: TraceArrays, profile: Profile, size: int, depth: int) -> tuple[int, float]:
     """Return the fixed length that replays fastest in batches of a size, and its rate."""
-    rates = [batch_rate(FixedLength(k), arrays, profile, size) for k in range(min(depth, profile.max_depth) + 1)]
+    deepest = min(depth, profile.max_depth, arrays.depth)
+    rates = [batch_rate(FixedLength(k), arrays, profile, size) for k in range(deepest + 1)]
     best = int(np.argmax(rates))
     return best, rates[best]
 

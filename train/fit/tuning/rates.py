@@ -90,7 +90,7 @@ def solve_rate(
     rates = rates or replayed_rates(arrays, profile)
     start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
-    # A decision that lies behind a depth where nothing was ever accepted has nothing to decide.
+    # After a depth where nothing was ever accepted there is nothing to decide.
     for first in (first for first in firsts if first < policy.max_depth and _before(first, acceptance) > 0.0):
         costs = profile.chain_costs(context, price, first, policy.max_depth)
         found, rate = _solved(policy, costs, first, acceptance, max(start, best_rate), rates)

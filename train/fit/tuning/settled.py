@@ -24,13 +24,15 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
     A rate holds for the costs that it was solved under: under others a rule would stop too early or too late.
 
     Args:
-        policy: any; one whose rule knows no costs comes back as it is.
+        policy: any; one whose rule knows no costs comes back as it is, no deeper than traces of chains and the profile.
         arrays: dense training traces, never the evaluated ones, to solve rates on; None = there are none.
         profile: what rounds cost, this policy's decisions included.
     """
     priced = with_costs(policy, profile)
     if priced is not policy:
         return priced, BY_COSTS
+    if arrays is not None and arrays.tree.is_chain:  # of trees no depth is out of a profile's range
+        policy = policy.limited(min(arrays.depth, profile.max_depth))
     if is_priced(policy) and not profile.same_costs(policy.facts.profile):
         if arrays is None:
             return policy, "rho as saved, of another profile; give dense training traces to solve it for this one"

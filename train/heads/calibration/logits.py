@@ -33,12 +33,13 @@ def fit_calibrator(logits: Array, labels: Array, sequence: Array | None = None) 
     Args:
         logits: [M] of held-out rows.
         labels: [M] bool, or chances.
-        sequence: [M], rows of one text fall in one half; without it halves alternate.
+        sequence: [M], rows of one text fall in one half; without it, or of one text alone, halves alternate.
     """
     if _says_nothing(labels):
         return Calibrator()
     # Rows of one text resemble each other: spread over both halves they would flatter the freer map.
-    half = (np.arange(len(labels)) if sequence is None else sequence) % 2 == 0
+    parts = np.arange(len(labels)) if sequence is None else np.unique(sequence, return_inverse=True)[1]
+    half = (parts if parts.max() else np.arange(len(labels))) % 2 == 0  # of one part alone rows alternate
     losses = {"identity": log_loss(Calibrator()(logits), labels)}
     for kind in ("temperature", "isotonic"):
         losses[kind] = sum(

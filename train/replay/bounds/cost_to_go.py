@@ -1,11 +1,11 @@
-"""Seconds still to go: what each length of a round costs on a text that does not depend on it.
+"""Cost-to-go in seconds: what each length of a round costs on a text that does not depend on it.
 
 Under `match` the text of a stream is the same for every policy, so decoding it faster means one thing: fewer seconds from
 here to its end. Let V(t) be these seconds from anchor t on under some policy. Then drafting k tokens at t costs
 
     cost(k) + V(t + min(A_t, k) + 1)
 
-whatever happens later, and two lengths can be compared in hindsight, the start of the next round included (METHODS D4: round
+whatever happens later, and two lengths can be compared in hindsight, the start of the next round included (round
 starts are not independent; here the term for them is not modelled but read off the text). Neither a rate nor its iteration is
 wanted: tokens are given, and only time is left to save.
 """

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..intervals import Resamples
-from ..records import Ratio
+from ....decode.compare.intervals import Ratio, Resamples
 from .read import Read, read_report
 
 PAIRED, UNPAIRED = "paired", "unpaired"

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from ....decode.compare.intervals import Ratio, Resamples
 from ....decode.drafters.known import needs_draft, read_known, reads_states
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.latency.profile import Profile
 from ....policies.progress import Progress, silent
-from ...drafters.choice import SURES, SureChoice, both, choose_sure, everywhere, texts
+from ...drafters.choice import SURES, SureChoice, both, choose_sure, everywhere, paired, texts
+from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.checking import check_apart
-from ..intervals import Resamples
-from ..records import Ratio
+from ..decision_costs import with_prices
+from ..whatif.records import unique_names
 
 ALIKE = ("topology", "temperature", "shaping", "verification", "pair")
 """What texts to test on have in common with those to choose on."""
@@ -30,7 +33,8 @@ class BothChoice:
 
     Attributes:
         spec: for `--drafter`.
-        policy: that ends its drafts.
+        policy: that ends its drafts, as it decides under the profile of the other drafter.
+        policy_name: what it was called by.
         rate: tokens a second, replayed.
         alone: by drafter the same of each alone, under the policy that is best for it.
         over: `rate` over that of the better one, with an interval over prompts.
@@ -39,6 +43,7 @@ class BothChoice:
 
     spec: str
     policy: StopPolicy
+    policy_name: str
     rate: float
     alone: dict[str, float]
     over: Ratio
@@ -65,7 +70,7 @@ def choose_both(
 
     Raises:
         TraceError: see `choose_sure`, or drafters or settings of `fit` and `held` differ.
-        InputError: the first drafter is none that may be asked in every round.
+        InputError: the first drafter is none that may be asked in every round, or two policies have one name.
     """
     names = [str(arrays.header.facts.get("drafter", "model")) for arrays in fit]
     if reads_states(names[0]) or needs_draft(names[0]) or len(list(read_known(names[0]).parts())) > 1:
@@ -73,26 +78,46 @@ def choose_both(
             f"--first: expected traces of a drafter that reads neither hidden states nor a draft model, such as suffix, "
             f"not of {names[0]}"
         )
-    tested = fit if held is None else _held(fit, held)
-    depth = min(arrays.depth for arrays in fit)
-    asked = [policy.limited(depth) for policy in policies] or [FixedLength(k) for k in range(1, depth + 1)]
-    tried: list[tuple[StopPolicy, SureChoice]] = []
-    for policy in asked:
+    fit = paired(*fit)
+    tested = fit if held is None else paired(*_held(fit, held))
+    depth = min(*(arrays.depth for arrays in fit), *(profile.max_depth for profile in profiles))
+    called = unique_names(policies)
+    mine, theirs = (
+        with_prices(profile, policies, arrays.header)[0] for profile, arrays in zip(profiles, fit, strict=True)
+    )
+    # One policy ends the drafts of both, and the other drafter's are those that take time.
+    asked = {
+        name: settle_for(policy.limited(depth), fit[1], theirs)[0]
+        for name, policy in zip(called, policies, strict=True)
+    } or {f"fixed:{k}": FixedLength(k) for k in range(1, depth + 1)}
+    tried: list[_Tried] = []
+    for name, policy in asked.items():
         progress("two drafters", len(tried), len(asked))
-        tried.append((policy, choose_sure(*fit, policy, profiles, sures)))
+        tried.append(_Tried(name, policy, choose_sure(*fit, policy, (mine, theirs), sures)))
     progress("two drafters", len(asked), len(asked))
-    return _tested(tested, names, tried, profiles)
+    return _tested(tested, names, tried, (mine, theirs))
+
+
+class _Tried(NamedTuple):
+    """A policy, what it was called by, and what every chance gave under it."""
+
+    name: str
+    policy: StopPolicy
+    found: SureChoice
 
 
 def _tested(
     tested: Both,
     names: Sequence[str],
-    tried: Sequence[tuple[StopPolicy, SureChoice]],
+    tried: Sequence[_Tried],
     profiles: tuple[Profile, Profile],
 ) -> BothChoice:
     """Return what the fastest of the choices gives on other texts."""
-    policy, found = max(tried, key=lambda one: max(one[1].rate, one[1].first))
-    own = max(tried, key=lambda one: one[1].first)[0], max(tried, key=lambda one: one[1].other)[0]
+    name, policy, found = max(tried, key=lambda one: max(one.found.rate, one.found.first))
+    own = (
+        max(tried, key=lambda one: one.found.first).policy,
+        max(tried, key=lambda one: one.found.other).policy,
+    )
     alone = [texts(arrays, everywhere(arrays, side == 0), own[side], profiles) for side, arrays in enumerate(tested)]
     rates = [float(tokens.sum() / seconds.sum()) for tokens, seconds in alone]
     side = int(found.fastest != "first")
@@ -104,8 +129,8 @@ def _tested(
     speed, better = (
         samples.total(tokens) / samples.total(seconds) for tokens, seconds in (made, alone[int(rates[1] > rates[0])])
     )
-    rated, by_policy = dict(zip(names, rates, strict=True)), {own.name: one for own, one in tried}
-    return BothChoice(spec, policy, float(speed[0]), rated, samples.interval(speed / better), by_policy)
+    rated, by_policy = dict(zip(names, rates, strict=True)), {one.name: one.found for one in tried}
+    return BothChoice(spec, policy, name, float(speed[0]), rated, samples.interval(speed / better), by_policy)
 
 
 def _held(fit: Both, held: Both) -> Both:

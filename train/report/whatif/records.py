@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ....decode.compare.intervals import Ratio
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.learned.policy import LearnedPolicy
-from ..records import DEPLOY, NO_GAIN, REFUSE, Ratio
+from ..records import DEPLOY, NO_GAIN, REFUSE
 
 
 @dataclass(frozen=True)

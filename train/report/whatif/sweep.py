@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....collect.store.folder import Trace
+from ....decode.compare.intervals import Ratio, Resamples, Values
 from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
@@ -21,9 +22,7 @@ from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 from ...replay.traces.checking import check_apart
 from ..decision_costs import with_prices
-from ..intervals import Resamples, Values
 from ..pricing import Change, Draws, Priced
-from ..records import Ratio
 from .records import Sweep, SweepLine, unique_names
 
 RATIOS = tuple(float(f"{r:.3g}") for r in np.geomspace(0.01, 0.5, 9))

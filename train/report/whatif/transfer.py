@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ....collect.store.folder import Trace
+from ....decode.compare.intervals import Resamples
 from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
@@ -20,7 +21,6 @@ from ....policies.progress import Progress, shown
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..decision_costs import with_prices
-from ..intervals import Resamples
 from ..pricing import Draws, Priced, Vary
 from ..speeds import ASKED, Comparison
 from .records import Cell, Transfer, temperature_text, unique_names

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ....decode.compare.intervals import Ratio
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.files.outputs import claim_folder, staged_folder
 from ..decision_costs import FILE as DECISIONS_FILE
 from ..drawing.plot import save_speed_plot
-from ..records import Ratio, Report
+from ..records import Report
 from .model import Data, Table
 from .page import facts_text, to_html
 from .sections import sections, speed_table

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..records import REFUSE, Ratio
+from ....decode.compare.intervals import Ratio
+from ..records import REFUSE
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
 from .whatif import sensitivity, sweep, transfer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy import stats
-from specstop.train.report.intervals import Resamples, expanded_tail
-from specstop.train.report.records import FEWEST, TOO_FEW, Ratio, verdict
+from specstop.decode.compare.intervals import Ratio, Resamples, expanded_tail
+from specstop.train.report.records import FEWEST, TOO_FEW, verdict
 
 NORMAL_TAIL = 0.025
 

@@ -12,18 +12,47 @@ that no fixed length is above the best one, holds for percentiles and not for st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtr, stdtrit
 
 from ...policies.limits import check_limits
-from .records import Ratio
 
 REPLICATES = 2000
 LEVEL = 0.95
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of sums and its bootstrap interval; without one where a single prompt says nothing about others."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low is not None and self.low > 1.0
+
+    @property
+    def is_below(self) -> bool:
+        """Whether the whole interval lies below 1."""
+        return self.high is not None and self.high < 1.0
+
+    def times(self, factor: float) -> Ratio:
+        """Return value and interval, multiplied."""
+        low, high = (None if end is None else factor * end for end in (self.low, self.high))
+        return Ratio(factor * self.value, low, high)
+
+    def text(self, digits: int = 3) -> str:
+        """Return `1.042 [1.021, 1.063]`; the value alone where there is no interval."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.{digits}f}"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 class Resamples:
@@ -68,5 +97,7 @@ class Resamples:
 
 def expanded_tail(prompts: int) -> float:
     """Return the share of resamples below (and above) the expanded percentile interval of so many prompts."""
+    from scipy.special import ndtr, stdtrit  # half of scipy, for a number that not every comparison wants
+
     t = stdtrit(prompts - 1, (1.0 + LEVEL) / 2)
     return float(ndtr(-np.sqrt(prompts / (prompts - 1)) * t))
