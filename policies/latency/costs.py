@@ -104,6 +104,12 @@ class Costs:
         out: Array = at_context(low, high, (self.low.context, self.high.context), context) + outside + decided
         return out
 
+    def first_draft_s(self, context: Array) -> Array:
+        """Return [R] float64 seconds of a round's first draft step that reads one token, at contexts [R]."""
+        low, high = self._first_step(np.ones(1, dtype=np.int64))
+        out: Array = at_context(low, high, (self.low.context, self.high.context), context)
+        return out
+
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""
         # A backlog of 0, that of a drafter which reads nothing, costs what 1 does: so it was timed.

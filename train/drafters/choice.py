@@ -79,7 +79,7 @@ def choose_sure(
     alone = [
         _rate(arrays, everywhere(arrays, side == 0), policy, profiles) for side, arrays in enumerate((first, other))
     ]
-    rates = {sure: _rate(*both(first, other, sure), policy, profiles) for sure in sures}
+    rates = {sure: _rate(*both(first, other, sure), policy, profiles, True) for sure in sures}
     best = max(rates, key=lambda sure: rates[sure], default=None)
     if best is None or rates[best] <= alone[1]:
         return SureChoice(None, alone[1], alone[0], alone[1], rates)
@@ -143,22 +143,44 @@ def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArra
     return made, mine
 
 
-def _rate(arrays: TraceArrays, mine: Tensor, policy: StopPolicy, profiles: tuple[Profile, Profile]) -> float:
-    """Return tokens a second where the rounds `mine` [N] are the first drafter's."""
-    tokens, seconds = texts(arrays, mine, policy, profiles)
+def _rate(
+    arrays: TraceArrays,
+    mine: Tensor,
+    policy: StopPolicy,
+    profiles: tuple[Profile, Profile],
+    is_asked: bool = False,
+) -> float:
+    """Return tokens a second; see `texts`."""
+    tokens, seconds = texts(arrays, mine, policy, profiles, is_asked)
     return float(tokens.sum() / seconds.sum())
 
 
 def texts(
-    arrays: TraceArrays, mine: Tensor, policy: StopPolicy, profiles: tuple[Profile, Profile]
+    arrays: TraceArrays,
+    mine: Tensor,
+    policy: StopPolicy,
+    profiles: tuple[Profile, Profile],
+    is_asked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens and seconds of each text, where the rounds `mine` [N] are the first drafter's."""
+    """Return tokens and seconds of each text.
+
+    Args:
+        arrays: of the texts.
+        mine: [N] bool, the rounds that the first drafter drafts.
+        policy: that ends drafts.
+        profiles: of the two drafters.
+        is_asked: whether the first one is asked in the rounds of the other too, which takes its first draft step.
+    """
     depth = min(arrays.depth, *(profile.max_depth for profile in profiles))
     played = play(arrays, policy.limited(depth), profiles[1])
     rounds = played.rounds
     by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
     theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))
-    seconds = torch.where(by_first, rounds.seconds(profiles[0]), theirs.seconds(profiles[1]))
+    spent = theirs.seconds(profiles[1])
+    if is_asked:
+        in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))
+        spent = spent + in_vain * (rounds.drafted > 0)  # a round that drafts nothing asks nobody
+    seconds = torch.where(by_first, rounds.seconds(profiles[0]), spent)
     read = prompt_seconds(profiles[1], arrays.prompt_tokens)
     return played.result.tokens, rounds.by_sequence(seconds, len(read)) + read
 

@@ -151,3 +151,7 @@ def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
     for words, message in refused:
         answer = cli("combine", *both, *words)
         assert (answer.code, message in answer.err) == (2, True), answer.err
+    for option in ("--first", "--other-profile"):
+        answer = cli("combine", *both, option, place / "nowhere")
+        assert answer.code == 2 and "--profile:" not in answer.err and "--traces" not in answer.err, answer.err
+        assert "nowhere" in answer.err

@@ -124,7 +124,7 @@ def _tested(
     spec, made = names[side], alone[side]
     if found.fastest == "both" and found.sure is not None:
         spec = f"{names[0]}{'&' if '?' in names[0] else '?'}sure={found.sure:g}+{names[1]}"
-        made = texts(*both(*tested, found.sure), policy, profiles)
+        made = texts(*both(*tested, found.sure), policy, profiles, True)
     samples = Resamples(tested[1].prompt_ids)
     speed, better = (
         samples.total(tokens) / samples.total(seconds) for tokens, seconds in (made, alone[int(rates[1] > rates[0])])
