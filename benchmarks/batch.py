@@ -58,6 +58,9 @@ def main() -> int:
     parser.add_argument(
         "--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to compare; a check takes all"
     )
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=list(LOADS), help="batch sizes of the part `loads`; a check takes all"
+    )
     options = parser.parse_args()
     bars = Bars()
     folder = pair_folder(options)
@@ -89,7 +92,7 @@ def main() -> int:
             speeds("100M", with_engine(large), texts, 24, options, bars, large, least=0.0)
     if "memory" in options.part:
         memory(options, bars)
-    whole = len(prompts) >= 40 and set(options.part) == set(PARTS)
+    whole = len(prompts) >= 40 and set(options.part) == set(PARTS) and set(options.sizes) >= set(LOADS)
     return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens: {', '.join(options.part)}", whole)
 
 
@@ -187,7 +190,7 @@ def loads(
     options: argparse.Namespace, bars: Bars,
 ) -> None:  # fmt: skip
     """Compare policies by batch size in replay, by costs measured here and by those of a machine like a GPU; some live."""
-    sizes = LOADS[:2] if options.quick else LOADS
+    sizes = LOADS[:2] if options.quick else tuple(sorted(set(options.sizes)))
     told = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH, "verification": "match"}
     held, seen = (collect(pair, side, out / f"loads{at}", **told) for at, side in enumerate((prompts, other)))
     known = encode(other, pair.tokenizer, reading_room(pair, tokens))
