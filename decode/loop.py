@@ -79,7 +79,7 @@ class Speculator:
         pair: target and draft.
         policy: a stop policy.
         settings: see `Settings`.
-        profile: supplies the modelled seconds that policies observe; verifications of chains are padded to a cheaper size.
+        profile: supplies the modelled seconds that policies observe; verifications of one chain are padded to a cheaper size.
         source: makes the random source of a stream from (key, window); the keyed noise unless a test injects another.
         drafter: proposes the candidates; the pair's by default.
         observer: looks on, as a collector does.
@@ -119,14 +119,14 @@ class Speculator:
         keeps = TARGET_HIDDEN in self._sizes, DRAFT_HIDDEN in self._sizes
         self.batch = batch
         padded = profile.padded() if profile and chain and batch == 1 else ()
-        filled = profile.batch.filled if profile and profile.batch and chain and batch > 1 else None
         trimming = policy.trims, is_trimming(policy)
         self._source = ModelSource(
             pair, self._drafter, self.mode, self.topology, self.settings, trimming, keeps, padded, source,
-            batch, filled,
+            batch,
         )  # fmt: skip
         self._runner = MonitoredRunner(policy, profile, chain, self.settings.fallback, self.settings.drift, batch)
-        priced = self._runner.observes and policy.reads_seconds and chain and filled is None
+        alone = batch == 1 or profile is None or profile.batch is None
+        priced = self._runner.observes and policy.reads_seconds and chain and alone
         if profile and priced and profile.max_depth < self.topology.deepest:
             raise InputError(
                 f"--profile: {policy.name} hears what rounds take and drafts up to {self.topology.deepest} tokens, but the "

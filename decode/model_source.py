@@ -48,7 +48,6 @@ class ModelSource:
         padded: how many tokens a verification of so many is best filled up to, of one stream; none = it never is.
         source: makes the random source of a stream from (key, window); None = the keyed noise.
         streams: S.
-        filled: how many tokens in all a verification of (streams, tokens) is best filled up to; None = it never is.
 
     Attributes:
         texts: S, those that are decoded; None where there is none.
@@ -72,7 +71,6 @@ class ModelSource:
         padded: Sequence[int] = (),
         source: Callable[[int, int], Source] | None = None,
         streams: int = 1,
-        filled: Callable[[int, int], int] | None = None,
     ) -> None:
         self.pair, self.drafter, self.mode, self.topology, self.settings = pair, drafter, mode, topology, settings
         # What rejection sends to the target must not depend on tokens drawn later, so policies select level by level. For
@@ -84,7 +82,7 @@ class ModelSource:
             raise InputError(
                 f"{type(drafter).__name__} wants states of the target's layers: load it with --engine plain"
             )
-        self._padded, self._filled = padded, filled
+        self._padded = padded
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
@@ -315,8 +313,6 @@ class ModelSource:
         more = 0
         if len(streams) == 1 and sent <= len(self._padded):
             more = self._padded[sent - 1] + 1 - sent  # the table counts drafted tokens, `sent` the root too
-        elif len(streams) > 1 and self._filled is not None:
-            more = self._filled(len(streams), sent) - sent
         return more if len(last.text.tokens) - 1 + len(last.sent) + more <= self._readable else 0
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:

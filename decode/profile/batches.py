@@ -23,6 +23,7 @@ from ...policies.latency.estimate import (
     BATCH_FIRST,
     BATCH_OUTSIDE,
     BATCH_PLAIN,
+    BATCH_PLAIN_OUTSIDE,
     BATCH_VERIFY,
     CONTEXTS,
 )
@@ -97,6 +98,7 @@ class BatchRun:
                 _add_round(timed, side, parts, settled=at >= _settling(rounds))
             for parts in plain[_settling(plain) :]:
                 timed[Key(BATCH_PLAIN, side, (self.streams,))].append(sum(r.verify_s for r in parts))
+                timed[Key(BATCH_PLAIN_OUTSIDE, side, (self.streams,))].append(sum(r.outside_s for r in parts))
             contexts.append([sum(r.context for r in parts) / len(parts) for parts in rounds])
         return timed, contexts
 

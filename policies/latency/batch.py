@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from ..files.entries import Entries
 from .robust_fits import Points, along
-from .tables import CLEARLY, LEAST_CALL_S, MOST_CONTEXT, MOST_S, at_context, least_later
+from .tables import LEAST_CALL_S, MOST_CONTEXT, MOST_S, at_context
 
 Array = np.ndarray[Any, Any]
 
@@ -55,11 +55,14 @@ class BatchCosts:
     Attributes:
         low, high: the tables at a short and a long context, of the same sizes.
         outside_s: outside the models: per round, per stream of it, per drafted token.
+        plain_outside_s: outside the models in a round that drafts nothing and asks nobody: per round, per stream; None = as
+            in any other.
     """
 
     low: BatchTable
     high: BatchTable
     outside_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    plain_outside_s: tuple[float, float] | None = None
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -114,6 +117,20 @@ class BatchCosts:
             tokens: sent in all, the anchor of each stream included.
             context: tokens committed, the mean over streams.
         """
+        per_round, per_stream, _ = self.outside_s
+        outside = per_round + per_stream * np.asarray(streams, dtype=np.float64)
+        out: Array = self._verification(streams, tokens, context) + outside
+        return out
+
+    def plain_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a step of plain decoding."""
+        per_round, per_stream = self.plain_outside_s or self.outside_s[:2]
+        outside = per_round + per_stream * np.asarray(streams, dtype=np.float64)
+        out: Array = self._verification(streams, streams, context) + outside
+        return out
+
+    def _verification(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of the target's call."""
         count, sent = np.broadcast_arrays(*(np.asarray(n, dtype=np.float64) for n in (streams, tokens)))
         shape, count, sent = count.shape, count.ravel(), sent.ravel()
         # Between two sizes measured: both curves at the same tokens in all, weighted by nearness; outside, the nearest one.
@@ -126,20 +143,10 @@ class BatchCosts:
         for k, n in enumerate(self.sizes):
             weight = np.where(at == k, share, np.where(before == k, 1.0 - share, 0.0))
             if len(mine := np.flatnonzero(weight)):
-                calls[:, mine] += weight[mine] * self._curves[n].seconds(sent[mine])
-        outside = self.outside_s[0] + self.outside_s[1] * count.reshape(shape)
+                sides = [along(table.verify_s[n], sent[mine]) for table in (self.low, self.high)]
+                calls[:, mine] += weight[mine] * np.stack(sides)
         calls = calls.reshape(2, *shape)
-        out: Array = at_context(calls[0], calls[1], self._contexts, context) + outside
-        return out
-
-    def plain_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
-        """Return the seconds of a step of plain decoding."""
-        return self.verify_s(streams, streams, context)
-
-    def filled(self, streams: int, tokens: int) -> int:
-        """Return how many tokens a verification is best filled up to: a larger one may be clearly cheaper."""
-        at = min(int(np.searchsorted(self.sizes, streams)), len(self.sizes) - 1)
-        return int(self._curves[self.sizes[at]].filled(np.array(float(tokens))))
+        return at_context(calls[0], calls[1], self._contexts, context)
 
     def round_s(
         self,
@@ -165,13 +172,18 @@ class BatchCosts:
         out: Array = first + second.sum(1) + later.sum(1) + self.verify_s(streams, tokens, context)
         return out
 
-    def shared_s(self, context: Array, drafted: Array, verified: Array, backlog: Array) -> float:
-        """Return the seconds of one round that streams have together, decisions left out.
+    def shared_s(
+        self, context: Array, drafted: Array, verified: Array, backlog: Array, decisions: Array | None = None
+    ) -> float:
+        """Return the seconds of one round that streams have together, what decisions take left out.
 
         Args:
             context, drafted, verified, backlog: [S] of each stream, as of `Profile.round_seconds`.
+            decisions: [S] times that the policy was asked; None = it was.
         """
         drafting = drafted > 0
+        if decisions is not None and not drafting.any() and not decisions.any():
+            return float(self.plain_s([len(drafted)], [float(context.mean())])[0])
         deepest = int(drafted.max(initial=1))  # at least one column: `round_s` takes the first
         fed = (drafted[:, None] > np.arange(deepest)).sum(0)
         # A draft that has read nothing of a text lags behind by all of it.
@@ -183,10 +195,6 @@ class BatchCosts:
     def _contexts(self) -> tuple[float, float]:
         return self.low.context, self.high.context
 
-    @cached_property
-    def _curves(self) -> dict[int, _Curve]:
-        return {n: _Curve(self.low.verify_s[n], self.high.verify_s[n]) for n in self.sizes}
-
     @staticmethod
     def read(raw: Entries) -> BatchCosts:
         """Return the costs of their JSON form; a mangled entry is a `KeyError` or `ValueError`."""
@@ -197,32 +205,11 @@ class BatchCosts:
         if high.context != low.context and high.context < low.context + 1.0:
             raise ValueError(f"{raw.part('high').named('context')}: expected that of low, or at least one token more")
         per_round, per_stream, per_token = raw.numbers("outside_s", (3, 3), most=MOST_S)
-        return BatchCosts(low, high, (per_round, per_stream, per_token))
-
-
-class _Curve:
-    """Verifications of one batch size by tokens, at the two contexts."""
-
-    def __init__(self, low: Points, high: Points) -> None:
-        self._points = low, high
-        self._at = np.array(_at(low), dtype=np.float64)
-        # Of both contexts together: `filled` is asked by streams and tokens alone.
-        self._cost = np.array([a + b for (_, a), (_, b) in zip(low, high, strict=True)])
-        self._least = least_later(self._cost)
-
-    def seconds(self, tokens: Array) -> Array:
-        """Return [2, n] seconds at the two contexts."""
-        sent = self.filled(tokens)
-        return np.stack([along(points, sent) for points in self._points])
-
-    def filled(self, tokens: Array) -> Array:
-        """Return the sizes that verifications of so many tokens are best filled up to."""
-        to = self._least[np.minimum(np.searchsorted(self._at, tokens), len(self._at) - 1)]
-        own = np.interp(tokens, self._at, self._cost)
-        # Beyond the last size there is nothing to fill up to: `to` is the last one then, and below `tokens`.
-        pays = (self._at[to] > tokens) & (self._cost[to] < (1.0 - CLEARLY) * own)
-        out: Array = np.where(pays, self._at[to], tokens)
-        return out
+        plain = None
+        if raw.has("plain_outside_s"):
+            of_round, of_stream = raw.numbers("plain_outside_s", (2, 2), most=MOST_S)
+            plain = of_round, of_stream
+        return BatchCosts(low, high, (per_round, per_stream, per_token), plain)
 
 
 def _at(points: Points) -> list[int]:

@@ -15,6 +15,7 @@ What is timed (`Key.what`), at each of the two contexts, with what it is counted
     batch first draft (streams, backlog)  the first draft step, by the streams that draft and the tokens read in all
     batch drafts (streams, steps)   the other ones, together
     batch outside (streams, drafted)  all of a round but models and policy
+    batch plain outside (streams)   the same of plain decoding
     decisions (times asked)         of a policy, all of one round
     decisions (times asked, rows)   of streams that it is asked about at once: one row of each, each time
 """
@@ -30,7 +31,7 @@ from ..errors import InputError
 from .batch import BatchCosts, BatchTable
 from .costs import Costs
 from .measurements import Measurements, Seconds, Timings
-from .robust_fits import Points, line, pooled, rising, typical
+from .robust_fits import Points, line, never_falling, pooled, rising, typical
 from .tables import CostTable, Price
 
 SHORT, LONG = CONTEXTS = ("short", "long")
@@ -38,7 +39,7 @@ VERIFY, PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "verify", "plain", "first draft"
 PLAIN_OUTSIDE = "plain outside"
 TREE_DRAFTS, TREE_VERIFY, TREE_OUTSIDE = "tree drafts", "tree verify", "tree outside"
 BATCH_PLAIN, BATCH_VERIFY, BATCH_FIRST = "batch plain", "batch verify", "batch first draft"
-BATCH_DRAFTS, BATCH_OUTSIDE = "batch drafts", "batch outside"
+BATCH_DRAFTS, BATCH_OUTSIDE, BATCH_PLAIN_OUTSIDE = "batch drafts", "batch outside", "batch plain outside"
 DECISIONS = "decisions"
 
 LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
@@ -57,6 +58,7 @@ LEAST_COUNTS: Mapping[str, tuple[int, ...]] = {
     BATCH_FIRST: (1, 1),
     BATCH_DRAFTS: (1, 1),
     BATCH_OUTSIDE: (1, 0),
+    BATCH_PLAIN_OUTSIDE: (1,),
 }
 """What each part is counted by, and from where on; the rows of `TREE_DRAFTS` are as many as there were steps."""
 
@@ -234,19 +236,32 @@ def batch_costs(timings: Timings, contexts: tuple[float, float]) -> BatchCosts |
     if not outside:
         return BatchCosts(low, high)
     per_round, per_stream, per_token = line([((1, *counts), seconds) for counts, seconds in outside.items()])
-    return BatchCosts(low, high, (per_round, per_stream, per_token))
+    return BatchCosts(low, high, (per_round, per_stream, per_token), _plain_outside(timings))
+
+
+def _plain_outside(timings: Timings) -> tuple[float, float] | None:
+    """Return the seconds outside the models in a round of plain decoding: per round, per stream; None of none timed."""
+    groups = _both(timings, BATCH_PLAIN_OUTSIDE)
+    if len(groups) < 2:
+        return next(((typical(seconds), 0.0) for seconds in groups.values()), None)
+    per_round, per_stream = line([((1, streams), seconds) for (streams,), seconds in groups.items()])
+    return per_round, per_stream
 
 
 def _batch_side(timings: Timings, side: str, every: Groups, context: float) -> BatchTable:
     """Return the costs of batches at one context; what was never seen there is taken from both together."""
     here = _batch_verify(timings, side)
     verify: dict[int, list[tuple[int, float]]] = {}
+    counted: dict[int, list[float]] = {}
     # `pooled` is in ascending order, so the points of each size rise, as `along` wants them.
     for (streams, tokens), seconds in every.items():
-        verify.setdefault(streams, []).append((tokens, typical(here.get((streams, tokens), seconds))))
+        timed = here.get((streams, tokens), seconds)
+        verify.setdefault(streams, []).append((tokens, typical(timed)))
+        counted.setdefault(streams, []).append(len(timed))
     second, later = _later_by_streams(timings.groups(BATCH_DRAFTS, side) or _both(timings, BATCH_DRAFTS))
     first, token = _first_by_streams(timings.groups(BATCH_FIRST, side) or _both(timings, BATCH_FIRST))
-    sizes = {n: tuple(points) for n, points in verify.items()}
+    # The first point, plain decoding, was timed in texts of its own and stays as it is.
+    sizes = {n: (points[0], *never_falling(tuple(points[1:]), counted[n][1:])) for n, points in verify.items()}
     return BatchTable(context, first or second, token, later or first, sizes, second)
 
 

@@ -85,6 +85,22 @@ def rising(sides: Sequence[Groups]) -> list[Points]:
     return curves
 
 
+def never_falling(points: Points, weights: Sequence[float]) -> Points:
+    """Return the points nearest in weighted squares whose seconds never fall; neighbours that do have their mean.
+
+    More of the same work takes no less time: where it was timed so, that was noise. (Pool adjacent violators.)
+    """
+    pools: list[tuple[float, float, int]] = []  # mean, weight, points
+    for (_, seconds), weight in zip(points, weights, strict=True):
+        mean, mass, count = seconds, float(weight), 1
+        while pools and pools[-1][0] > mean:
+            other, more, before = pools.pop()
+            mean, mass, count = (mean * mass + other * more) / (mass + more), mass + more, count + before
+        pools.append((mean, mass, count))
+    means = [mean for mean, _, count in pools for _ in range(count)]
+    return tuple((n, mean) for (n, _), mean in zip(points, means, strict=True))
+
+
 def between(points: Sequence[tuple[int, float]], at: Sequence[int]) -> tuple[float, ...]:
     """Return what lies on the line through the points; see `along`."""
     return tuple(along(points, at).tolist())

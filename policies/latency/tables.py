@@ -149,10 +149,10 @@ def filled_up(cost: Array) -> Array:
     """Return [N] int64, where to fill up to from each place of costs [N]: a later, clearly cheaper one, or itself.
 
     Where costs are flat the cheapest of several is the one whose measurement was luckiest: filling up to it gains nothing,
-    and its seconds are too few.
+    and its seconds are too few. The first place, plain decoding, is timed in texts of its own, and stays as it is.
     """
-    least = least_later(cost)
-    out: Array = np.where(cost[least] < (1.0 - CLEARLY) * cost, least, np.arange(len(cost)))
+    least, places = least_later(cost), np.arange(len(cost))
+    out: Array = np.where((cost[least] < (1.0 - CLEARLY) * cost) & (places > 0), least, places)
     return out
 
 

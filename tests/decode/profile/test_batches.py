@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -22,8 +21,8 @@ from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, card_at
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.estimate import BATCH_OUTSIDE, BATCH_PLAIN, BATCH_VERIFY, CONTEXTS
+from specstop.policies.latency.batch import BatchCosts
+from specstop.policies.latency.estimate import BATCH_OUTSIDE, BATCH_PLAIN, BATCH_PLAIN_OUTSIDE, BATCH_VERIFY, CONTEXTS
 from specstop.policies.latency.profile import Profile
 from torch import Tensor
 
@@ -183,34 +182,4 @@ def test_the_first_verifications_after_the_prompts_are_not_timed(pair: Pair) -> 
         assert len(rounds) > 2 * SETTLING
         assert timings[BATCH_VERIFY] == len(rounds) - SETTLING
         assert timings[BATCH_OUTSIDE] == len(rounds)
-        assert timings[BATCH_PLAIN] == 28 - SETTLING, "the last round is cut"
-
-
-def test_a_verification_of_a_batch_is_filled_up_to_a_cheaper_size(
-    pair: Pair, profile: Profile, patched: pytest.MonkeyPatch
-) -> None:
-    """Where six tokens are cheaper than four and five, six are read; the texts are the same."""
-    sizes_s = {3: ((3, 4e-3), (4, 7e-3), (5, 7e-3), (6, 5e-3))}
-    side = BatchTable(20.0, ((1, 1e-3),), 0.0, ((1, 1e-3),), sizes_s)
-    dip = dataclasses.replace(profile, batch=BatchCosts(side, side))
-    requests, settings = (
-        [Request(prompt, at) for at, prompt in enumerate(PROMPTS[:4])],
-        Settings(0.7, 20, ignore_eos=True),
-    )
-    packed = CachedModel._read_packed
-    texts, sizes = [], []
-    for known in (profile, dip):
-        read: list[int] = []
-
-        def noted(self: CachedModel, parts: Sequence[Part], read: list[int] = read) -> Tensor:
-            if self.model is pair.target and len(parts) == 3:
-                read.append(sum(len(part.tokens) for part in parts))
-            return packed(self, parts)
-
-        patched.setattr(CachedModel, "_read_packed", noted)
-        policy = TEST_POLICIES["trimming"].limited(DEPTH)
-        texts.append([text.tokens for text in Speculator(pair, policy, settings, known, batch=3).run(requests)])
-        sizes.append(read)
-    patched.setattr(CachedModel, "_read_packed", packed)
-    assert texts[0] == texts[1]
-    assert sizes[1] == [6 if size in (4, 5) else size for size in sizes[0]] != sizes[0]
+        assert timings[BATCH_PLAIN] == timings[BATCH_PLAIN_OUTSIDE] == 28 - SETTLING, "the last round is cut"

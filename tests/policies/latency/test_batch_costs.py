@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from specstop.policies.errors import InputError
 from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, batch_costs
+from specstop.policies.latency.estimate import (
+    BATCH_DRAFTS,
+    BATCH_FIRST,
+    BATCH_OUTSIDE,
+    BATCH_PLAIN,
+    BATCH_PLAIN_OUTSIDE,
+    BATCH_VERIFY,
+    batch_costs,
+)
 from specstop.policies.latency.measurements import Key, Timings
 from specstop.policies.latency.profile import Profile
 
@@ -27,6 +35,7 @@ LOW = BatchTable(
 )
 HIGH = dataclasses.replace(LOW, context=30.0, verify_s={2: ((2, 20.0), (6, 24.0)), 4: ((4, 22.0), (8, 30.0))})
 COSTS = BatchCosts(LOW, HIGH, (0.1, 0.01, 0.001))
+BARE = dataclasses.replace(COSTS, plain_outside_s=(0.02, 0.003))
 
 
 def said(value: Any) -> Any:
@@ -78,6 +87,8 @@ def test_timings_tell_the_second_draft_step_from_later_ones() -> None:
     """Two streams: 5 s, then 2 s a step; of three only one length was timed, so both are its mean."""
     timed = {
         Key(BATCH_VERIFY, "short", (2, 4)): [9.0],
+        Key(BATCH_OUTSIDE, "short", (2, 2)): [1.0],
+        **{Key(BATCH_PLAIN_OUTSIDE, "short", (n,)): [0.5 + 0.125 * n] for n in (1, 2, 4)},
         Key(BATCH_FIRST, "short", (2, 2)): [6.0],
         Key(BATCH_FIRST, "short", (2, 5)): [7.5],
         **{Key(BATCH_DRAFTS, "short", (2, steps)): [5.0 + 2.0 * (steps - 1)] for steps in (1, 2, 4)},
@@ -89,27 +100,50 @@ def test_timings_tell_the_second_draft_step_from_later_ones() -> None:
     assert [n for n, _ in low.second_draft_s] == [n for n, _ in low.draft_s] == [2, 3]
     assert [s for _, s in low.second_draft_s] == said([5.0, 4.0]) and [s for _, s in low.draft_s] == said([2.0, 4.0])
     assert dict(low.first_draft_s)[2] == said(6.0) and low.backlog_token_s == said(0.5)
+    assert found.plain_outside_s == said((0.5, 0.125))
 
 
-def test_a_step_stays_a_step_and_a_clearly_cheaper_size_is_filled_up_to() -> None:
+def test_a_step_stays_a_step() -> None:
     captured = {8: ((8, 5.0), (64, 5.0), (65, 9.0), (128, 9.0))}
     table = BatchTable(10.0, ((1, 1.0),), 0.0, ((1, 1.0),), captured)
     flat = BatchCosts(table, table)
     assert flat.verify_s(8, [8, 63, 64, 65, 100, 128], 10.0).tolist() == [5.0, 5.0, 5.0, 9.0, 9.0, 9.0]
-    dip = dataclasses.replace(table, verify_s={8: ((8, 5.0), (9, 7.0), (12, 6.0), (13, 6.9), (14, 6.8))})
-    costs = BatchCosts(dip, dip)
-    assert [costs.filled(8, n) for n in (8, 9, 10, 11, 12, 13, 99)] == [8, 12, 12, 12, 12, 13, 99]
-    assert costs.verify_s(8, [8, 9, 12, 13], 10.0).tolist() == [5.0, 6.0, 6.0, 6.9]
+
+
+def test_what_was_timed_as_cheaper_than_less_is_the_mean_of_both_but_for_plain_decoding() -> None:
+    """Two streams: 2 tokens 9 s, 3 to 6 tokens 4, 6, 5 (twice as often timed) and 8 s."""
+    timed = {
+        Key(BATCH_PLAIN, "short", (2,)): [9.0],
+        **{Key(BATCH_VERIFY, "short", (2, n)): s for n, s in ((3, [4.0]), (4, [6.0]), (5, [5.0, 5.0]), (6, [8.0]))},
+        Key(BATCH_FIRST, "short", (2, 2)): [1.0],
+    }
+    found = batch_costs(Timings({key: np.array(seconds) for key, seconds in timed.items()}), (10.0, 30.0))
+    assert found is not None
+    mean = (6.0 + 2 * 5.0) / 3
+    assert found.verify_s(2, [2, 3, 4, 5, 6], 10.0) == said([9.0, 4.0, mean, mean, 8.0])
+
+
+def test_a_round_that_asks_nobody_has_a_price_of_its_own_outside_the_models() -> None:
+    assert BARE.plain_s([2, 4], 10.0) == said([10.0 + 0.026, 12.0 + 0.032])
+    assert BARE.verify_s([2, 4], [2, 4], 10.0).tolist() == COSTS.verify_s([2, 4], [2, 4], 10.0).tolist()
+    context, none, some = np.full(2, 10), np.zeros(2, dtype=np.int64), np.array([1, 0])
+    assert BARE.shared_s(context, none, none, none, none) == said(10.026)
+    for drafted, asked in ((none, some), (some, none), (none, None)):
+        expected = COSTS.shared_s(context, drafted, none, some)
+        assert BARE.shared_s(context, drafted, none, some, asked) == said(expected)
+    assert COSTS.shared_s(context, none, none, none, none) == said(10.12)
 
 
 def test_what_is_kept_in_a_file_comes_back(profile: Profile, tmp_path: Path) -> None:
-    known = dataclasses.replace(profile, batch=COSTS)
-    known.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == dataclasses.replace(known, source=None)
+    for costs in (BARE, COSTS):
+        known = dataclasses.replace(profile, batch=costs)
+        known.save(tmp_path / "profile.json")
+        assert Profile.load(tmp_path / "profile.json") == dataclasses.replace(known, source=None)
     assert known.same_costs(known.to_dict()) and not known.same_costs(profile.to_dict())
     older = known.to_dict()
     for side in ("low", "high"):
         del older["batch"][side]["second_draft_s"]
+    del older["batch"]["plain_outside_s"]
     assert known.same_costs(older), "a policy of an earlier version keeps such a record"
 
 

@@ -73,7 +73,9 @@ def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, f
     pairs = tokens[None] >= streams[:, None]  # each stream sends its anchor at least
 
     def table(context: float) -> CostTable:
-        verify = costs.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
+        verify = costs.verify_s(streams[:, None], tokens[None], context)
+        plain = costs.plain_s(streams, context)[:, None]  # who knows all asks nobody
+        verify = np.where(tokens[None] == streams[:, None], np.minimum(plain, verify), verify) - price * tokens[None]
         share = float(np.where(pairs, verify / streams[:, None], np.inf).min())
         first, second, later = (
             float((of(streams, context) / streams).min())
