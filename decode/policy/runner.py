@@ -103,8 +103,8 @@ class PolicyRunner:
         if self._together and self.profile.batch is not None:
             # Only streams that had a round are part of what the batch cost.
             columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
-            *counts, asked = (column[made.active] for column in columns)
-            shared = self.profile.batch.shared_s(*counts, asked) + price.together(asked)
+            context, drafted, verified, backlog, asked = (column[made.active] for column in columns)
+            shared = self.profile.batch.shared_s(context, drafted, verified, backlog, asked) + price.together(asked)
             return np.full(len(made.active), shared)
         return self.profile.round_seconds(
             made.context, found.drafted, found.verified, made.backlog, found.decisions, price, found.fed_by_step

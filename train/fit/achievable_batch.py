@@ -87,12 +87,13 @@ def achievable_in_batches(
     known = dataclasses.replace(bare, hidden=hidden)
     acceptance = conditional_acceptance(arrays, visited)
     facts = Facts(verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME))
+    depth = min(arrays.depth, profile.max_depth)
     policy = LearnedPolicy(
-        NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * arrays.depth, 1), arrays.depth, facts,
+        NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * depth, 1), depth, facts,
         calibrated.survival.maps,
     )  # fmt: skip
     # Any rule serves until here: `for_batches` puts its own in its place.
-    made = for_batches(policy.limited(profile.max_depth))
+    made = for_batches(policy)
     if price is not None:
         return known, settle_batch(made, known, profile.with_decisions({made.cost_name: price}))
     return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))  # decisions are free
