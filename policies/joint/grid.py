@@ -16,7 +16,7 @@ from ..contract import StopPolicy
 from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
-from ..latency.tables import CostTable, Price, filled_up
+from ..latency.tables import CostTable, Price
 
 Array = np.ndarray[Any, Any]
 
@@ -114,7 +114,10 @@ class SingleStreamCosts:
         chain = self.profile.between(context, lambda side: side.verify_s)
         most = max(int(sent.max(initial=1)), len(chain))  # a price hangs on no other that is asked for beside it
         table = np.array(between(tuple(enumerate(chain, 1)), range(most + 1)))
-        out: Array = table[filled_up(table)][sent] + self.profile.round_s
+        filled = np.arange(most + 1)
+        padded = self.profile.padded()  # of one text alone; batches are not filled up
+        filled[1 : len(padded) + 1] = np.add(padded, 1)
+        out: Array = table[np.where(np.asarray(streams) == 1, filled[sent], sent)] + self.profile.round_s
         return out
 
 

@@ -67,8 +67,7 @@ class Costs:
     def padded(self) -> tuple[int, ...]:
         """Return for n = 0..K drafted tokens how many are best verified: filling up to a clearly cheaper size pays."""
         # One answer for both contexts: the live loop takes it once, before any text.
-        cost = np.array(self.low.verify_s) + np.array(self.high.verify_s)
-        return tuple(filled_up(cost).tolist())
+        return tuple(filled_up(np.array([self.low.verify_s, self.high.verify_s])).tolist())
 
     def round_seconds(
         self,

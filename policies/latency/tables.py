@@ -145,14 +145,16 @@ def least_later(cost: Array) -> Array:
     return out
 
 
-def filled_up(cost: Array) -> Array:
-    """Return [N] int64, where to fill up to from each place of costs [N]: a later, clearly cheaper one, or itself.
+def filled_up(costs: Array) -> Array:
+    """Return [N] int64, where to fill up to from each place of costs [2, N]: a later, clearly cheaper one, or itself.
 
     Where costs are flat the cheapest of several is the one whose measurement was luckiest: filling up to it gains nothing,
-    and its seconds are too few. The first place, plain decoding, is timed in texts of its own, and stays as it is.
+    and its seconds are too few. So it has to be cheaper at both contexts, which were timed apart. The first place, plain
+    decoding, is timed in texts of its own, and stays as it is.
     """
-    least, places = least_later(cost), np.arange(len(cost))
-    out: Array = np.where((cost[least] < (1.0 - CLEARLY) * cost) & (places > 0), least, places)
+    least, places = least_later(costs.sum(0)), np.arange(costs.shape[1])
+    pays = (costs[:, least] < (1.0 - CLEARLY) * costs).all(0) & (places > 0)
+    out: Array = np.where(pays, least, places)
     return out
 
 

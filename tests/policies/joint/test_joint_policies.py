@@ -366,6 +366,7 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     dips = SingleStreamCosts(synthetic_profile((1.0, 1.5, 1.2, 1.4)))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4])
     assert dips.verify_s(1, [1, 2], 50.0).tolist() == pytest.approx([1.0, 1.2]), "whatever else is asked for beside it"
+    assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not filled up"
     level = SingleStreamCosts(synthetic_profile((1.0, 1.24, 1.2, 1.4)))
     assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
     grid = Grids(LinearCosts(0.5, 0.1), 0.0).of(20, 3)

@@ -34,8 +34,8 @@ def slow_padded(p: Profile, verified: int) -> int:
     for size in range(verified, len(p.low.verify_s)):
         if p.low.verify_s[size] + p.high.verify_s[size] < p.low.verify_s[best] + p.high.verify_s[best]:
             best = size
-    cost, own = (p.low.verify_s[size] + p.high.verify_s[size] for size in (best, verified))
-    return best if cost < (1.0 - CLEARLY) * own else verified
+    pays = all(side.verify_s[best] < (1.0 - CLEARLY) * side.verify_s[verified] for side in (p.low, p.high))
+    return best if pays else verified
 
 
 def slow_seconds(p: Profile, context: float, drafted: int, verified: int, backlog: int, decisions: int) -> float:
@@ -79,6 +79,8 @@ def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None
     assert seconds(profile, 20, 5, 4, 1, 0) == seconds(profile, 20, 5, 5, 1, 0) < seconds(profile, 20, 5, 6, 1, 0)
     flat = dataclasses.replace(profile.low, verify_s=(5.0, 5.0, 5.0))
     assert dataclasses.replace(profile, low=flat, high=flat).padded() == (0, 1, 2), "nothing is filled up for nothing"
+    one = dataclasses.replace(profile.low, verify_s=(5.0, 5.0, 4.0))
+    assert dataclasses.replace(profile, low=one, high=flat).padded() == (0, 1, 2), "at one context alone"
     near = dataclasses.replace(profile.low, verify_s=(5.0, 4.9, 4.8))
     assert dataclasses.replace(profile, low=near, high=near).padded() == (0, 1, 2), "as much as measurements differ"
     steep = dataclasses.replace(profile.low, verify_s=(5.0, 4.0, 3.0))
