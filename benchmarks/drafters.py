@@ -165,8 +165,8 @@ def compare(bars: Bars, ground: Ground, specs: dict[str, str], names: list[str],
         found = together(ground)
         specs = {**specs, BOTH: found.spec}
         alone = ", ".join(f"{name} {rate:.0f}" for name, rate in found.alone.items())
-        text = f"{found.spec}, {found.policy.name}: {found.rate:.0f}, alone {alone}; {found.over.text()} of the better"
-        figures[BOTH] = [found.spec, found.policy.name, found.rate, found.alone]
+        text = f"{found.spec}, {found.policy_name}: {found.rate:.0f}, alone {alone}; {found.over.text()} of the better"
+        figures[BOTH] = [found.spec, found.policy_name, found.rate, found.alone]
         over = found.over.value
         bars.add(f"{at} {BOTH}", over, over >= NEAR, f"{text}; {NEAR:g} wanted")
         bars.add(f"{at} {BOTH} on code", over, over > 1.0, f"{over:.3f}; above 1 wanted, as all prompts are code")

@@ -77,9 +77,10 @@ def choose_sure(
     """
     first, other = paired(first, other)
     alone = [
-        _rate(arrays, everywhere(arrays, side == 0), policy, profiles) for side, arrays in enumerate((first, other))
+        rate_of(texts(arrays, everywhere(arrays, side == 0), policy, profiles))
+        for side, arrays in enumerate((first, other))
     ]
-    rates = {sure: _rate(*both(first, other, sure), policy, profiles, True) for sure in sures}
+    rates = {sure: rate_of(texts(*both(first, other, sure), policy, profiles, True)) for sure in sures}
     best = max(rates, key=lambda sure: rates[sure], default=None)
     if best is None or rates[best] <= alone[1]:
         return SureChoice(None, alone[1], alone[0], alone[1], rates)
@@ -143,15 +144,9 @@ def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArra
     return made, mine
 
 
-def _rate(
-    arrays: TraceArrays,
-    mine: Tensor,
-    policy: StopPolicy,
-    profiles: tuple[Profile, Profile],
-    is_asked: bool = False,
-) -> float:
-    """Return tokens a second; see `texts`."""
-    tokens, seconds = texts(arrays, mine, policy, profiles, is_asked)
+def rate_of(made: tuple[Tensor, Tensor]) -> float:
+    """Return the tokens a second of `texts`."""
+    tokens, seconds = made
     return float(tokens.sum() / seconds.sum())
 
 

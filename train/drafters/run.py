@@ -125,9 +125,10 @@ def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
         InputError: on one side there is none.
     """
     least = depth + 3  # at the first position token 0 was read and token 1 drawn; one more position follows it
-    every = sum(1 for _ in texts)
-    sides = Texts(texts.files, least).divided(max(1, len(texts.files) // HELD_OUT))
-    found = [sum(1 for _ in side) for side in sides]
+    held_out = max(1, len(texts.files) // HELD_OUT)
+    lengths = [[len(text.tokens) for text in texts.read(number)] for number in range(len(texts.files))]
+    every = sum(map(len, lengths))
+    found = [sum(n >= least for file in part for n in file) for part in (lengths[:-held_out], lengths[-held_out:])]
     if not all(found):
         raise InputError(
             f"--prompts: {sum(found)} of {every} texts have the {least} tokens, prompt included, that --depth asks for, and "
@@ -136,7 +137,7 @@ def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
     if sum(found) < every:
         told = f"{every - sum(found)} of {every} texts are shorter than {least} tokens and are left out"
         warnings.warn(told, SpecstopWarning, stacklevel=3)
-    return sides
+    return Texts(texts.files, least).divided(held_out)
 
 
 def _fitted(

@@ -13,7 +13,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.latency.profile import Profile
 from ....policies.progress import Progress, silent
-from ...drafters.choice import SURES, SureChoice, both, choose_sure, everywhere, paired, texts
+from ...drafters.choice import SURES, SureChoice, both, choose_sure, everywhere, paired, rate_of, texts
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.checking import check_apart
@@ -119,7 +119,7 @@ def _tested(
         max(tried, key=lambda one: one.found.other).policy,
     )
     alone = [texts(arrays, everywhere(arrays, side == 0), own[side], profiles) for side, arrays in enumerate(tested)]
-    rates = [float(tokens.sum() / seconds.sum()) for tokens, seconds in alone]
+    rates = [rate_of(made) for made in alone]
     side = int(found.fastest != "first")
     spec, made = names[side], alone[side]
     if found.fastest == "both" and found.sure is not None:
