@@ -35,6 +35,7 @@ from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import reading_room
 from specstop.decode import Pair, load_drafter, load_pair
+from specstop.decode.models.output_layer import output_layer
 from specstop.policies.progress import Progress
 from specstop.train import FitOptions, train_drafter
 from specstop.train.drafters.run import KEPT_STATES
@@ -128,7 +129,7 @@ def on_texts(
     texts = record_texts(
         pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
     )
-    ends = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
+    ends = pair.target.get_input_embeddings(), output_layer(pair.target)
     seconds = bars.figures["second proposals"] = {}
     for kind, spec in specs.items():
         network = load_drafter(spec.partition(":")[2]).network

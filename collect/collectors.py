@@ -124,6 +124,12 @@ def choose_collector(
     return Collector(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 
 
+def tokens_beyond(pair: Pair, tree: Topology, collector: str) -> int:
+    """Return how many tokens beyond the limit of new ones a text takes: the models have to read those too."""
+    # The collector of positions decodes one more than the tree is deep (`PositionsCollector`).
+    return tree.deepest + int(collector == "dense" and pair.drafter != "model")
+
+
 def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) -> Verification:
     """Return the verification whose rounds a dense trace holds; at temperature 0 that of all is greedy matching.
 

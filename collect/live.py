@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..decode.candidates import Candidates
+from ..decode.drafters import find_drafter
 from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
 from ..decode.models.hidden import hidden_widths, stored
@@ -203,13 +204,14 @@ class LiveCollector:
         mode = find_mode(name, settings.temperature)
         self.features = node_features(self.tree, mode.name)
         self.label, self.verification = mode.label, name
-        widths = hidden_widths(pair, check_hidden(hidden))
+        drafter = find_drafter(pair.drafter, pair)
+        widths = hidden_widths(pair, check_hidden(hidden), drafter)
         self._recorder = Recorder(
             self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred, widths,
             runs if isinstance(runs, Exploring) else None,
         )  # fmt: skip
         self._speculator = Speculator(
-            pair, runs, settings, profile, observer=self._recorder, hidden=tuple(widths), batch=batch
+            pair, runs, settings, profile, drafter=drafter, observer=self._recorder, hidden=tuple(widths), batch=batch
         )
 
     def begin(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ..decode.drafters.base import carries
 from ..decode.drafters.find import find_drafter
-from ..decode.drafters.known import paths_of
+from ..decode.drafters.known import paths_of, reading_of
 from ..decode.models.engine import layouts_of
 from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
@@ -31,7 +31,7 @@ from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
 from ..policies.progress import Progress, shown
 from ..policies.storage.safe_loading import digest
-from .collectors import choose_collector, choose_engine_collector
+from .collectors import choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions
 from .prompts.read import Prompt, fit
@@ -191,14 +191,15 @@ def plan_run(
     _check_prompts(prompts, completions, long)
     topology = chain(depth) if tree is None else parse_tree(tree)
     asked = len(prompts)
-    prompts, ids = fit(prompts, pair.tokenizer, reading_room(pair, max_new_tokens + topology.deepest), long)
+    new = max_new_tokens + tokens_beyond(pair, topology, collector if through is None else "live")
+    prompts, ids = fit(prompts, pair.tokenizer, reading_room(pair, new), long)
     if shards is not None and shards > len(prompts):
         raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
     check_processors(shaping.processors, pair.vocabulary)
     settings = Settings(
         temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree, shaping=shaping
     )
-    widths = hidden_widths(pair, check_hidden(hidden, "--hidden"))
+    widths = _widths(pair, check_hidden(hidden, "--hidden"))
     if through is not None:
         models = target, draft if pair.drafter == "model" else pair.draft_name, pair.drafter
         chosen = choose_engine_collector(
@@ -287,6 +288,13 @@ def _told(source: str, memory: int, taken: int, asked: int) -> dict[str, Any]:
     return told
 
 
+def _widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
+    """Return the width of each hidden state that is recorded."""
+    # A drafter is made only where it is asked: those of a file read it.
+    asked = pair.drafter != "model" and DRAFT_HIDDEN in names
+    return hidden_widths(pair, names, find_drafter(pair.drafter, pair) if asked else None)
+
+
 def _shard_count(remembers: bool, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
     """Return how many shards a run has unless it is told."""
     if remembers:
@@ -308,10 +316,14 @@ def facts(pair: Pair) -> dict[str, Any]:
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "weight layouts": layouts_of(pair.target),
-        **({} if pair.drafter == "model" else {"drafter": pair.drafter, "draft model": pair.draft_name}),
+        **({} if pair.drafter == "model" else _of_drafter(pair)),
         "versions": {name: version(name) for name in packages},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _of_drafter(pair: Pair) -> dict[str, Any]:
+    return {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
 
 
 def _hash(value: Any) -> str:

@@ -21,6 +21,7 @@ class Round(NamedTuple):
         first_draft_s, draft_s: seconds of the first draft step, of the other ones together.
         verify_s, policy_s: seconds of verification, of features and decisions.
         seconds: of the whole round.
+        together: streams that shared it: one verification of the target for all.
     """
 
     anchor: int
@@ -37,6 +38,7 @@ class Round(NamedTuple):
     verify_s: float
     policy_s: float
     seconds: float
+    together: int = 1
 
     @property
     def outside_s(self) -> float:
@@ -103,12 +105,12 @@ class Tally:
 
     @property
     def target_calls(self) -> int:
-        """Verifications; reading the prompt is not one."""
-        return len(self.rounds)
+        """Verifications, one for all streams of a batch; reading the prompt is not one."""
+        return round(sum(1.0 / r.together for r in self.rounds))
 
     @property
     def block_efficiency(self) -> float:
-        """Committed tokens per target call."""
+        """Committed tokens of a text by target call."""
         committed = sum(r.committed for r in self.rounds)
         return committed / len(self.rounds) if self.rounds else 0.0
 

@@ -9,6 +9,7 @@ import typer
 
 from ..common import PHASES, find_prompts, fitting
 from ..console.output import print_json, progress_bars, table
+from ..console.streams import say
 from ..options.models import Models
 from ..options.prompts import Chat, Long
 from ..options.sampling import Filters
@@ -63,7 +64,8 @@ def bench(
     from ...policies.latency.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
-    from ...decode.compare.bench import bench as run
+    from ...decode.compare.alternate import texts_a_turn
+    from ...decode.compare.bench import FEWEST_TURNS, bench as run
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
     from ...policies.learned.conditions import sampling_text
@@ -100,6 +102,12 @@ def bench(
     side = f", {batch} texts side by side" if batch > 1 else ""
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
+    turn = texts_a_turn(batch)
+    if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST_TURNS:
+        say(
+            f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
+            f"{FEWEST_TURNS * turn} or more, with as many prompts"
+        )
 
 
 def show_bench(lines: list[BenchLine], title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import typer
@@ -10,6 +11,7 @@ from ..console.output import human_bytes, human_seconds, next_step, print_json, 
 from ..console.streams import say
 from ..options.config import running_options
 from .info import describe_trace, trace_json
+from .profile import profile
 
 if TYPE_CHECKING:
     from ...collect.estimates import Estimate
@@ -56,12 +58,16 @@ def _rounds(header: Header, through: str | None) -> list[str]:
     from ...decode.verify.modes import resolve_mode
     from ...policies.baselines.fixed import FixedLength
 
+    usual_depth = inspect.signature(profile).parameters["depth"].default
+    shape = [] if header.depth == usual_depth else ["--depth", str(header.depth)]
     if through is not None:
-        return ["--through", through]
+        return ["--through", through, *shape]
+    if not header.tree.is_chain:
+        shape += ["--tree", header.tree.name]
     usual = resolve_mode("auto", FixedLength(header.depth), chain(header.depth), header.temperature)
     # At temperature 0 all modes accept alike.
     other = header.temperature > 0 and header.verification != usual
-    return ["--verification", header.verification] if other else []
+    return [*(["--verification", header.verification] if other else []), *shape]
 
 
 def show_estimate(expected: Estimate, world: int, json: bool) -> None:

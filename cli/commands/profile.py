@@ -69,6 +69,7 @@ def profile(
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
     from ...collect.run import facts
+    from ...decode.drafters.known import drafts_in_turn
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
     from ...policies.files.outputs import claim_file, refuse_inputs
@@ -116,6 +117,11 @@ def profile(
         save_config(saved.parent, saved.name)
     if measured.noise is not None and measured.noise.is_noisy:
         say(f"warning: {measured.noise.text}")
+    if drafts_in_turn(pair.drafter):
+        say(
+            f"warning: {pair.drafter}: a draft step has one price here, whichever drafts, nearest to that of the one that "
+            "drafts most on these prompts; `specstop combine` prices each by a profile of its own"
+        )
     _show(out, json)
     if not json:
         where = ("--for", through) if through else ()
@@ -154,10 +160,12 @@ def _add_policies(
         tell_other_drafter(costs, pair.drafter, "this pair plays")
         tokens = fitting(find_prompts(prompts, found.demo, "train", 32), pair, 1, chat, long)[1]
         timed = _decisions(costs, pair, found, rules, tokens)
-    if silent := {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}:
-        raise InputError(
-            f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
-        )
+    silent = {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}
+    told = f"--add-policy: {', '.join(sorted(silent))} decided nothing in these texts, so there is no price to add"
+    if len(silent) == len({rule.name for rule in rules}):
+        raise InputError(told)
+    if silent:
+        say(f"warning: {told}")
     costs.with_measured_decisions(timed).save(place)
     _show(place, json)
 

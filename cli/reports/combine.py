@@ -41,6 +41,7 @@ def combine(
         given, lacks = ("--first-test", "--other-test") if other_test is None else ("--other-test", "--first-test")
         raise InputError(f"{lacks}: expected test traces of both drafters, but only {given} was given")
     profiles = Profile.load(first_profile, "--first-profile"), Profile.load(other_profile, "--other-profile")
+    from ...decode.drafters.known import needs_draft
     from ...policies.storage.registry import load_policy
     from ...train.replay.traces.arrays import TraceArrays, trace_arrays
     from ...train.replay.traces.checking import tell_other_rounds
@@ -60,9 +61,8 @@ def combine(
         print_json(_facts(found))
         return
     _show(found, "test prompts" if held else "the prompts that were chosen on")
-    next_step(
-        "collect", "--target", "T", *(("--draft", "D") if "model" in found.alone else ()), "--drafter", found.spec
-    )
+    draft = ("--draft", "D") if needs_draft(found.spec) else ()
+    next_step("collect", "--target", "T", *draft, "--drafter", found.spec)
 
 
 def _facts(found: BothChoice) -> dict[str, Any]:

@@ -120,13 +120,13 @@ class PositionsCollector:
 
     def __init__(self, pair: Pair, settings: Settings, hidden: Sequence[str] = (), memory_bytes: int = 1 << 28) -> None:
         tree = settings.topology
-        widths = hidden_widths(pair, check_hidden(hidden))
+        drafter = find_drafter(pair.drafter, pair)
+        widths = hidden_widths(pair, check_hidden(hidden), drafter)
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
         self._depth, self._hidden = tree.deepest, tuple(widths)
         self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
         # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
-        drafter = find_drafter(pair.drafter, pair)
         # One that drafts from earlier texts finds them in their order only when they are decoded one after the other.
         self.batch = 1 if carries(drafter) else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
         self._speculator = Speculator(

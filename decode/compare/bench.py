@@ -21,6 +21,9 @@ from .alternate import Runner, run_alternating, texts_a_turn
 from .hf_baseline import PLAIN, SETTINGS, Assisted
 from .intervals import Ratio, Resamples
 
+FEWEST_TURNS = 8
+"""Turns of a batch that an interval is given for."""
+
 
 @dataclass(frozen=True)
 class BenchLine:
@@ -30,7 +33,7 @@ class BenchLine:
         name: of the method.
         tokens_per_s: generated tokens over all seconds.
         ratio: to the first method, in the same run; with its 95% bootstrap interval over turns, each a prompt or, of a batch,
-            those decoded side by side. None where there was one turn.
+            those decoded side by side. None where there were too few turns.
         block_efficiency: tokens per target call; 0 where it is not reported.
         shares: of the seconds, by phase; empty where they are not reported.
         same_text: prompts whose text equals the first method's.
@@ -81,7 +84,7 @@ def bench(
         raise InputError("bench: expected at least one prompt")
     settings, policies = settings or Settings(), [with_costs(policy, profile) for policy in policies]
     for policy in policies:
-        tell_if_untrained(policy, settings)
+        tell_if_untrained(policy, settings, pair.fingerprint)
     tell_if_unmeasured(profile, policies, settings, pair.drafter)
     runs: list[Runner] = [
         Speculator(pair, policy, settings, profile, batch=batch) for policy in (FixedLength(0), *policies)
@@ -115,10 +118,12 @@ def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation], turn: i
     """Return tokens/s of `texts` over that of `base`, with the 95% bootstrap interval over turns of so many prompts.
 
     Both have the same prompts in each resample, as a long or hard one weighs on both; those of a turn share its seconds.
+    Two or three turns of a batch would give the range of as many numbers: fewer than `FEWEST_TURNS` have no interval.
     """
     samples = Resamples([number // turn for number in range(len(texts))])
     mine, theirs = (
         samples.total([len(g.tokens) for g in side]) / samples.total([g.seconds for g in side])
         for side in (texts, base)
     )
-    return samples.interval(mine / theirs)
+    ratio = samples.interval(mine / theirs)
+    return Ratio(ratio.value) if turn > 1 and samples.prompts < FEWEST_TURNS else ratio

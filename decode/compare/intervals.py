@@ -82,6 +82,11 @@ class Resamples:
         out: Values = self._weights @ by_prompt
         return out
 
+    def counts(self) -> Values:
+        """Return [1 + R, S], how often each sequence is in the sample (once) and in every resample."""
+        out: Values = self._weights[:, self._prompt]
+        return out
+
     def interval(self, values: Values) -> Ratio:
         """Return the value of the sample and its interval, from values [1 + R] of a statistic of `total`s.
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from ...policies.errors import InputError
 from ...policies.plugin_code import loading
+from ...policies.storage.drafter_names import PLUGINS
 from ...policies.storage.specs import check_options, parameters, read_number
 from ..models.pair import Pair
 from .base import Drafter, lacks
 from .either import EitherDrafter
 from .folder import TrainedDrafter, load_drafter
-from .known import BUILTINS, PLUGINS, TRAINED, needs_draft, read_known, takes_draft, unknown
+from .known import BUILTINS, TRAINED, needs_draft, read_known, takes_draft, unknown
 from .model import ModelDrafter
 from .names import Named, as_input
 from .suffix import file_hash

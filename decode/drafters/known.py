@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...policies.errors import InputError, PolicyError, close_match
-from ...policies.storage.specs import Listed, Plugins, parameters
+from ...policies.storage.drafter_names import PLUGINS, known_names, split_first
+from ...policies.storage.specs import Listed, parameters
 from ..models.pair import Pair
-from .base import Drafter
+from .base import READS_PATH, Drafter
 from .heads.collapsed import ReleasedCTCDrafter
 from .heads.ctc import CTCDrafter
 from .heads.drafter import HeadsDrafter
@@ -51,9 +53,6 @@ TRAINED: dict[str, Trained] = {
 }
 """By name; the folder is named after the colon."""
 
-PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", {**BUILTINS, **TRAINED})
-"""Functions or classes that make a drafter of a pair; `needs_draft = True` on one says that it takes the draft model."""
-
 
 @as_input()
 def check_drafter(name: str) -> None:
@@ -85,10 +84,43 @@ def reads_states(name: str) -> bool:
 
 
 @as_input()
+def drafts_in_turn(name: str) -> bool:
+    """Whether a spec names several drafters, of which one or another drafts a round."""
+    return len([*read_known(name).parts()]) > 1
+
+
+@as_input()
+def reading_of(name: str) -> str:
+    """Return what a spec's drafter reads before a round (`base.READS_PATH`); of several the last one's, the first are not to
+    read anything."""
+    kind = [*read_known(name).parts()][-1].kind
+    made = BUILTINS.get(kind) or TRAINED.get(kind)
+    point = None if made else PLUGINS.find(kind)
+    return str(getattr(made.build if made else point and PLUGINS.load(point), "reading", READS_PATH))
+
+
+@as_input()
 def paths_of(name: str) -> list[str]:
     """Return the folders and files that a spec names."""
     values = [(part.kind, part.options.get("path", part.value)) for part in read_known(name).parts()]
     return [str(value) for kind, value in values if value is not None and kind in ("suffix", *TRAINED)]
+
+
+def with_full_paths(name: str) -> str:
+    """Return a spec whose folders and files are named from the root, as it is read in any folder."""
+    own, rest = split_first(name, known_names(name))
+    head, mark, query = own.partition("?")
+    kind, colon, value = head.partition(":")
+    if kind in ("suffix", *TRAINED):
+        value = _full(value)
+        options = (option.partition("=") for option in query.split("&"))
+        query = "&".join(key + sign + (_full(to) if key == "path" else to) for key, sign, to in options)
+    made = kind + colon + value + mark + query
+    return made if rest is None else f"{made}+{with_full_paths(rest)}"
+
+
+def _full(path: str) -> str:
+    return str(Path(path).expanduser().resolve()) if path else ""
 
 
 def listed_drafters() -> list[Listed]:
@@ -110,8 +142,7 @@ def _usage(point: EntryPoint) -> str:
 
 def read_known(name: str) -> Named:
     """Return what a spec says; see `read_name`."""
-    # Installed packages are looked at only where a plus sign may be one between two drafters.
-    return read_name(name, {*BUILTINS, *TRAINED, *(PLUGINS.usable() if "+" in name else ())})
+    return read_name(name, known_names(name))
 
 
 def takes_draft(kind: str) -> bool:

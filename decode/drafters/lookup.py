@@ -12,7 +12,7 @@ from ...policies.contract import Array
 from ...policies.errors import InputError
 from ..candidates import Candidates
 from ..models.pair import ENDLESS, Pair
-from .base import Proposal
+from .base import READS_NOTHING, Proposal
 
 LONGEST = 3
 """Tokens of context that are looked for, at most, unless told otherwise."""
@@ -31,6 +31,7 @@ class LookupDrafter:
 
     layers: tuple[int, ...] = ()
     readable = ENDLESS
+    reading = READS_NOTHING
 
     def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
         if type(longest) is not int or longest < 1:  # True is an int to `isinstance`

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.storage.specs import NAME, read_options
+from ...policies.storage.drafter_names import split_first
+from ...policies.storage.specs import read_options
 from .either import SURE
-
-_START = re.compile(rf"({NAME.pattern})(?:[:?+]|$)")
 
 
 @contextlib.contextmanager
@@ -61,7 +59,7 @@ def read_name(text: str, known: Collection[str]) -> Named:
     Raises:
         PolicyError: an option is not `key=value` or is given twice, or `sure` is no chance.
     """
-    own, rest = _split(text, known)
+    own, rest = split_first(text, known)
     head, _, query = own.partition("?")
     kind, colon, value = head.partition(":")
     where = f"--drafter: {text!r}"
@@ -72,16 +70,3 @@ def read_name(text: str, known: Collection[str]) -> Named:
     if not isinstance(sure, int | float) or not 0.0 <= sure <= 1.0:
         raise PolicyError(f"{where}: expected for sure a chance between 0 and 1, not {sure!r}")
     return Named(text, kind, given, options, float(sure), read_name(rest, known))
-
-
-def _split(text: str, known: Collection[str]) -> tuple[str, str | None]:
-    """Return the first drafter and what follows it, None where it stands alone.
-
-    Paths and values may hold plus signs of their own. So one counts after a bare name, or before a known one.
-    """
-    for sign in re.finditer(r"\+", text):
-        own, rest = text[: sign.start()], text[sign.end() :]
-        start = _START.match(rest)
-        if NAME.fullmatch(own) or (start and start[1] in known):
-            return own, rest
-    return text, None

@@ -17,7 +17,7 @@ from ...policies.errors import InputError
 from ..candidates import Candidates
 from ..models.pair import ENDLESS, Pair
 from .automaton import START, SuffixAutomaton
-from .base import Proposal
+from .base import READS_NOTHING, Proposal
 
 KEPT, SINGLE = 32, 256
 """Tokens that are proposed after a place at most; single tokens of a text that share what no longer suffix explains."""
@@ -46,6 +46,7 @@ class SuffixDrafter:
 
     layers: tuple[int, ...] = ()
     readable = ENDLESS
+    reading = READS_NOTHING
 
     def __init__(self, pair: Pair, path: str = "", keep: int = 0) -> None:
         if not isinstance(path, str):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...policies import kernels
+from ...policies.checking import with_costs
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
@@ -54,8 +55,8 @@ class Proposer:
         self._config = vllm_config
         policy = check_engine_policy(load_policy(self.settings.policy), "vllm")
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
-        self._policy = self.prepared(policy)
         self._profile = Profile.load(self.settings.profile) if self.settings.profile else None
+        self._policy = self.prepared(with_costs(policy, self._profile))
         self._names: Names | None = None
         self.drafting: Drafting | None = None
 

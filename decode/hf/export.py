@@ -36,7 +36,7 @@ from .carried import (
     drafter_for,
     tell_untrained_on,
 )
-from .generate import specstop_generate
+from .generate import check_draft_model, specstop_generate
 
 CODE, DATA, REQUIREMENTS = "generate.py", "carried.py", "requirements.txt"
 FOLDER, POLICY = "custom_generate", "policy"
@@ -149,6 +149,7 @@ def generate_carried(
     # `generate` drops `assistant_model` and `streamer` where a callable decodes: they go on under names that it keeps.
     draft = options.pop("assistant_model", None)
     options.setdefault("draft_model", draft)
+    check_draft_model(options["draft_model"], options.get("drafter", drafter))  # as it is called in the folder
     options.setdefault("policy", carried_policy(tuple(files.items()), spec))
     if (streamer := options.pop("streamer", None)) is not None:
         options.setdefault("text_streamer", streamer)

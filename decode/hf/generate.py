@@ -26,7 +26,7 @@ from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.storage.registry import load_policy
 from ..drafters.find import find_drafter
-from ..drafters.known import needs_draft
+from ..drafters.known import check_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
@@ -69,7 +69,7 @@ def specstop_generate(
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate`
             prepares, the attention mask among it. The rows of a batch are decoded side by side.
-        draft_model: proposes the tokens; not needed with another `drafter`.
+        draft_model: proposes the tokens; refused with another `drafter` that takes none.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
         tree: see `Settings`.
@@ -82,10 +82,9 @@ def specstop_generate(
         [rows, length] int64 like `generate`, or a `SpeculativeOutput` with `return_dict_in_generate`.
 
     Raises:
-        InputError: no draft model, or something that this loop does not do.
+        InputError: no draft model or one too many, or something that this loop does not do.
     """
-    if draft_model is None and needs_draft(drafter):
-        raise InputError("specstop_generate: expected draft_model= (assistant_model= does not reach a callable)")
+    check_draft_model(draft_model, drafter)
     if getattr(generation_config, "num_beams", 1) != 1:
         raise InputError("specstop_generate: beam search is not speculative; expected num_beams=1")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
@@ -134,6 +133,22 @@ def specstop_generate(
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
         return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences
+
+
+def check_draft_model(draft: PreTrainedModel | None, drafter: str) -> None:
+    """Refuse a missing draft model, and one that the drafter would leave aside.
+
+    Raises:
+        InputError: either, or there is no such drafter.
+    """
+    check_drafter(drafter)
+    needed = needs_draft(drafter)
+    if needed and draft is None:
+        raise InputError("specstop_generate: expected draft_model= (assistant_model= does not reach a callable)")
+    if not needed and draft is not None:
+        raise InputError(
+            f"specstop_generate: the drafter {drafter} takes no draft model; leave draft_model= or assistant_model= out"
+        )
 
 
 def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Shaping, float]:

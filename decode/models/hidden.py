@@ -29,20 +29,43 @@ def hidden_width(model: PreTrainedModel) -> int:
     return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
 
 
-def hidden_widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
-    """Return the width of each of these hidden states of a pair."""
-    return {name: hidden_width(pair.draft_model if name == DRAFT_HIDDEN else pair.target) for name in names}
+def hidden_widths(pair: Pair, names: Sequence[str], drafter: object = None) -> dict[str, int]:
+    """Return the width of each of these hidden states, which are to be recorded.
+
+    Args:
+        pair: target and draft.
+        names: of `features.hidden_states`.
+        drafter: whose states stand in the place of the draft model's, and which keeps them from now on; None = that model.
+
+    Raises:
+        PolicyError: the drafter has none.
+    """
+
+    def width(name: str) -> int:
+        if name != DRAFT_HIDDEN:
+            return hidden_width(pair.target)
+        if drafter is None:
+            return hidden_width(pair.draft_model)
+        return ask_for_states(drafter, "--hidden", "leave the draft's states out")
+
+    return {name: width(name) for name in names}
 
 
-def ask_for_states(drafter: object, who: str) -> int:
+def ask_for_states(drafter: object, who: str, instead: str = "use another policy") -> int:
     """Have a drafter keep its hidden states and return their width.
+
+    Args:
+        drafter: to be asked.
+        who: reads them.
+        instead: what to do without them.
 
     Raises:
         PolicyError: it has none.
     """
     if not isinstance(drafter, KeepsStates):
         raise PolicyError(
-            f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, or use another policy"
+            f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra or "
+            f"layer, or {instead}"
         )
     return drafter.keep_states()
 

@@ -12,8 +12,11 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
+from ...policies.joint.grid import batch_costs, length_rates
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.learned.trees import TreeGain
@@ -52,9 +55,7 @@ class AcceptanceWatch:
         self._survival: list[list[float]] = []  # of the round, by stream
 
     def decided(self, depth: int, survival: Array, asked: Array) -> None:
-        """Take in S_j [S] after a decision at depth j of chains; `asked` [S] bool, the streams that it was about."""
-        if depth == 0:  # no token yet, so no S_j
-            return
+        """Take in S_j [S] after a decision at depth j >= 1 of chains; `asked` [S] bool, the streams that it was about."""
         if depth == 1:
             self._survival = [[] for _ in asked]
         for own, value, was_asked in zip(self._survival, survival.tolist(), asked.tolist(), strict=True):
@@ -109,13 +110,14 @@ def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | 
     return AcceptanceWatch() if policy.first <= 1 and policy.rule.kind != "continuation" else None
 
 
-def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:
+def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: int = 1) -> int:
     """Return the length that commits the most tokens a second at this conditional acceptance, by the policy's own profile.
 
     Args:
         policy: its `facts.profile` has the costs.
         acceptance: chance of each token, given those before it.
         otherwise: the answer where no profile was saved.
+        streams: that are verified together.
     """
     if not isinstance(policy, LearnedPolicy) or not policy.facts.profile:
         return otherwise
@@ -124,10 +126,9 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int) -> int:
     except InputError:
         return otherwise
     deepest = min(policy.max_depth, profile.max_depth)
-    costs = profile.chain_costs(profile.low.context, 0.0, first=deepest, depth=deepest).tolist()
     # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
-    tokens = [sum(acceptance**j for j in range(k + 1)) for k in range(deepest + 1)]
-    return max(range(deepest + 1), key=lambda k: tokens[k] / costs[k])
+    tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
+    return int(length_rates(batch_costs(profile), profile.low.context, np.array([streams]), tokens).argmax())
 
 
 def describe(policy: StopPolicy, band: Band) -> str:

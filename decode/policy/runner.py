@@ -36,7 +36,7 @@ class PolicyRunner:
     Args:
         policy: asked.
         profile: prices rounds; None = they take no time.
-        together: the streams are verified together, and each takes as long as all do where the profile has batches.
+        together: the streams are verified together; chains then take each as long as all do, where the profile has batches.
 
     Attributes:
         policy: the one that is asked.
@@ -100,8 +100,8 @@ class PolicyRunner:
         if self.profile is None:
             return np.zeros(len(made.active))
         found, price = made.found, self.profile.decision(self.policy.cost_name)
-        if self._together and self.profile.batch is not None:
-            # Only streams that had a round are part of what the batch cost.
+        if self._together and self.profile.batch is not None and found.fed_by_step is None:
+            # Only streams that had a round are part of what the batch cost. Trees have no price by batch.
             columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
             context, drafted, verified, backlog, asked = (column[made.active] for column in columns)
             shared = self.profile.batch.shared_s(context, drafted, verified, backlog, asked) + price.together(asked)
@@ -149,7 +149,7 @@ class MonitoredRunner(PolicyRunner):
         mode: str = "off",
         streams: int = 1,
     ) -> None:
-        super().__init__(policy, profile, together=streams > 1 and chain)
+        super().__init__(policy, profile, together=streams > 1)
         self._streams = streams
         self._given, self._chain, self._fallback, self._mode = policy, chain, fallback, mode
         self._watch = make_watch(policy, mode, chain)
@@ -191,7 +191,7 @@ class MonitoredRunner(PolicyRunner):
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(error)
             return step.alive & (step.depth < self._fallback)
-        if self._watch is not None:
+        if self._watch is not None and step.depth:  # before the first token there is nothing to survive
             assert isinstance(self.policy, LearnedPolicy)
             self._watch.decided(step.depth, self.policy.latest(self.state)[:, 0], step.alive[:, 0])
         return kept
@@ -231,7 +231,7 @@ class MonitoredRunner(PolicyRunner):
             return
         message = describe(self.policy, band)
         if self._mode == "fallback":
-            length = best_fixed(self.policy, self._watch.conditional(), self._fallback)
+            length = best_fixed(self.policy, self._watch.conditional(), self._fallback, self._streams)
             self._replace(FixedLength(length))
             message += f"; drafting {length} tokens a round from here on"
         # Told once; `renew` watches again.

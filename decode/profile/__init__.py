@@ -2,8 +2,16 @@
 
 from .alone import measure_decision
 from .calibration import CalibrationRun, measure_profile
-from .decisions import add_decisions, device_of, loop_decisions, streams_of
+from .decisions import add_decisions, device_of, is_asked, loop_decisions, streams_of, tree_of
 
 __all__ = [
-    "CalibrationRun", "add_decisions", "device_of", "loop_decisions", "measure_decision", "measure_profile", "streams_of",
+    "CalibrationRun",
+    "add_decisions",
+    "device_of",
+    "is_asked",
+    "loop_decisions",
+    "measure_decision",
+    "measure_profile",
+    "streams_of",
+    "tree_of",
 ]  # fmt: skip

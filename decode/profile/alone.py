@@ -14,12 +14,12 @@ from ...policies.features.history import HISTORY_FEATURES
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
-from ..candidates import Candidates
+from ..candidates import Candidates, draft_tree
 from ..drafted import Drafted, Finished
 from ..policy.reader import Base, Level, Logits, Reader
 from ..policy.runner import PolicyRunner
 from ..settings import Stopwatch
-from ..topology import chain
+from ..topology import Topology, chain
 from .measuring import Case, Effort, measure
 
 EFFORT = Effort(repetitions=8)
@@ -47,8 +47,9 @@ def measure_decision(
     widths: Mapping[str, int] | None = None,
     streams: Sequence[int] = (1,),
     profile: Profile | None = None,
+    tree: Topology | None = None,
 ) -> Measurements:
-    """Return the timings of the decisions of a round, features included, and of what the policy hears of it.
+    """Return the timings of the decisions of a round, features included, of its choice of nodes, and of what it hears of it.
 
     It needs no model: the logits are random, as wide as the pair's, hidden states too (`widths` by name, as the header of
     a trace has them), and a large matrix product before each decision clears the processor's caches as a model call does.
@@ -61,10 +62,11 @@ def measure_decision(
         widths: see above.
         streams: that it is asked about at once; one of each is a case.
         profile: what rounds cost, which a policy may hear of; None = nothing.
+        tree: that a typical round of it drafts; None = a chain.
     """
 
     def case(count: int) -> Case:
-        alone = RoundAlone(policy, vocabulary, temperature, device, widths, count, profile)
+        alone = RoundAlone(policy, vocabulary, temperature, device, widths, count, profile, tree)
         return lambda number: {
             Key(DECISIONS, policy.cost_name, (asked,) if count == 1 else (asked, asked * count)): [
                 alone.play(asked) for _ in range(EACH)
@@ -79,7 +81,7 @@ class RoundAlone:
     """Rounds of a policy without models: its decisions about so many streams, one after the other, are timed.
 
     Args:
-        policy, vocabulary, temperature, device, widths, profile: see `measure_decision`.
+        policy, vocabulary, temperature, device, widths, profile, tree: see `measure_decision`.
         streams: S.
 
     Attributes:
@@ -95,26 +97,33 @@ class RoundAlone:
         widths: Mapping[str, int] | None,
         streams: int,
         profile: Profile | None,
+        tree: Topology | None = None,
     ) -> None:
-        self.asked = sorted({1, min(OFTEN, max(policy.max_depth - policy.first, 1))})
+        if tree is None or tree.deepest <= policy.first:  # nobody is asked in a tree that shallow
+            tree = chain(policy.first + min(OFTEN, max(policy.max_depth - policy.first, 1)))
+        self._tree = tree
+        self.asked = sorted({1, min(OFTEN, tree.deepest - policy.first)})
         self._policy, self._vocabulary, self._temperature = policy, vocabulary, temperature
         # What the policy says itself outweighs what is told, and that the guess.
         sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
         self._generator = torch.Generator().manual_seed(0)
         self._scratch = torch.ones(SCRATCH, SCRATCH, device=device)
-        self._hidden = {name: self._drawn(streams, sizes[name]) for name in policy.hidden}
-        self._tree = chain(policy.first + self.asked[-1])
+        self._rows = streams * max(sum(map(bool, tree.children[level[0] : level[-1] + 1])) for level in tree.levels)
+        self._hidden = {
+            name: self._drawn(streams if name == TARGET_HIDDEN else self._rows, sizes[name]) for name in policy.hidden
+        }
         self._reader = Reader(policy, widths=sizes, streams=streams)
         # As in the live loop, a round is priced for those alone who look at its seconds.
         looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
         self._runner = PolicyRunner(policy, profile if looks else None, together=streams > 1)
         self._runner.start(np.arange(streams))
-        self._every = np.ones((streams, 1), dtype=bool)
+        self._every = [np.ones((streams, len(level)), dtype=bool) for level in tree.levels]
         # What the live loop leaves out for a policy that hears of nothing.
         self._hears = self._runner.observes or any(name in HISTORY_FEATURES for name in policy.features)
         self._watch = Stopwatch(self._scratch.device)
-        self._ask, self._open, self._finish = (
-            self._watch.timed("policy", call) for call in (self._asked, self._opened, self._runner.finished)
+        self._ask, self._open, self._select, self._finish = (
+            self._watch.timed("policy", call)
+            for call in (self._asked, self._opened, self._runner.select, self._runner.finished)
         )
 
     def _drawn(self, rows: int, width: int) -> Tensor:
@@ -122,12 +131,10 @@ class RoundAlone:
 
     def play(self, asked: int) -> float:
         """Return the seconds of a round in which the policy is asked so often."""
-        first, streams = self._policy.first, len(self._every)
-        self._logits = 3.0 * self._drawn(streams, self._vocabulary)
-        self._found = [Candidates.at([0], self._tree) for _ in range(streams)]
-        for own, likeliest in zip(self._found, self._logits.argmax(-1).tolist(), strict=True):
-            for depth in range(self._tree.deepest):
-                own.add(depth, depth + 1, likeliest)
+        first, streams = self._policy.first, len(self._every[0])
+        self._logits = 3.0 * self._drawn(self._rows, self._vocabulary)
+        self._found = [self._candidates(stream) for stream in range(streams)]
+        made = self._round(first + asked)
         self._watch.restart()
         base, level = self._open(), None
         for depth in range(1, first):  # not timed: paths lead through it
@@ -136,32 +143,54 @@ class RoundAlone:
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T
             level = self._ask(depth, base, level)
+        if self._runner.selects:
+            self._select(draft_tree(self._found, made.found.sent))
         if self._hears:
-            self._finish(self._round(first + asked))
+            self._finish(made)
         return sum(self._watch.laps["policy"])
+
+    def _candidates(self, stream: int) -> Candidates:
+        """Return the whole tree, each candidate among the likeliest of the row that it is drawn from."""
+        tree, own = self._tree, Candidates.at([0], self._tree)
+        best = self._logits[stream].topk(min(self._vocabulary, max(map(len, tree.children)))).indices.tolist()
+        for below in tree.children:
+            for rank, row in enumerate(below):
+                own.add(tree.parent[row], row, best[rank % len(best)])
+        return own
 
     def _opened(self) -> Base:
         """Read what is known before the first token."""
         before = [(own.tokens[1], own.tokens[0]) for own in self._found]
         target = self._hidden.get(TARGET_HIDDEN)
-        return self._reader.base(self._runner.history, self._temperature, self._logits, before, target)
+        rows = self._logits[: len(before)]
+        return self._reader.base(self._runner.history, self._temperature, rows, before, target)
 
     def _asked(self, depth: int, base: Base, before: Level | None) -> Level | None:
         level = self._read(depth, base, before) if depth else None
-        self._runner.keep(self._reader.step(depth, base, level, self._tree, self._every))
+        self._runner.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
         return level
 
     def _read(self, depth: int, base: Base, before: Level | None) -> Level:
-        tokens = [(s, own.tokens[depth], own.tokens[depth - 1], 0, 1, depth) for s, own in enumerate(self._found)]
-        drawn = Logits(self._logits, tokens, None, self._logits, self._hidden.get(DRAFT_HIDDEN))
-        turns = [(s, own, [depth]) for s, own in enumerate(self._found)]
+        tree, tokens, rows = self._tree, [], 0
+        for own in self._found:
+            for parent in tree.levels[depth - 1]:
+                below = tree.children[parent]
+                tokens += [
+                    (rows, own.tokens[row], own.tokens[parent], rank, len(below), depth)
+                    for rank, row in enumerate(below)
+                ]
+                rows += bool(below)
+        logits, states = self._logits[:rows], self._hidden.get(DRAFT_HIDDEN)
+        drawn = Logits(logits, tokens, None, logits, None if states is None else states[:rows])
+        turns = [(stream, own, tree.levels[depth]) for stream, own in enumerate(self._found)]
         return self._reader.level(turns, drawn, self._temperature, base, before)
 
-    def _round(self, drafted: int) -> Finished:
-        """Return a round of so many tokens, of which half are accepted."""
-        streams = len(self._every)
-        found, ones = Drafted(streams, self._tree), np.ones(streams, dtype=np.int64)
-        found.drawn[:, 1 : drafted + 1] = found.fed[:, :drafted] = True
+    def _round(self, depth: int) -> Finished:
+        """Return a round of the tree so far down, of which half the depths are accepted."""
+        tree, streams = self._tree, len(self._every[0])
+        found, ones = Drafted(streams, tree), np.ones(streams, dtype=np.int64)
+        found.drawn[:] = (tree.depths > 0) & (tree.depths <= depth)
+        found.fed[:] = np.array([bool(below) for below in tree.children]) & (tree.depths < depth)
         found.count()
-        accepted = ones * (drafted // 2)
-        return Finished(self._every[:, 0], 100 * ones, ones, found, accepted, accepted + 1, ~self._every[:, 0])
+        accepted = ones * (depth // 2)
+        return Finished(ones > 0, 100 * ones, ones, found, accepted, accepted + 1, ones < 0)

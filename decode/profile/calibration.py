@@ -79,7 +79,7 @@ def measure_profile(
         clock: what the budget is counted by.
         shaping: what else changes the distribution that is sampled from; processing logits takes time, too.
         batch: how many texts are decoded side by side, of each size whose rounds are timed too.
-        verification: the mode whose rounds of chains are timed; `auto` = the fastest lossless one (`modes.resolve_mode`).
+        verification: the mode whose rounds are timed; `auto` = the fastest lossless one (`modes.resolve_mode`).
 
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
@@ -147,9 +147,13 @@ class CalibrationRun:
             speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
         self._tree = None
         if tree:
-            self._tree = TreeRun(pair, tree, temperature=temperature, new_tokens=new_tokens, shaping=shaping)
+            self._tree = TreeRun(
+                pair, tree, temperature=temperature, new_tokens=new_tokens, shaping=shaping, verification=verification
+            )
         check_limits(batch=max(batch, default=1))
-        self._batches = [BatchRun(pair, streams, self.settings) for streams in sorted(set(batch))]
+        # Batches end with fewer and fewer texts: between one and the smallest size costs are known by both.
+        sizes = sorted({1, *batch}) if batch else []
+        self._batches = [BatchRun(pair, streams, self.settings) for streams in sizes]
         self._timed: list[Seconds] = []
         self._contexts: tuple[list[float], list[float]] = [], []
 

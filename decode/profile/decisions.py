@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,11 @@ from ...policies.errors import SpecstopWarning
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
+from ...policies.learned.trees import TreeGain
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..settings import Settings
+from ..topology import Topology, parse_tree
 from .alone import measure_decision
 from .batches import whole_rounds
 from .measuring import Case, Effort, Seconds, measure
@@ -30,6 +33,12 @@ def streams_of(profile: Profile) -> tuple[int, ...]:
     return tuple(sorted({1, *(profile.batch.sizes[-1:] if profile.batch else ())}))
 
 
+def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
+    """Return the tree that a policy was trained for, or with `static_tree` its best static part; None of one of chains."""
+    name = policy.facts.metrics.get(key) if isinstance(policy, TreeGain) else None
+    return parse_tree(name) if isinstance(name, str) else None
+
+
 def decision_case(
     pair: Pair,
     policy: StopPolicy,
@@ -39,6 +48,9 @@ def decision_case(
     profile: Profile | None,
 ) -> Case:
     """Return the case of a policy's decisions in the live loop, about as many texts side by side each time."""
+    tree = tree_of(policy)
+    if tree is not None and settings.tree is None:  # it decides about nodes of the tree that it was trained for
+        settings = dataclasses.replace(settings, tree=tree.name)
     speculator = Speculator(pair, policy, settings, profile, batch=streams)
 
     def case(number: int) -> Seconds:
@@ -91,17 +103,31 @@ def decision_cases(
     }
 
 
+def is_asked(policy: StopPolicy, sizes: Sequence[int]) -> bool:
+    """Whether a policy decides anything in batches of up to the largest of `sizes`."""
+    asked = (size not in policy.unasked for size in range(1, max(sizes, default=1) + 1))
+    # One whose first decision comes at its last depth, such as a fixed length, is never asked.
+    return policy.first < policy.max_depth and any(asked)
+
+
 def add_decisions(
-    profile: Profile, policies: Sequence[StopPolicy], vocabulary: int, widths: Mapping[str, int] | None = None
+    profile: Profile,
+    policies: Sequence[StopPolicy],
+    vocabulary: int,
+    widths: Mapping[str, int] | None = None,
+    tree: Topology | None = None,
 ) -> Profile:
-    """Return the profile with the decisions of `policies` measured here, where it does not have them yet."""
+    """Return the profile with the decisions of `policies` measured here, where it does not have them yet.
+
+    Arguments as of `measure_decision`.
+    """
     for policy in policies:
         check_policy(policy)
-    # One whose first decision comes at its last depth, such as a fixed length, is never asked.
-    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
+    sizes = streams_of(profile)
+    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, sizes)}
     for policy in missing.values():
         timed = measure_decision(
-            policy, vocabulary, profile.temperature, device_of(profile), widths, streams_of(profile), profile
+            policy, vocabulary, profile.temperature, device_of(profile), widths, sizes, profile, tree
         )
         profile = profile.with_measured_decisions(timed)
     return profile

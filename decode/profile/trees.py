@@ -131,12 +131,22 @@ class TreeRun:
         temperature: of the sampling.
         new_tokens: decoded from each context.
         shaping: what else changes the distribution that is sampled from.
+        verification: the mode, one of trees.
     """
 
     def __init__(
-        self, pair: Pair, tree: str, *, temperature: float, new_tokens: int = 96, shaping: Shaping = UNCHANGED
+        self,
+        pair: Pair,
+        tree: str,
+        *,
+        temperature: float,
+        new_tokens: int = 96,
+        shaping: Shaping = UNCHANGED,
+        verification: str = "auto",
     ) -> None:
-        settings = Settings(temperature, new_tokens, ignore_eos=True, tree=tree, shaping=shaping)
+        settings = Settings(
+            temperature, new_tokens, ignore_eos=True, tree=tree, shaping=shaping, verification=verification
+        )
         self._watching: list[_Watching] = [_Watching(), _Watching()]
         policy = RandomTree(settings.topology.deepest, settings.topology.width)
         self._runs = [Speculator(pair, policy, settings, observer=watching) for watching in self._watching]

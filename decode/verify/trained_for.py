@@ -5,7 +5,7 @@ Apart from the modes, which replay knows without any model library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
@@ -21,12 +21,18 @@ from .modes import resolve_mode
 from .sampling import told
 
 
-def tell_if_untrained(policy: StopPolicy, settings: Settings) -> None:
-    """Warn where a learned policy was trained for another temperature, filter or verification than a run has."""
+def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Mapping[str, str] | None = None) -> None:
+    """Warn where a learned policy was trained for another temperature, filter, verification or pair than a run has.
+
+    Args:
+        policy: any.
+        settings: of the run.
+        pair: its hashes (`Pair.fingerprint`); None = any.
+    """
     temperature, shaping = told(settings.shaping, settings.temperature)
     name = resolve_mode(settings.verification, policy, settings.topology, temperature)
     greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
-    tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name), "this run")
+    tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name, pair or {}), "this run")
 
 
 def tell_if_unmeasured(

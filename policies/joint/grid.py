@@ -223,6 +223,22 @@ def draft_steps_s(costs: Costs, streams: Array, context: float) -> Array:
     return np.stack([of(streams, context) for of in (costs.first_draft_s, costs.second_draft_s, costs.draft_s)])
 
 
+def length_rates(costs: Costs, context: float, streams: Array, tokens: Array) -> Array:
+    """Return [n, K + 1] tokens a second of every fixed length in batches of so many streams.
+
+    Args:
+        costs, context: of the rounds.
+        streams: [n]; of none the rate is 0.
+        tokens: [K + 1] that a stream is expected to commit in a round of each length.
+    """
+    rows, lengths = streams[:, None], np.arange(len(tokens))
+    drafting = drafting_s(lengths, draft_steps_s(costs, streams, context)[..., None])
+    # No streams have the seconds of one, as in `Grid`.
+    sharing, sent = np.broadcast_arrays(np.maximum(rows, 1), np.maximum(rows, 1) * (lengths + 1))
+    out: Array = rows * tokens / (drafting + costs.verify_s(sharing, sent, context))
+    return out
+
+
 def drafting_s(steps: Array, drafts: Array) -> Array:
     """Return the seconds of numbers of draft steps that cost `drafts` [3, ...]: the first, the second, each later one."""
     first, second, later = drafts

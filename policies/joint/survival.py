@@ -15,7 +15,7 @@ from ..latency.profile import Profile
 from ..learned.policy import LearnedPolicy
 from ..rules.base import Rule
 from ..rules.chains import BatchRule
-from .grid import Grid, Grids, draft_steps_s, drafting_s, grids_of
+from .grid import Grid, Grids, grids_of, length_rates
 from .groups import Batches, batches_of
 
 kernels = on_first_use("batches")
@@ -176,14 +176,8 @@ class BatchStop(LearnedPolicy):
 
     def fixed_rate(self, streams: Array) -> Array:
         """Return [n] tokens a second of the best fixed length in batches of so many streams [n], at the mean acceptance."""
-        lengths = np.arange(self.max_depth + 1)
         tokens = np.cumsum(np.concatenate([[1.0], np.cumprod(self._acceptance[: self.max_depth])]))  # [K + 1]
-        costs, context, rows = self._grids.costs, self._grids.context, streams[:, None]
-        drafting = drafting_s(lengths, draft_steps_s(costs, streams, context)[..., None])
-        # No streams have the seconds of one, as in `Grid`, and a rate of 0.
-        sharing, sent = np.broadcast_arrays(np.maximum(rows, 1), np.maximum(rows, 1) * (lengths + 1))
-        verify = costs.verify_s(sharing, sent, context)
-        found: Array = (rows * tokens / (drafting + verify)).max(1)
+        found: Array = length_rates(self._grids.costs, self._grids.context, streams, tokens).max(1)
         return found
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -238,7 +232,8 @@ def for_batches(
 
     Args:
         policy: its head and calibration are used.
-        send: see `BatchRule`; empty = `best` where the policy's verification lets drawn tokens be left out, else `all`.
+        send: see `BatchRule`; empty = what the policy's rule says, if it is `batch`; else `best` where its verification lets
+            drawn tokens be left out, and `all` where not.
         profile: what rounds cost; by default the one that the policy was trained with.
         rule: in the place of `send`; by default the policy's own, if it has such a one, with its rates.
 
@@ -255,10 +250,10 @@ def for_batches(
     if profile is not None:
         facts = dataclasses.replace(facts, profile=profile.record(policy.cost_name))
     if rule is None:
-        send = send or ("best" if facts.verification in ("match", "point") else "all")
-        known = policy.rule if isinstance(policy.rule, BatchRule) else BatchRule(send)
+        usual = BatchRule(send or ("best" if facts.verification in ("match", "point") else "all"))
+        known = policy.rule if isinstance(policy.rule, BatchRule) else usual
         # Rates are relative to fixed lengths' and hold roughly elsewhere; whether decisions pay hangs on the costs.
-        rule = BatchRule(send, known.rates, known.first, known.lengths if profile is None else ())
+        rule = BatchRule(send or known.send, known.rates, known.first, known.lengths if profile is None else ())
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
     return kind(policy.name, policy.features, *parts)

@@ -32,8 +32,8 @@ class BatchTable:
         first_draft_s: points (streams, seconds) of the first draft step of a round, which reads one token of each stream.
         backlog_token_s: each further token that the first step reads.
         draft_s: points (streams, seconds) of a draft step after the first, or after the second.
-        verify_s: by streams, points (tokens in all, anchors included; seconds) of a verification as measured; the first is
-            that of plain decoding.
+        verify_s: by streams, points (tokens in all, anchors included; seconds) of a verification; the first is that of plain
+            decoding as measured, after it they never fall.
         second_draft_s: points of the second draft step, the last one on caches that are still cold; none = as later ones.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +10,13 @@ from typing import Any
 from ..contract import StopPolicy
 from ..errors import SpecstopWarning
 from ..latency.profile import Profile
+from ..storage.drafter_names import kinds_of
 from .policy import LearnedPolicy
 
 _TRUNCATING = ("top_k", "top_p", "min_p")
 """Options that leave tokens out by how likely they are, which greedy decoding never notices."""
 
 _LONGEST = 200
-
-_SETTINGS = re.compile(r"[:?].*?(?=\+[\w-]+(?:[:?+]|$)|$)")
-"""What stands after the name of a drafter; a plus sign in a path is no second one's."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,9 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
         differs["filter"] = mine, theirs
     if used.verification and facts.verification != used.verification:
         differs["verification"] = facts.verification, used.verification
-    if used.pair and facts.pair and facts.pair != used.pair:
-        differs["pair"] = facts.pair, dict(used.pair)
+    # One without a tokenizer, or a drafter that needs no draft, has fewer hashes.
+    if apart := {name: hash for name, hash in facts.pair.items() if used.pair.get(name, hash) != hash}:
+        differs["pair"] = apart, {name: used.pair[name] for name in apart}
     return [(what, *sides) for what, sides in differs.items()]
 
 
@@ -116,7 +114,7 @@ def tell_other_drafter(profile: Profile, used: str, where: str) -> None:
         where: see `tell_other_verification`.
     """
     # Facts of a measurement name any drafter but the draft model.
-    measured, kind = (_SETTINGS.sub("", name) for name in (str(profile.facts.get("drafter", "model")), used))
+    measured, kind = (kinds_of(name) for name in (str(profile.facts.get("drafter", "model")), used))
     if "device" in profile.facts and measured != kind:
         warnings.warn(
             f"the profile timed rounds of the drafter {measured}, {where} those of {kind}: what drafting costs differs; "

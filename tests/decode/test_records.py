@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from conftest import NEW
 from contract_policies import TEST_POLICIES
-from specstop.decode.loop import Settings, Speculator
+from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation, Round, Tally
+from specstop.policies.baselines.fixed import FixedLength
 
 
 def make_round(drafted: int, verified: int, accepted: int, cut: bool = False, committed: int = -1) -> Round:
@@ -30,6 +31,17 @@ def test_sums_of_handmade_rounds() -> None:
         "prefill_s": 8.0, "draft_s": 3.0, "verify_s": 4.0, "policy_s": 0.5, "outside_s": 0.5,
     }  # fmt: skip
     assert summary == pytest.approx(expected)
+
+
+def test_a_verification_that_streams_share_is_one_call_of_the_target(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    shared = [round._replace(together=2) for round in GENERATIONS[0].rounds]
+    texts = [Generation((1,), tuple(shared), 5, 0.0, 1.0)] * 2
+    assert Tally.of(texts).target_calls == 3
+    alone = Tally.of(Speculator(pair, FixedLength(2), Settings(0.0, NEW)).run([Request(p) for p in prompt_ids[:4]]))
+    many = Tally.of(
+        Speculator(pair, FixedLength(2), Settings(0.0, NEW), batch=4).run([Request(p) for p in prompt_ids[:4]])
+    )
+    assert many.target_calls < alone.target_calls == len(alone.rounds) and len(many.rounds) == len(alone.rounds)
 
 
 def test_phases_sum_up_to_prefill_and_rounds() -> None:

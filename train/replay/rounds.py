@@ -24,7 +24,8 @@ ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
 CAVEATS = (
     "rounds are taken where the recorded run had them: this policy would have come to other anchors, because what follows a "
     "round depends on where it stops; round values are no throughput of whole texts",
-    "earlier rounds, which HISTORY features and adaptive policies look at, are those recorded, cut to this policy's length",
+    "earlier rounds, which HISTORY features and adaptive policies look at, are those recorded (of a run with --explore those "
+    "that explored), cut to this policy's length",
 )
 _IN_EXPECTATION = "acceptance is the expectation over the stored probabilities, min(1, p / q) by token"
 _AS_DRAWN = "acceptance is as it was drawn when the trace was recorded, candidates left out counting as rejected"

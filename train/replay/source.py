@@ -59,9 +59,11 @@ class TraceSource:
         self._first_anchor, self._offset = arrays.first_anchor.numpy(), arrays.offset.numpy()
         self._prompt, self._text = arrays.prompt_tokens.numpy(), arrays.text_tokens.numpy()
         self._turn = np.zeros(len(queues), dtype=np.int64)
+        # By kind of drafter (`drafters.base.READS_PATH`); a trace that does not say is one of a draft model.
+        self._reading = arrays.header.facts.get("reading", "path")
         self.sequence = queues[:, 0]
         self.anchor = self._first_anchor[self.sequence]
-        self.backlog = self.context()
+        self.backlog = self._unread_text(self.context())
         self.active = np.ones(len(queues), dtype=bool)
         self.row = np.zeros(len(queues), dtype=np.int64)
         self.next_texts()
@@ -70,6 +72,13 @@ class TraceSource:
         """Return [R], the tokens committed, the prompts' included."""
         out: Array = self._prompt[self.sequence] + self.anchor
         return out
+
+    def _unread_text(self, context: Array) -> Array:
+        """Return what a draft has to read where a text begins, by its length."""
+        if self._reading == "nothing":
+            return np.zeros_like(context)
+        # Before the first token there is no state of the target to read it on.
+        return context - 1 if self._reading == "all" else context
 
     def next_texts(self) -> Array:
         """Go on to the next text of each stream whose text has ended; return the streams that have."""
@@ -86,7 +95,7 @@ class TraceSource:
             begins = ended & self.active
             begun |= begins
             self.anchor = np.where(begins, self._first_anchor[self.sequence], self.anchor)
-            self.backlog = np.where(begins, self.context(), self.backlog)
+            self.backlog = np.where(begins, self._unread_text(self.context()), self.backlog)
 
     def over(self) -> Array:
         """Return [R] bool, the streams with a round whose texts have ended."""
@@ -96,7 +105,7 @@ class TraceSource:
     def open(self, stream: int, sequence: int) -> None:
         """Begin a text in a stream; one that ended with its first token has no round."""
         self.sequence[stream], self.anchor[stream] = sequence, self._first_anchor[sequence]
-        self.backlog[stream] = self._prompt[sequence] + self.anchor[stream]
+        self.backlog[stream] = self._unread_text(self._prompt[sequence] + self.anchor[stream])
         self.active[stream] = self.anchor[stream] < self._text[sequence]
 
     def take(self, streams: Array) -> None:
@@ -232,8 +241,16 @@ class TraceSource:
         left = self._text[self.sequence] - self.anchor
         # An end of text or the limit takes the target's own token, and what was accepted beyond.
         committed = np.minimum(self._taken + 1, left) * self.active
-        # The draft has read what was fed of the accepted path; what was rejected is forgotten.
-        unread = committed + np.where(found.drafted > 0, -self._read, self.backlog)
-        self.backlog = np.where(self.active, unread, self.backlog)
+        self.backlog = np.where(self.active, self._unread(committed, found.drafted > 0), self.backlog)
         self.anchor = self.anchor + committed
         return committed, committed >= left
+
+    def _unread(self, committed: Array, drafting: Array) -> Array:
+        """Return what the draft has to read before the next round; where it did not draft, what it had to and more."""
+        if self._reading == "nothing":
+            return np.zeros_like(committed)
+        # A draft model has read what was fed of the accepted path, and what was rejected is forgotten. One that reads all on
+        # the target's states has read nothing of this round but for itself, its root included.
+        kept = -np.ones_like(committed) if self._reading == "all" else self._read
+        out: Array = committed + np.where(drafting, -kept, self.backlog)
+        return out

@@ -18,6 +18,7 @@ from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound
 from ..replay.traces.arrays import TraceArrays
+from .records import FEWEST
 
 TAIL = 0.95
 
@@ -154,12 +155,14 @@ class _Table:
         """Return the 95th percentile over requests and its interval."""
         order = np.argsort(latency)
         # [1 + R, requests]: how often each request is in each resample, added up in order of latency: a weighted quantile.
-        weights = self._boot.total(np.eye(len(latency)))[:, order].cumsum(1)
+        weights = self._boot.counts()[:, order].cumsum(1)
         at = (weights >= TAIL * weights[:, -1:]).argmax(1)
         return self._boot.interval(latency[order][at])
 
     def use(self, names: Sequence[str]) -> str:
-        """Return the fastest policy that is clear of the best fixed length; that length where there is none."""
+        """Return the fastest policy that is clear of the best fixed length; where there is none, that length."""
+        if self._boot.prompts < FEWEST:
+            return f"no verdict (fewer than {FEWEST} prompts)"
         found = [(self._speeds[at + 1][0], name) for at, name in enumerate(names) if self._is_clear(at + 1)]
         return max(found)[1] if found else f"fixed:{self.best}" if self.best else "plain decoding"
 

@@ -25,7 +25,7 @@ import torch
 
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
-from ...decode.profile import device_of, measure_decision, streams_of
+from ...decode.profile import device_of, is_asked, measure_decision, streams_of, tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.atomic import cache_folder, read_json, write_json
@@ -77,7 +77,8 @@ def with_prices(
         InputError: the profile that a policy was trained for is mangled.
     """
     known, lacking = profile, []
-    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and p.first < p.max_depth}
+    sizes = streams_of(profile)
+    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, sizes)}
     for name, policy in missing.items():
         trained, record = _of_training(policy, known), {}
         if trained is not None:
@@ -131,9 +132,9 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
     earlier = [cache] if out is None else [out / FILE, cache]
     found = next((record for path in earlier for record in _records(path) if record["key"] == key), None)
     if found is None:
-        streams = streams_of(profile)
+        tree = tree_of(policy, "static_tree") or tree_of(policy)
         timed = measure_decision(
-            policy, header.vocabulary, profile.temperature, device, header.hidden, streams, profile
+            policy, header.vocabulary, profile.temperature, device, header.hidden, streams_of(profile), profile, tree
         )
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():

@@ -82,7 +82,7 @@ class CTCDrafter(LayerReader):
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
         self._ctc = network
-        self.beyond = network.shape.depth * 8
+        self.beyond = network.shape.depth  # of one root; `_draw` has room made for those of several
         self._wide = pair.logits_dtype
         self._row_of: dict[tuple[int, int], int] = {}  # by stream and place that of the prefixes
         super().__init__(pair, network)
@@ -114,6 +114,8 @@ class CTCDrafter(LayerReader):
     ) -> Tensor:
         """Return [R, count, V + 1], the chances of the symbols at the positions after each of R roots."""
         last, roots = self._read_places(streams, found, feeding)
+        # A root and the positions after it each have a slot.
+        self._cache.grow(max(self._length[s] + count * len(own) for s, own in zip(streams, roots, strict=True)))
         most, counts = max(map(len, roots)), [len(own) for own in roots]
         # Streams with fewer roots than others are filled up with their last one, which is cut off again at the end.
         state = torch.stack([torch.cat([some, some[-1:].expand(most - len(some), -1)]) for some in last])

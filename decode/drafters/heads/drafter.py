@@ -12,7 +12,7 @@ from ....policies.contract import Array
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import ENDLESS, Pair
-from ..base import Proposal
+from ..base import READS_NOTHING, Proposal
 from .networks import Heads
 
 
@@ -28,6 +28,7 @@ class HeadsDrafter:
 
     layers: tuple[int, ...] = (-1,)
     readable = ENDLESS
+    reading = READS_NOTHING
 
     def __init__(self, pair: Pair, network: Heads) -> None:
         self._network, self._device = network, pair.device

@@ -11,8 +11,9 @@ from torch import Tensor
 from ....policies.contract import Array
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
+from ...models.output_layer import output_layer
 from ...models.pair import ENDLESS, Pair
-from ..base import Proposal
+from ..base import READS_ALL, Proposal
 from .drafter import scores
 from .layer_cache import LayerCache, Row
 from .layer_network import LayerNetwork
@@ -31,12 +32,13 @@ class LayerReader:
 
     layers: tuple[int, ...] = (-1,)
     readable = ENDLESS
+    reading = READS_ALL
     beyond = 0  # slots that candidates take and the loop does not count
 
     def __init__(self, pair: Pair, network: LayerNetwork) -> None:
         self._network, self._device = network, pair.device
         self._embedding = pair.target.get_input_embeddings()
-        self._output = pair.target.get_output_embeddings()
+        self._output = output_layer(pair.target)
         self._like = network.before  # for its device and type
         self._cache = LayerCache(0, 0, 1, 1, self._like)  # of no stream, so that `reserve` makes another
         self.reserve(1, 0)

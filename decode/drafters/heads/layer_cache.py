@@ -53,6 +53,17 @@ class LayerCache:
         """S."""
         return len(self._keys)
 
+    def grow(self, slots: int) -> None:
+        """Have so many slots of each stream at least; what they hold stays."""
+        more = slots - self.slots
+        if more > 0:
+            # The last slot, which is nobody's, moves to the new end.
+            self._keys, self._values = (
+                functional.pad(buffer[:, : self.slots], (0, 0, 0, 0, 0, more + 1))
+                for buffer in (self._keys, self._values)
+            )
+            self.slots = slots
+
     def place(self, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> None:
         """Say where the rows of the next call go, and what they see.
 

@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 from commands import cli
 from conftest import make_prompts
+from specstop.collect.store.folder import Trace
+from specstop.decode.compare.intervals import Ratio
+from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.latency.profile import Profile
+from specstop.train.drafters.choice import SureChoice
+from specstop.train.report.comparing import drafters
+from specstop.train.report.comparing.drafters import BothChoice
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +72,21 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "measured"),
     [
-        (("--drafter", "lookup", "--temperature", "0.7"), "--drafter lookup --temperature 0.7 --verification match"),
+        (
+            ("--drafter", "lookup", "--temperature", "0.7", "--depth", "2"),
+            "--drafter lookup --temperature 0.7 --verification match --depth 2",
+        ),
+        (("--drafter", "lookup", "--depth", "2"), "--drafter lookup --depth 2"),
         (("--drafter", "lookup"), "--drafter lookup"),
+        (("--drafter", "lookup", "--tree", "2,1,1"), "--drafter lookup --depth 3 --tree 2,1,1"),
     ],
 )
 def test_what_comes_next_times_the_rounds_that_the_trace_holds(
     place: Path, options: tuple[str, ...], measured: str, tmp_path: Path
 ) -> None:
-    """Sampled rounds of a drafter are those of match, where `profile` by itself takes block."""
+    """Sampled rounds of a drafter are those of match, where `profile` by itself takes block; it times 10 tokens a round."""
     prompts = place / "test.jsonl"
-    few = ("--prompts", prompts, "--limit", "2", "--max-new-tokens", "6", "--depth", "2", "--out", tmp_path / "t")
+    few = ("--prompts", prompts, "--limit", "2", "--max-new-tokens", "6", "--out", tmp_path / "t")
     answer = cli("collect", "--target", place / "target", *options, *few, "--quiet")
     assert answer.code == 0, answer.err
     expected = f"Next: specstop profile --target {place / 'target'} {measured} --prompts {prompts} --out profile.json"
@@ -155,3 +167,23 @@ def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
         answer = cli("combine", *both, option, place / "nowhere")
         assert answer.code == 2 and "--profile:" not in answer.err and "--traces" not in answer.err, answer.err
         assert "nowhere" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("suffix", "--drafter suffix"), ("suffix?sure=0.5+model", "--draft D --drafter 'suffix?sure=0.5+model'")],
+)
+def test_what_comes_after_combining_names_a_draft_model_where_the_choice_takes_one(
+    spec: str, words: str, traces: dict[float, Trace], profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = BothChoice(
+        spec, FixedLength(1), "fixed:1", 2.0, {"suffix": 2.0, "model": 1.0}, Ratio(2.0),
+        {"fixed:1": SureChoice(None, 1.0, 2.0, 1.0, {0.5: 1.0})},
+    )  # fmt: skip
+    monkeypatch.setattr(drafters, "choose_both", lambda *args, **more: found)
+    profile.save(tmp_path / "p.json")
+    given = [("--first", traces[0.0].folder), ("--other", traces[0.0].folder)]
+    given += [(f"--{side}-profile", tmp_path / "p.json") for side in ("first", "other")]
+    answer = cli("combine", *(word for pair in given for word in pair), "--quiet")
+    assert answer.code == 0, answer.err
+    assert f"Next: specstop collect --target T {words}\n" in answer.out

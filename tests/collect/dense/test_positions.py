@@ -17,18 +17,20 @@ from specstop.collect.dense.unroll import Unroller
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect, plan_run
 from specstop.collect.work import Work
-from specstop.decode.drafters import TrainedDrafter, save_drafter, with_drafter
+from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.errors import InputError
-from specstop.policies.features.hidden_states import TARGET_HIDDEN
+from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.latency.profile import Profile
+from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
+from trace_rows import numpy_rows
 
 DEPTH = 3
 SPECS = (
@@ -154,10 +156,13 @@ def test_replay_is_what_the_loop_does(
         (FixedLength(3), Confidence(0.3)) if tree else (FixedLength(2), Confidence(0.3), TEST_POLICIES["trimming"])
     ):
         speculator = Speculator(alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree))
-        live = []
+        live, unread = [], []
         for prompt, ids in zip(prompts[1:3], prompt_ids[1:3], strict=True):
             made = speculator.generate(ids, stream_key(0, prompt.id))
             live.append([[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds])
+            unread += [r.backlog for r in made.rounds]
+        if "?" not in kind:  # a trace of two does not tell who drafted
+            assert play(arrays, policy.limited(DEPTH), profile).rounds.backlog.tolist() == unread, policy.name
         log = replay(arrays, policy.limited(DEPTH), profile).log
         assert [log[log[:, 0] == s, 1:].tolist() for s in range(len(live))] == live, (policy.name, temperature)
         accepted += sum(r[3] for rounds in live for r in rounds)
@@ -190,5 +195,54 @@ def test_what_takes_a_draft_model_is_refused(pair: Pair, prompts: list[Prompt], 
         collect(
             alone, prompts, tmp_path / "b", depth=2, max_new_tokens=NEW, completions={p.id: "w7 w8 w9" for p in prompts}
         )
-    with pytest.raises(InputError, match="this needs a draft model"):
-        collect(alone, prompts, tmp_path / "c", depth=2, max_new_tokens=NEW, hidden=["draft_hidden"])
+
+
+@pytest.mark.parametrize("collector", ["dense", "live"])
+def test_prompts_may_be_as_long_as_the_models_can_read(pair: Pair, tmp_path: Path, collector: str) -> None:
+    """Of what is too long as much is kept as is decoded after: one token more where it stops at every position."""
+    text = [Prompt("long", " ".join(f"w{20 + i % 20}" for i in range(2 * pair.readable)), "g")]
+    options = {"depth": DEPTH, "max_new_tokens": NEW, "collector": collector, "long": "left"}
+    suffix = with_drafter(pair, "suffix")
+    kept = [len(plan_run(who, text, **options).work[0][0].tokens) for who in (pair, suffix)]
+    room = pair.readable - NEW - DEPTH
+    assert kept == [room, room - (collector == "dense")]
+    assert collect(suffix, text, tmp_path, **options).row_count > 0
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "layer"])
+def test_the_states_that_a_drafter_scores_by_are_recorded(
+    pair: Pair, folders: Path, prompts: list[Prompt], tmp_path: Path, kind: str
+) -> None:
+    alone = with_drafter(pair, f"{kind}:{folders / kind}")
+    options = {"depth": DEPTH, "max_new_tokens": NEW, "hidden": [DRAFT_HIDDEN, TARGET_HIDDEN]}
+    rows = {}
+    for collector in ("dense", "live"):
+        trace = collect(alone, prompts[1:4], tmp_path / collector, collector=collector, **options)
+        assert trace.header.hidden == {DRAFT_HIDDEN: 16, TARGET_HIDDEN: 16}
+        rows[collector] = {(row["sequence"], row["anchor"]): row for row in numpy_rows(trace)}
+    assert len(rows["live"]) > 10
+    network = load_drafter(folders / kind).network
+    for at, row in rows["live"].items():
+        live, dense = (np.asarray(one[DRAFT_HIDDEN], np.float32).reshape(DEPTH, 16) for one in (row, rows["dense"][at]))
+        drawn = np.asarray(row["drawn"])
+        if not drawn.any():  # no token but the target's is left to decode
+            continue
+        assert np.abs(live[drawn]).max() > 0
+        np.testing.assert_allclose(live[drawn], dense[drawn], rtol=2e-3, atol=1e-5)  # rounded to half precision
+        if kind == "medusa":
+            known = torch.tensor(np.asarray(row[TARGET_HIDDEN], np.float32))
+            heads = [network.state(head, known, None).detach().numpy() for head in np.flatnonzero(drawn)]
+            np.testing.assert_allclose(live[drawn], heads, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["suffix", "ctc", "suffix+model"])
+@pytest.mark.parametrize("collector", ["dense", "live"])
+def test_a_drafter_without_states_is_named(
+    pair: Pair, folders: Path, prompts: list[Prompt], tmp_path: Path, kind: str, collector: str
+) -> None:
+    alone = with_drafter(pair, f"{kind}:{folders / kind}" if (folders / kind).exists() else kind)
+    options = {"depth": 2, "max_new_tokens": NEW, "collector": collector, "hidden": [DRAFT_HIDDEN]}
+    with pytest.raises(
+        PolicyError, match=r"--hidden: reads draft_hidden, which \w+Drafter has not; .* or leave the draft's states out"
+    ):
+        collect(alone, prompts, tmp_path / "c", **options)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from scipy import stats
+from specstop.decode.compare.bench import speed_ratio
 from specstop.decode.compare.intervals import Ratio, Resamples, expanded_tail
+from specstop.decode.records import Generation
 from specstop.train.report.records import FEWEST, TOO_FEW, verdict
 
 NORMAL_TAIL = 0.025
@@ -83,3 +85,17 @@ def test_a_ratio_without_an_interval_is_neither_above_nor_below_and_shows_none()
         assert verdict(Ratio(value, 1.5 * value, 2 * value), FEWEST - 1) == TOO_FEW
     assert Ratio(1.1, 1.05, 1.2).is_above and Ratio(0.9, 0.8, 0.95).is_below
     assert Ratio(1.1, 1.05, 1.2).times(10.0).text(2) == "11.00 [10.50, 12.00]"
+
+
+def test_a_batch_that_had_few_turns_has_no_interval() -> None:
+    def texts(pace: float, count: int) -> list[Generation]:
+        return [Generation((1,) * 10, (), 1, 0.0, pace * (1.0 + 0.01 * at)) for at in range(count)]
+
+    for count, turn, is_given in ((20, 16, False), (112, 16, False), (113, 16, True), (3, 1, True)):
+        ratio = speed_ratio(texts(1.0, count), texts(2.0, count), turn)
+        assert ratio.value == pytest.approx(2.0) and (ratio.low is not None) == is_given
+
+
+def test_how_often_each_sequence_is_drawn_adds_up_to_totals() -> None:
+    made, values = Resamples(["b", "a", "b"], seed=3, replicates=20), np.array([1.0, 2.0, 4.0])
+    assert np.allclose(made.counts() @ values, made.total(values)) and made.counts()[0].tolist() == [1.0, 1.0, 1.0]

@@ -13,6 +13,7 @@ from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
+from specstop.decode.drafters.known import BUILTINS, TRAINED, paths_of, read_known, with_full_paths
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -23,6 +24,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
+from specstop.policies.storage.drafter_names import DRAFTERS, kinds_of
 from torch import Tensor
 
 TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
@@ -314,3 +316,29 @@ def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: 
     assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
     with pytest.raises(InputError, match="this needs a draft model: give --draft"):
         Speculator(alone, FixedLength(4))
+
+
+def test_names_are_known_without_what_makes_drafters() -> None:
+    assert sorted(DRAFTERS) == sorted([*BUILTINS, *TRAINED])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "model", "lookup:4", "suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2", "hydra:/a/llama+hydra-v2", "lookup+suffix+model",
+        "suffix:a+model", "suffix?path=a+b.txt&keep=1",
+    ],
+)  # fmt: skip
+def test_kinds_are_those_of_what_is_read(spec: str) -> None:
+    assert kinds_of(spec) == "+".join(part.kind for part in read_known(spec).parts())
+
+
+def test_paths_of_a_spec_are_made_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert with_full_paths("suffix:notes.txt") == f"suffix:{tmp_path / 'notes.txt'}"
+    assert with_full_paths("suffix?path=a.txt&keep=1") == f"suffix?path={tmp_path / 'a.txt'}&keep=1"
+    both = with_full_paths("suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2")
+    assert both == f"suffix:{tmp_path / 'a+b.txt'}?sure=0.6+hydra:{tmp_path / 'c' / 'd+hydra-v2'}"
+    assert paths_of(both) == [str(tmp_path / "a+b.txt"), str(tmp_path / "c" / "d+hydra-v2")]
+    for same in ("model", "lookup:4", "suffix?keep=1+model", "suffix:/a/b.txt", "copycat?path=a"):
+        assert with_full_paths(same) == same

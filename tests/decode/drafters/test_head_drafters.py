@@ -182,6 +182,18 @@ def test_the_layer_goes_on_from_the_targets_states_and_then_from_its_own(pair: P
             torch.testing.assert_close(row, expected, **SAME)
 
 
+def test_ctc_has_a_slot_for_every_position_of_every_root(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    """Sixteen roots of six positions, up to the end of the longest text: as with room for all of them from the start."""
+    settings = Settings(0.7, NEW, tree="16,1", max_depth=2, verification="target_init", ignore_eos=True)
+    made = []
+    for beyond in (6, 16 * 6):
+        drafter = small_drafter("ctc", pair, depth=6)
+        assert drafter.beyond == 6
+        drafter.beyond = beyond
+        made.append(Speculator(pair, FixedLength(2), settings, drafter=drafter).generate(prompt_ids[4], 9).tokens)
+    assert made[0] == made[1] and len(made[0]) == NEW
+
+
 def collapsed(alignment: Sequence[int], blank: int) -> tuple[int, ...]:
     return tuple(symbol for symbol, _ in itertools.groupby(alignment) if symbol != blank)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from commands import cli
 from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.known import PLUGINS, listed_drafters, needs_draft
+from specstop.decode.drafters.known import listed_drafters, needs_draft
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.storage import specs
+from specstop.policies.storage.drafter_names import PLUGINS
 
 PLUGIN = """
 from specstop.decode.drafters import LookupDrafter, ModelDrafter

@@ -174,6 +174,9 @@ def test_a_head_drafter_goes_with_the_policy_that_was_trained_on_its_drafts(
     direct = pair.target.generate(ids, custom_generate=specstop_generate, drafter=spec, policy=str(policy), **OPTIONS)
     shutil.rmtree(hydra)  # the export stands alone
     assert torch.equal(generate(pair, ids, tmp_path / "out"), direct)
+    for name in ("draft_model", "assistant_model"):
+        with pytest.raises(InputError, match=re.escape(f"the drafter {before}hydra:drafter takes no draft model")):
+            generate(pair, ids, tmp_path / "out", **{name: pair.draft})
     assert torch.equal(direct, pair.target.generate(ids, **OPTIONS))
     assert used[0] == used[1] and sum(used[0]) > 0
 

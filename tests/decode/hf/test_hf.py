@@ -60,7 +60,7 @@ def stock(pair: Pair, prompts: Sequence[Sequence[int]], **more: Any) -> Tensor:
 @pytest.mark.parametrize(
     "options",
     [{}, {"policy": Confidence(0.4)}, {"tree": "3,2,1"}, {"verification": "rejection", "tree": "2,2"},
-     {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "tree": "3,1"}],
+     {"drafter": "lookup", "draft_model": None}, {"drafter": "lookup:2", "draft_model": None, "tree": "3,1"}],
     ids=lambda o: "-".join(getattr(v, "name", str(v)) for v in o.values()) or "chain",
 )  # fmt: skip
 def test_greedy_text_is_that_of_generate(pair: Pair, prompt_ids: list[list[int]], options: dict[str, Any]) -> None:
@@ -209,6 +209,7 @@ def test_a_streamer_gets_what_generate_would_give_it(
     ("options", "message"),
     [
         ({"draft_model": None}, r"expected draft_model= \(assistant_model= does not reach a callable\)"),
+        ({"drafter": "lookup"}, "the drafter lookup takes no draft model; leave draft_model= or assistant_model= out"),
         ({"num_beams": 3}, "beam search is not speculative; expected num_beams=1"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
         ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import signal
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.decode.loop import Settings, Speculator
+from joint_policies import batch_policy, synthetic_profile
+from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.policy.drift_monitor import LEAST, AcceptanceWatch, best_fixed, make_watch
@@ -22,6 +24,8 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.heads.build import build_head
+from specstop.policies.joint.survival import for_batches
+from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.calibration import Calibrator
@@ -299,6 +303,30 @@ def test_the_best_fixed_length_follows_acceptance_and_costs() -> None:
     assert best_fixed(policy, 1.0, 3) == 4
     assert best_fixed(promising(0.9), 0.5, 3) == best_fixed(FixedLength(2), 0.5, 3) == 3, "no profile was saved"
     assert best_fixed(promising(0.9, 4, {"kind": "odd"}), 0.5, 3) == 3
+
+
+def test_the_best_fixed_length_of_a_batch_is_by_the_costs_of_the_batch() -> None:
+    table = CostTable(10.0, (1e-3, 1e-3), 0.0, tuple(5e-3 + 1e-4 * k for k in range(5)))
+    shared = BatchTable(10.0, ((1, 1e-3), (4, 4e-3)), 0.0, ((1, 1e-3), (4, 4e-3)), {1: ((1, 5e-3), (20, 0.1))})
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(shared, shared)).to_dict()
+    policy = promising(0.9, 4, profile)
+    assert best_fixed(policy, 0.6, 3) == 0 < best_fixed(promising(0.9, 4, {**profile, "batch": None}), 0.6, 3)
+    cheap = dataclasses.replace(shared, verify_s={1: ((1, 5e-3), (20, 5e-3))}, draft_s=((1, 1e-4), (4, 1e-4)))
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(cheap, cheap)).to_dict()
+    assert best_fixed(promising(0.9, 4, profile), 0.6, 3, 4) == 4
+
+
+@pytest.mark.parametrize("mode", ["off", "warn", "fallback"])
+def test_a_rule_for_batches_that_sees_no_use_in_drafting_goes_on(
+    endless_pair: Pair, prompt_ids: list[list[int]], mode: str
+) -> None:
+    dear = synthetic_profile(tuple(1.0 + n for n in range(40)), 0.5)
+    policy = for_batches(batch_policy(names=("depth", "mean_accepted")), profile=dear)
+    settings = Settings(0.0, 8, policy.max_depth, drift=mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        texts = Speculator(endless_pair, policy, settings, batch=2).run([Request(p) for p in prompt_ids[:2]])
+    assert [r.drafted for text in texts for r in text.rounds] == [0] * sum(len(text.rounds) for text in texts)
 
 
 def test_only_learned_policies_on_chains_are_watched() -> None:

@@ -9,12 +9,13 @@ from contract_policies import TEST_POLICIES
 from known_costs import DEPTH, EXACT, PROMPTS, TICK, known_clock, ticking_clock
 from specstop.decode.loop import Settings
 from specstop.decode.models.pair import Pair
-from specstop.decode.profile import add_decisions, loop_decisions, measure_decision
+from specstop.decode.profile import add_decisions, is_asked, loop_decisions, measure_decision
 from specstop.decode.profile.decisions import decision_cases
 from specstop.decode.profile.measuring import Effort, measure
 from specstop.decode.profile.script import Scripted
+from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
@@ -143,3 +144,39 @@ def test_one_count_of_decisions_is_priced_by_the_decision(pair: Pair, clock: lis
     policy = OnTheClock(1, clock)
     found = price(loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, 1, ignore_eos=True)), policy)
     assert (found.each, found.opening) == pytest.approx((2.5e-4, 0.0), abs=EXACT)
+
+
+class _OfTrees(StopPolicy):
+    """Notes what it is shown of a tree, and chooses nodes."""
+
+    features, max_depth, first = ("top1",), 3, 1
+
+    def __init__(self, now: list[float]) -> None:
+        self.now, self.branches, self.nodes = now, [], []  # type: ignore[var-annotated]
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        self.branches.append(step.alive.shape[1])
+        assert step.features.shape == (1, step.alive.shape[1], 1) and (step.features > 0.0).all()
+        self.now[0] += 3e-5 * step.alive.shape[1]
+        return step.alive, state
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        self.nodes.append(int(tree.drawn.sum()))
+        self.now[0] += 1e-3
+        return tree.drawn
+
+
+def test_decisions_about_trees_are_priced_in_rounds_of_the_tree(ticking: list[float]) -> None:
+    policy = _OfTrees(ticking)
+    found = price(measure_decision(policy, VOCABULARY, 0.7, tree=parse_tree("4,2,1")), policy)
+    assert set(policy.branches) == {4, 8} and set(policy.nodes) == {4 + 8, 4 + 8 + 8}
+    # One decision reads 4 branches, two 4 and 8, and nodes are chosen once.
+    assert (found.each, found.opening) == pytest.approx((TICK + 3e-5 * 8, 2 * TICK + 1e-3 - 3e-5 * 4))
+    chains = price(measure_decision(_OfTrees(ticking), VOCABULARY, 0.7), policy)
+    assert chains.each == pytest.approx(TICK + 3e-5)
+
+
+def test_who_is_never_asked_has_no_price(profile: Profile) -> None:
+    load = load_policy("load?table=1:3,4:1")
+    assert not is_asked(load, (1, 8)) and not is_asked(FixedLength(2), (1,)) and is_asked(Confidence(0.4), (1, 8))
+    assert add_decisions(profile, [load], VOCABULARY) == profile

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_prompts
+from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, small_drafter, small_network
 from specstop.collect.prompts.read import Prompt
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import find_drafter, load_drafter
 from specstop.decode.drafters.heads.ctc import Prefixes
 from specstop.decode.loop import Speculator
-from specstop.decode.models.pair import Pair, load_pair
+from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import FixedLength
@@ -24,7 +25,7 @@ from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.train.drafters.acceptance import acceptance
 from specstop.train.drafters.losses import loss_of
 from specstop.train.drafters.proposals import positions, proposals
-from specstop.train.drafters.run import _long_enough, train_drafter
+from specstop.train.drafters.run import _ends, _long_enough, new_network, train_drafter
 from specstop.train.drafters.texts import Batch, Text, Texts, record_texts
 from specstop.train.heads.fitting import FitOptions
 
@@ -140,6 +141,19 @@ def test_the_loss_is_what_it_says(pair: Pair) -> None:
     assert float(loss_of(network)(batch, *ends(pair))) == pytest.approx(sum(sum(some) / len(some) for some in nats))
 
 
+@pytest.mark.parametrize("name", SCALED)
+@torch.no_grad()
+def test_a_target_that_scales_or_caps_is_learned_as_it_is(name: str) -> None:
+    """What is fitted to is the model's own distribution; heads begin with it where it is only scaled."""
+    pair, text = join(scaled_model(name), None), torch.tensor([[5, 8, 9, 7, 11]])
+    made = pair.target(text, output_hidden_states=True)
+    states, logits = made.hidden_states[-1].float(), made.logits.float()
+    torch.testing.assert_close(_ends(pair)[1](states), logits, atol=1e-4, rtol=1e-4)
+    heads = new_network(pair, "medusa", 2)
+    first = heads.logits(0, heads.state(0, states, None))
+    assert torch.allclose(first, logits, atol=1e-4, rtol=1e-4) == (name != "gemma2")
+
+
 @pytest.mark.parametrize("kind", TRAINED)
 def test_a_drafter_learns_its_target(
     alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path, kind: str
@@ -155,8 +169,6 @@ def test_a_drafter_learns_its_target(
     assert f"train {kind}" in told and "texts of the target" in told
     texts = list(record_texts(alone, few, tmp_path / "work" / "texts", max_new_tokens=NEW, temperature=0.7))
     loss, batch = loss_of(made.network), Batch.of(texts[:-2])
-    from specstop.train.drafters.run import new_network
-
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
         before = loss_of(new_network(alone, kind, DEPTH))(batch, *ends(alone))
@@ -231,6 +243,32 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(alone: Pair, few: list[A
     checkpoint = torch.load(tmp_path / "work" / "last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
     assert {name.partition(".")[0] for name in checkpoint["state_dict"]} == {"network"}, "not the target's layers"
+
+
+def test_a_run_is_not_resumed_as_another(alone: Pair, few: list[Any], tmp_path: Path) -> None:
+    """The weights of a layer say nothing of the depth that it is fitted for."""
+
+    def run(kind: str = "layer", depth: int = 2, resume: bool = True, **fit: Any) -> None:
+        options = FitOptions(**{"epochs": 1, "checkpoints": tmp_path / "work", "resume": resume, **fit})
+        train_drafter(
+            alone, [p for p, _ in few], tmp_path / "out", kind, depth=depth, max_new_tokens=8, fit_options=options,
+            overwrite=True,
+        )  # fmt: skip
+
+    run(resume=False)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
+    for changes, why in (
+        ({"depth": 3}, "depth 2, not 3"),
+        ({"kind": "ctc"}, "kind layer, not ctc"),
+        ({"learning_rate": 0.5}, "learning rate 0.001, not 0.5"),
+        ({"kind": "medusa", "batch_size": 5}, "kind layer, not medusa; batch size 2, not 5"),
+    ):
+        with pytest.raises(
+            InputError, match=f"--resume: the checkpoint in .*work is of a run with {why}; give the same"
+        ):
+            run(**changes)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
+    run(epochs=2)
 
 
 @pytest.mark.parametrize(

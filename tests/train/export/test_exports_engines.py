@@ -75,6 +75,19 @@ def test_the_traces_drafter_is_written(
     assert read_settings(raw).drafter == drafter
 
 
+def test_the_file_of_a_drafter_is_named_from_the_root(
+    traces: dict[float, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM is started in another folder than that in which the traces were recorded."""
+    monkeypatch.chdir(tmp_path)
+    header = replace(traces[0.0].header, draft="suffix", facts={"drafter": "suffix:notes.txt"})
+    policy = load_policy("fixed:2")
+    files = proposer_files(policy, header, 3, tmp_path)
+    settings = read_settings(json.loads(files["additional_config.json"]))
+    assert settings.drafter == f"suffix:{tmp_path / 'notes.txt'}"
+    assert "what `drafter` names in `additional_config.json` are paths" in proposer_use(policy, settings.drafter, files)
+
+
 @pytest.mark.parametrize(
     ("drafter", "named"),
     [

@@ -32,6 +32,7 @@ from specstop.policies.rules.chains import BatchRule, Derived
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.batches import SCALES, batch_rate, settle_batch, settle_lengths
+from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
 from specstop.train.replay.bounds.batch import batch_bound
@@ -227,6 +228,23 @@ def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float
         assert not played.log[:, COLUMNS.index("decisions")].any()
 
 
+def test_what_was_settled_stays_where_only_decisions_have_another_price(
+    arrays: dict[float, TraceArrays], timed: Profile
+) -> None:
+    held, free = arrays[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
+    name = for_batches(free, profile=timed).cost_name
+    settled = settle_batch(free, held, timed.with_decisions({name: Price(1.0, 1.0, 1.0)}))
+    cheap = timed.with_decisions({name: 1e-9})
+    kept, told = settle_for(settled, None, cheap)
+    assert isinstance(kept, BatchStop) and (kept.unasked, told) == (settled.unasked, "")
+    assert kept.profile.decision(name) == cheap.decision(name)
+    again, told = settle_for(settled, held, cheap)
+    assert "on the training traces" in told
+    assert again.rule.to_dict() == settle_batch(settled, held, cheap).rule.to_dict()  # type: ignore[attr-defined]
+    everything = for_batches(settled, "all")
+    assert for_batches(everything, profile=cheap).send == "all" != for_batches(settled, profile=cheap).send
+
+
 def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     arrays: dict[float, TraceArrays], timed: Profile, tmp_path: Path
 ) -> None:
@@ -330,6 +348,10 @@ def test_what_cannot_be_answered_is_refused(arrays: dict[float, TraceArrays], ti
         replay_batch(held, FixedLength(2), profile, 2, every)
     with pytest.raises(InputError, match="the largest batch measured is 4, not 5"):
         replay_batch(held, FixedLength(2), timed, 5, every)
+    large = {4: table(8.0).verify_s[4]}
+    sides = (dataclasses.replace(table(context), verify_s=large) for context in (8.0, 40.0))
+    with pytest.raises(InputError, match="the smallest batch measured is 4, not 2"):
+        replay_batch(held, FixedLength(2), dataclasses.replace(timed, batch=BatchCosts(*sides)), 2, every)
     with pytest.raises(InputError, match="expected 8 times, one a request, not 3"):
         replay_batch(held, FixedLength(2), timed, 2, at_once(3))
     with pytest.raises(TraceError, match="drafts up to"):

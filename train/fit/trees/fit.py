@@ -70,7 +70,8 @@ def fit_tree(
         progress("fit trees", turn, passes)
         policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
         policy = policies[0]
-        profile = add_decisions(profile, [policy], arrays.header.vocabulary)
+        # Priced in the rounds of the best static tree, which are about as wide as the policy's own.
+        profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.shape)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
         policy, rate = solve_tree(policy, fit_side, profile)

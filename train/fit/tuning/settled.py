@@ -49,10 +49,10 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
 
 def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
     """Return a policy of batches for the costs of a profile, its own decisions among them, and what is to be said of it."""
-    name = policy.cost_name
-    if profile.same_costs(policy.facts.profile):
-        same = policy.profile.decision(name) == profile.decision(name)
-        return policy if same else for_batches(policy, profile=profile), ""
-    if arrays is None or profile.batch is None:
-        return for_batches(policy, profile=profile), BY_COSTS
-    return settle_batch(policy, arrays, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
+    name, known = policy.cost_name, profile.same_costs(policy.facts.profile)
+    if known and policy.profile.decision(name) == profile.decision(name):
+        return policy, ""
+    if arrays is not None and profile.batch is not None:
+        return settle_batch(policy, arrays, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
+    # Where decisions alone have another price, sizes at which nothing is decided stay as they were settled.
+    return for_batches(policy, profile=profile, rule=policy.rule if known else None), "" if known else BY_COSTS
