@@ -10,6 +10,7 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.trees import TreeGain
 from ....policies.progress import Progress, silent
 from ...heads.crossfit import Folds
+from ...replay.bounds.static_tree import best_static_tree
 from ...replay.traces.arrays import TraceArrays
 from ..plan import Plan
 from .fit import fit_tree
@@ -44,7 +45,8 @@ def choose_tree(
 ) -> TreeChoice:
     """Return the policy of the sub-tree that is fastest on the prompts held out.
 
-    What is drawn and not verified takes time too, so that a smaller tree may serve better than all that was recorded.
+    What is drawn and not verified takes time too, so that a smaller tree may serve better than all that was recorded. Where
+    several are tried, one as large as the best static tree is tried as well: where little is worth deciding that is the one.
 
     Args:
         plan: what to fit.
@@ -61,15 +63,21 @@ def choose_tree(
     whole = list(range(arrays.tree.nodes))
     # All at first: a size that cannot be is told before anything is fitted.
     trees = [whole if n >= len(whole) else likeliest_nodes(arrays, n, depth or arrays.depth) for n in sizes]
+    if len(trees) > 1:
+        static, _ = best_static_tree(arrays, profile)
+        as_large = likeliest_nodes(arrays, len(static.nodes), static.max_depth)
+        trees += [as_large] if as_large and as_large not in trees else []
     for done, nodes in enumerate(trees):
-        if len(sizes) > 1:
-            progress("choose a tree", done, len(sizes))
+        if len(trees) > 1:
+            progress("choose a tree", done, len(trees))
         part = arrays if nodes is whole else on_subtree(arrays, nodes)
         found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, progress))
         if best is None or found.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
             best = found
-    if len(sizes) > 1:
-        progress("choose a tree", len(sizes), len(sizes))
+    if len(trees) > 1:
+        progress("choose a tree", len(trees), len(trees))
     if best is None:
         raise ValueError("sizes: expected at least one")
+    if len(trees) > 1:
+        best.metrics["trees tried"] = len(trees)
     return best

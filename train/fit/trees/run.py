@@ -44,8 +44,7 @@ def train_tree(
     folds, sizes = prompt_folds(arrays, plan.folds, plan.seed), nodes or (arrays.tree.nodes,)
     chosen = choose_tree(plan, arrays, folds, profile, sizes, progress=progress)
     policy, solved, header, tree = chosen.policy, chosen.policy.facts, traces.header, chosen.arrays.tree.name
-    tried = {"trees tried": len(sizes)} if len(sizes) > 1 else {}
-    metrics = {"tree": tree, **tried, **chosen.metrics}
+    metrics = {"tree": tree, **chosen.metrics}
     policy.facts = dataclasses.replace(
         facts_of(header, [header.temperature], [str(traces.folder)], plan.seed, tree=tree),
         rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics,
