@@ -27,10 +27,9 @@ def replayed(name: str, chosen: Chosen) -> dict[str, Any]:
     for setting in SETTINGS:
         played = chosen.played[setting]
         speed, sent = played.rate / chosen.plain, float(played.verified.sum() / played.rounds.sum())
-        print(
-            f"  {setting:<20}{played.block_efficiency:6.2f}{speed:7.2f}   {sent:.1f} verified, {played.name}",
-            flush=True,
-        )
+        tree = chosen.settings[setting].tree
+        drafted = f"{played.name} in the tree {tree}" if tree else played.name
+        print(f"  {setting:<20}{played.block_efficiency:6.2f}{speed:7.2f}   {sent:.1f} verified, {drafted}", flush=True)
         out[setting] = {"per call": played.block_efficiency, "speed": speed, "verified": sent, "policy": played.name}
     return out
 
