@@ -316,7 +316,7 @@ class Speculator:
                 int(made.backlog[s]),
                 bool(made.cut[s]),
                 *shares,
-                len(self._source.streams),
+                together=len(self._source.streams),
             )
         return records
 

@@ -241,11 +241,11 @@ class TraceSource:
         left = self._text[self.sequence] - self.anchor
         # An end of text or the limit takes the target's own token, and what was accepted beyond.
         committed = np.minimum(self._taken + 1, left) * self.active
-        self.backlog = np.where(self.active, self._unread(committed, found.drafted > 0), self.backlog)
+        self.backlog = np.where(self.active, self._left_unread(committed, found.drafted > 0), self.backlog)
         self.anchor = self.anchor + committed
         return committed, committed >= left
 
-    def _unread(self, committed: Array, drafting: Array) -> Array:
+    def _left_unread(self, committed: Array, drafting: Array) -> Array:
         """Return what the draft has to read before the next round; where it did not draft, what it had to and more."""
         if self._reading == "nothing":
             return np.zeros_like(committed)

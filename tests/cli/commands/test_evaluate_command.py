@@ -94,11 +94,11 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
     command = ["profile", "--profile", tmp_path / "profile.json", "--prompts", tmp_path / "prompts.jsonl", "--quiet"]
     command += model_options(pair_folder, *COMPACT)
     priced.save(tmp_path / "profile.json")
-    answer = cli(*command, "--add-policy", "confidence:0.4", "--add-policy", "load?table=1:1,2:2")
+    answer = cli(*command, "--add-policy", "load?table=1:1,2:2")
     assert answer.code == 2 and "load:1:1,2:2 decided nothing" in answer.err, "a size alone settles its length"
     assert "warning: the profile timed rounds of the drafter lookup, this pair plays those of model" in answer.err
-    answer = cli(*command, "--add-policy", "confidence:0.4")
-    assert answer.code == 0, answer.err
+    answer = cli(*command, "--add-policy", "confidence:0.4", "--add-policy", "load?table=1:1,2:2")
+    assert answer.code == 0 and "warning: --add-policy: load:1:1,2:2 decided nothing" in answer.err, answer.err
     timed = Profile.load(tmp_path / "profile.json").measurements.only(DECISIONS).series
     assert {len(key.counts) for key in timed} == {1, 2}, "of one text, and of as many as the profile has costs of"
 

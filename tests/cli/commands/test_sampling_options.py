@@ -45,9 +45,9 @@ def test_collect_records_the_filters_and_info_shows_them(models: list[object], t
         out = tmp_path / f"t{number}"
         answer = cli("collect", *models, *FILTERS, "--temperature", 0.7, "--max-new-tokens", 8, "--out", out, *more)
         assert answer.code == 0, answer.err
-        other = (
-            " --verification match" if {"--tree", "--collector"} & {*more} else ""
-        )  # than `profile` would take by itself
+        # Than `profile` would take by itself.
+        other = " --verification match" if {"--tree", "--collector"} & {*more} else ""
+        other += " --depth 2" + (" --tree 2,1" if "--tree" in more else "")
         assert f"--temperature 0.7 --repetition-penalty 1.2 --top-p 0.8{other} --prompts" in answer.out, (
             "the command to go on with"
         )

@@ -320,8 +320,8 @@ def test_the_best_fixed_length_of_a_batch_is_by_the_costs_of_the_batch() -> None
 def test_a_rule_for_batches_that_sees_no_use_in_drafting_goes_on(
     endless_pair: Pair, prompt_ids: list[list[int]], mode: str
 ) -> None:
-    dear = synthetic_profile(tuple(1.0 + n for n in range(40)), 0.5)
-    policy = for_batches(batch_policy(names=("depth", "mean_accepted")), profile=dear)
+    costly = synthetic_profile(tuple(1.0 + n for n in range(40)), 0.5)
+    policy = for_batches(batch_policy(names=("depth", "mean_accepted")), profile=costly)
     settings = Settings(0.0, 8, policy.max_depth, drift=mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
