@@ -88,7 +88,7 @@ def costs_of(profile: Profile) -> BatchCosts:
 
 def test_known_costs_are_found_again(profile: Profile, tmp_path: Path) -> None:
     costs = costs_of(profile)
-    assert costs.sizes == SIZES
+    assert costs.sizes == (1, *SIZES), "and one text by itself, with which batches end"
     for context in (costs.low.context, costs.high.context):
         for size in SIZES:
             tokens = np.array([n for n, _ in costs.low.verify_s[size]])

@@ -291,5 +291,5 @@ def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
     """What is compared is one case: a case that is quiet rests while others are timed again."""
     run = CalibrationRun(pair, PROMPTS, depth=2, temperature=0.0, new_tokens=20, tree="2,1", batch=(2,))
     cases = run.cases()
-    assert list(cases) == ["rounds", "batch 2"]
+    assert list(cases) == ["rounds", "batch 1", "batch 2"]
     assert {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY, TREE_DRAFTS}
