@@ -316,8 +316,7 @@ class Speculator:
                 int(made.backlog[s]),
                 bool(made.cut[s]),
                 *shares,
-                together=len(self._source.streams),
-            )
+            )._replace(together=len(self._source.streams))
         return records
 
 
