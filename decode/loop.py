@@ -301,7 +301,7 @@ class Speculator:
         draft = laps["draft"]
         # The first draft step reads the backlog, so it is counted, and priced, by itself.
         times = (draft[0] if draft else 0.0, sum(draft[1:]), sum(laps["verify"]), sum(laps["policy"]), seconds)
-        shares = [share * part for part in times]
+        first_s, draft_s, verify_s, policy_s, whole_s = (share * part for part in times)
         records = {}
         for own in self._source.streams:
             s = own.number
@@ -315,8 +315,13 @@ class Speculator:
                 int(found.decisions[s]),
                 int(made.backlog[s]),
                 bool(made.cut[s]),
-                *shares,
-            )._replace(together=len(self._source.streams))
+                first_s,
+                draft_s,
+                verify_s,
+                policy_s,
+                whole_s,
+                len(self._source.streams),
+            )
         return records
 
 
