@@ -9,7 +9,7 @@ from ..policies.checking import with_costs
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
-from .drafters import find_drafter
+from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair
 from .records import Generation
@@ -58,7 +58,7 @@ def decode(
         raise InputError("the pair has no tokenizer to read prompts with")
     settings, drafter = settings or Settings(), drafter or pair.drafter
     policy = with_costs(policy, profile)
-    tell_if_untrained(policy, settings, pair.fingerprint)
+    tell_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
     tell_if_unmeasured(profile, [policy], settings, drafter)
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
     speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)

@@ -65,7 +65,8 @@ def bench(
 
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...decode.compare.alternate import texts_a_turn
-    from ...decode.compare.bench import FEWEST_TURNS, bench as run
+    from ...decode.compare.bench import bench as run
+    from ...decode.compare.intervals import FEWEST
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
     from ...policies.learned.conditions import sampling_text
@@ -103,10 +104,10 @@ def bench(
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
     turn = texts_a_turn(batch)
-    if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST_TURNS:
+    if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST:
         say(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
-            f"{FEWEST_TURNS * turn} or more, with as many prompts"
+            f"{FEWEST * turn} or more, with as many prompts"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 import typer
@@ -11,7 +10,6 @@ from ..console.output import human_bytes, human_seconds, next_step, print_json, 
 from ..console.streams import say
 from ..options.config import running_options
 from .info import describe_trace, trace_json
-from .profile import profile
 
 if TYPE_CHECKING:
     from ...collect.estimates import Estimate
@@ -58,8 +56,7 @@ def _rounds(header: Header, through: str | None) -> list[str]:
     from ...decode.verify.modes import resolve_mode
     from ...policies.baselines.fixed import FixedLength
 
-    usual_depth = inspect.signature(profile).parameters["depth"].default
-    shape = [] if header.depth == usual_depth else ["--depth", str(header.depth)]
+    shape = ["--depth", str(header.depth)]
     if through is not None:
         return ["--through", through, *shape]
     if not header.tree.is_chain:

@@ -21,6 +21,8 @@ from ...policies.limits import check_limits
 
 REPLICATES = 2000
 LEVEL = 0.95
+FEWEST = 8
+"""Prompts, or turns of a batch, below which an interval says too little for a verdict."""
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -47,7 +47,7 @@ class Proposal:
         return rows.scatter_reduce_(1, self.ids, self.scores, "amax")
 
 
-READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"
+READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"
 """What a drafter has to read before a round (`Drafter.backlog`), as replay works it out: what was committed, but for what it
 was fed of the accepted path; all that was committed and the root before it, on the target's states; nothing. A class says it
 as `reading`, and where it does not it is the first."""

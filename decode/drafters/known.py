@@ -11,7 +11,7 @@ from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.storage.drafter_names import PLUGINS, known_names, split_first
 from ...policies.storage.specs import Listed, parameters
 from ..models.pair import Pair
-from .base import READS_PATH, Drafter
+from .base import READINGS, READS_PATH, Drafter
 from .heads.collapsed import ReleasedCTCDrafter
 from .heads.ctc import CTCDrafter
 from .heads.drafter import HeadsDrafter
@@ -91,12 +91,20 @@ def drafts_in_turn(name: str) -> bool:
 
 @as_input()
 def reading_of(name: str) -> str:
-    """Return what a spec's drafter reads before a round (`base.READS_PATH`); of several the last one's, the first are not to
-    read anything."""
-    kind = [*read_known(name).parts()][-1].kind
-    made = BUILTINS.get(kind) or TRAINED.get(kind)
-    point = None if made else PLUGINS.find(kind)
-    return str(getattr(made.build if made else point and PLUGINS.load(point), "reading", READS_PATH))
+    """Return what a spec's drafter reads before a round (`base.READINGS`).
+
+    Raises:
+        InputError: the spec cannot be read, or a plugin does not load or says something else.
+    """
+    kind = [*read_known(name).parts()][-1].kind  # of several only the last one may have something to read
+    if made := BUILTINS.get(kind) or TRAINED.get(kind):
+        return str(getattr(made.build, "reading", READS_PATH))
+    if (point := PLUGINS.find(kind)) is None:
+        return READS_PATH
+    says = getattr(PLUGINS.load(point), "reading", READS_PATH)
+    if says not in READINGS:
+        raise PolicyError(f"--drafter: {point.value}: expected for reading {', '.join(READINGS)}, not {says!r}")
+    return str(says)
 
 
 @as_input()

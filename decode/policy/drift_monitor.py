@@ -16,7 +16,7 @@ import numpy as np
 
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
-from ...policies.joint.grid import batch_costs, length_rates
+from ...policies.joint.grid import SingleStreamCosts, batch_costs, length_rates
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.learned.trees import TreeGain
@@ -128,7 +128,8 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     deepest = min(policy.max_depth, profile.max_depth)
     # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
     tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
-    return int(length_rates(batch_costs(profile), profile.low.context, np.array([streams]), tokens).argmax())
+    costs = SingleStreamCosts(profile) if streams == 1 else batch_costs(profile)
+    return int(length_rates(costs, profile.low.context, np.array([streams]), tokens).argmax())
 
 
 def describe(policy: StopPolicy, band: Band) -> str:

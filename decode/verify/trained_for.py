@@ -5,7 +5,7 @@ Apart from the modes, which replay knows without any model library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
@@ -15,24 +15,28 @@ from ...policies.learned.conditions import (
     tell_other_drafter,
     tell_other_verification,
 )
+from ...policies.learned.policy import LearnedPolicy
+from ..models.pair import Pair
 from ..settings import Settings
 from .lossy import TargetInit
 from .modes import resolve_mode
 from .sampling import told
 
 
-def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Mapping[str, str] | None = None) -> None:
+def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None = None) -> None:
     """Warn where a learned policy was trained for another temperature, filter, verification or pair than a run has.
 
     Args:
         policy: any.
         settings: of the run.
-        pair: its hashes (`Pair.fingerprint`); None = any.
+        pair: of the run, with its drafter; None = any.
     """
     temperature, shaping = told(settings.shaping, settings.temperature)
     name = resolve_mode(settings.verification, policy, settings.topology, temperature)
     greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
-    tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name, pair or {}), "this run")
+    # Hashing looks through the models' weights: only for a policy that knows its pair.
+    known = pair.fingerprint if pair is not None and isinstance(policy, LearnedPolicy) and policy.facts.pair else {}
+    tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name, known), "this run")
 
 
 def tell_if_unmeasured(

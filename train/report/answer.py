@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...decode.compare.intervals import LEVEL, Ratio, Resamples, Values
+from ...decode.compare.intervals import FEWEST, LEVEL, Ratio, Resamples, Values
 from ...policies.latency.profile import Profile
 from .insight import StopCost
-from .records import DEPLOY, FEWEST, HF_DEFAULT, NO_VERDICT, REFUSE, TUNED, Answer, Line
+from .records import DEPLOY, HF_DEFAULT, NO_VERDICT, REFUSE, TUNED, Answer, Line
 
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import Ratio, Resamples, Values
+from ...decode.compare.intervals import FEWEST, Ratio, Resamples, Values
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
@@ -18,7 +18,6 @@ from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound
 from ..replay.traces.arrays import TraceArrays
-from .records import FEWEST
 
 TAIL = 0.95
 

@@ -37,7 +37,7 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import content
 from ...policies.storage.safe_loading import digest
 
-SCHEMA = 2
+SCHEMA = 3
 FILE = "decisions.json"
 """Of a report's folder: the timings that its profile lacks."""
 

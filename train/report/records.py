@@ -6,15 +6,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...decode.compare.intervals import Ratio
+from ...decode.compare.intervals import FEWEST, Ratio
 
 DEPLOY, NO_GAIN, REFUSE, TOO_FEW = "deploy", "no gain", "do not deploy", "too few prompts"
 NO_VERDICT = "no verdict"
 HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
 """Rules that every report has for comparison."""
-
-FEWEST = 8
-"""Prompts below which an interval says too little for a verdict."""
 
 
 def verdict(ratio: Ratio, prompts: int, profile: Ratio | None = None) -> str:

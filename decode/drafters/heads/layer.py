@@ -11,12 +11,12 @@ from torch import Tensor
 from ....policies.contract import Array
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
-from ...models.output_layer import output_layer
 from ...models.pair import ENDLESS, Pair
 from ..base import READS_ALL, Proposal
 from .drafter import scores
 from .layer_cache import LayerCache, Row
 from .layer_network import LayerNetwork
+from .output_layer import output_layer
 
 
 class LayerReader:

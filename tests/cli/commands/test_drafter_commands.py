@@ -77,14 +77,14 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
             "--drafter lookup --temperature 0.7 --verification match --depth 2",
         ),
         (("--drafter", "lookup", "--depth", "2"), "--drafter lookup --depth 2"),
-        (("--drafter", "lookup"), "--drafter lookup"),
+        (("--drafter", "lookup"), "--drafter lookup --depth 10"),
         (("--drafter", "lookup", "--tree", "2,1,1"), "--drafter lookup --depth 3 --tree 2,1,1"),
     ],
 )
 def test_what_comes_next_times_the_rounds_that_the_trace_holds(
     place: Path, options: tuple[str, ...], measured: str, tmp_path: Path
 ) -> None:
-    """Sampled rounds of a drafter are those of match, where `profile` by itself takes block; it times 10 tokens a round."""
+    """Sampled rounds of a drafter are those of match, where `profile` by itself takes block."""
     prompts = place / "test.jsonl"
     few = ("--prompts", prompts, "--limit", "2", "--max-new-tokens", "6", "--out", tmp_path / "t")
     answer = cli("collect", "--target", place / "target", *options, *few, "--quiet")

@@ -200,6 +200,8 @@ def test_other_filters_and_temperatures_are_told_of(
         tell_if_untrained(policy, Settings(0.7, 4, verification="auto", shaping=Shaping(processors=(TOP_P.build(
             1.0, 1, (), torch.device("cpu"))[0],))))  # fmt: skip
         tell_if_untrained(FixedLength(3), plain)
+    with pytest.warns(SpecstopWarning, match="trained for another pair .* than this run .*'draft': 'lookup'"):
+        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P), drafter="lookup")
 
 
 def test_generate_tells_of_a_filter_that_a_policy_was_not_trained_for(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 from specstop.decode.compare.bench import speed_ratio
-from specstop.decode.compare.intervals import Ratio, Resamples, expanded_tail
+from specstop.decode.compare.intervals import FEWEST, Ratio, Resamples, expanded_tail
 from specstop.decode.records import Generation
-from specstop.train.report.records import FEWEST, TOO_FEW, verdict
+from specstop.train.report.records import TOO_FEW, verdict
 
 NORMAL_TAIL = 0.025
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import cli
 from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.known import listed_drafters, needs_draft
+from specstop.decode.drafters.known import listed_drafters, needs_draft, reading_of
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.storage import specs
@@ -33,6 +33,12 @@ class Second(ModelDrafter):
 
 class Unsure(ModelDrafter):
     needs_draft = "yes"
+
+class Reads(LookupDrafter):
+    pass
+
+class Odd(LookupDrafter):
+    reading = "much"
 
 def nothing(pair):
     return 5
@@ -155,3 +161,13 @@ def test_the_list_says_which_load() -> None:
 def test_a_draft_is_given_where_it_is_used(words: tuple[str, ...], why: str) -> None:
     answer = cli("decode", "w7", *words)
     assert (answer.code, answer.out) == (2, "") and answer.err.startswith(f"specstop: {why}"), answer.err
+
+
+def test_what_one_reads_is_told(installed: Callable[..., None]) -> None:
+    assert [reading_of(name) for name in ("model", "copycat", "suffix+copycat", "suffix", "layer:x", "gone+lookup")] == [
+        "path", "path", "path", "nothing", "all", "nothing",
+    ]  # fmt: skip
+    installed(odd="drafting_plugin:Odd", none="drafting_plugin:Reads")
+    assert reading_of("none") == "nothing"
+    with pytest.raises(InputError, match="expected for reading path, all, nothing, not 'much'"):
+        reading_of("odd")

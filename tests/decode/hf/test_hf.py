@@ -341,9 +341,8 @@ def test_a_riding_policy_hears_how_its_rounds_went(endless: Pair, prompt_ids: li
 
 
 def test_riding_leaves_the_assistant_as_it_was(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    config = pair.draft.generation_config
+    config, method = pair.draft.generation_config, pair.draft.generate
     before = config.to_dict()
-    method = pair.draft.generate
     with pytest.raises(RuntimeError, match="inside"), PolicyStoppingCriteria("fixed:2").riding(pair.draft):
         stock(pair, prompt_ids[2:3], assistant_model=pair.draft)
         assert config.num_assistant_tokens == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.compare.intervals import FEWEST, Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
@@ -18,7 +18,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
-from specstop.train.report.records import DEPLOY, FEWEST, NO_GAIN, REFUSE, TOO_FEW, verdict
+from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, TOO_FEW, verdict
 from specstop.train.report.whatif.records import SweepLine, write_whatif
 from specstop.train.report.whatif.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif.transfer import transfer

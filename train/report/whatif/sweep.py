@@ -14,11 +14,12 @@ from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
-from ....policies.joint.survival import BatchStop, for_batches
+from ....policies.joint.survival import BatchStop
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ...fit.tuning.rates import is_priced, solve_rate
+from ...fit.tuning.settled import settle_for
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 from ...replay.traces.checking import check_apart
@@ -136,8 +137,7 @@ class _Replays:
 
     def _moves(self, policy: StopPolicy) -> bool:
         solved = is_priced(policy) and self._tuning is not None
-        by_costs = with_costs(policy, self._draws.profile) is not policy
-        by_costs = by_costs or isinstance(policy, BatchStop)
+        by_costs = isinstance(policy, BatchStop) or with_costs(policy, self._draws.profile) is not policy
         return solved or by_costs or type(policy).observe is not StopPolicy.observe  # it hears seconds
 
     def _priced(self, played: Sequence[Played]) -> Priced:
@@ -155,10 +155,10 @@ class _Replays:
         profile = change(self._draws.profile)
         if self._tuning is not None and is_priced(policy):
             policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
-        elif isinstance(policy, BatchStop):  # its rates are relative to those of fixed lengths, which the costs say
-            policy = for_batches(policy, profile=profile)
+        else:
+            policy, _ = settle_for(policy, None, profile)
         # Played under the changed profile; `_priced` has the draws as they were measured, and changes each of them likewise.
-        played = play(self._arrays, with_costs(policy, profile), profile)
+        played = play(self._arrays, policy, profile)
         spent: Values = self._priced([played]).seconds(change=change)[:, 0]
         return spent
 
