@@ -50,12 +50,12 @@ from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import fit_tree, tree_features
 from specstop.train.fit.trees.solve import solve_tree
-from specstop.train.fit.trees.subtrees import likeliest_nodes, on_subtree, subtree
 from specstop.train.fit.tuning.rates import fixed_grid, solve_rate
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
-from specstop.train.replay.bounds.static_tree import best_static_tree
+from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_alone, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.subtrees import on_subtree, subtree
 from text_files import read_documents
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
@@ -258,7 +258,7 @@ class Run:
         part = on_subtree(test, choice.nodes)
         played = {
             "tree": replay(part, choice.policy, profile),
-            "static": replay(test, static, profile),
+            "static": replay(*drafted_alone(test, static.nodes), profile),
             "chain": replay(lines, chain, profile),
         }
         others = [*(replay(lines, one, profile) for one in chains[1:]), *fixed_grid(lines, profile)]

@@ -14,13 +14,13 @@ from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import TREE_FEATURES
 from specstop.train.fit.trees.solve import solve_tree
-from specstop.train.fit.trees.subtrees import likeliest_nodes, on_subtree
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.replay.bounds.oracle import oracle_seconds
-from specstop.train.replay.bounds.static_tree import best_static_tree, best_subtrees
+from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.subtrees import on_subtree
 
 from .ground import Ground
 
@@ -32,9 +32,6 @@ FIXED, CHAIN, WHOLE, STATIC, NODES = (
     "learned nodes",
 )
 
-
-SMALL = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Nodes of the static trees that are tried, and as many as the best one inside the recorded tree has, and all."""
 
 TREE = Plan("logistic", "gain", features=TREE_FEATURES, name="tree")
 """The policy of trees that `train --rule gain` fits unless told otherwise."""
@@ -85,15 +82,14 @@ def choose(ground: Ground, drafter: str) -> Chosen:
     profile = ground.profile(drafter)
     grid = fixed_grid(fit_chains, profile)[1:]
     best = 1 + max(range(len(grid)), key=lambda at: grid[at].rate)
-    fixed = _static(fit_trees, profile)
-    static = on_subtree(trees, fixed)
+    static = on_subtree(trees, best_static_tree(fit_trees, profile)[0].nodes)
     length = train(chain_trace, profile, progress=ground.progress).policy
     nodes = _nodes(ground, fit_trees, profile)
     settings = {
         FIXED: Setting(FixedLength(best), None, chains),
         CHAIN: Setting(length, None, chains),
         WHOLE: Setting(FixedLength(ground.depth), ground.tree, trees),
-        STATIC: Setting(FixedLength(static.depth), static.tree.name, static),
+        STATIC: Setting(FixedLength(static.depth), static.tree.name or None, static),
         NODES: Setting(nodes.policy, nodes.arrays.tree.name, on_subtree(trees, nodes.nodes)),
     }
     for name in (CHAIN, NODES):
@@ -112,19 +108,6 @@ def told(ground: Ground, drafter: str, chosen: Chosen) -> tuple[float, float]:
     free = chosen.profile.with_decisions({TREE.name: 0.0})
     found = _nodes(ground, ground.traces(drafter, ground.tree)[1], free)
     return replay(found.arrays, found.policy, free).rate, solve_tree(found.policy, found.arrays, chosen.profile)[1]
-
-
-def _static(fit: TraceArrays, profile: Profile) -> list[int]:
-    """Return the nodes of the tree that is the fastest where it is drafted as it is, and not as part of a larger one."""
-    sizes = sorted({*SMALL, len(best_static_tree(fit, profile)[0].nodes), fit.tree.nodes} - {0})
-    tried = {}
-    for size in sizes:
-        for depth in range(1, fit.depth + 1):
-            if size < len(best_subtrees(fit.tree, [1.0] * fit.tree.nodes, depth)):  # as many nodes are there
-                nodes = tuple(likeliest_nodes(fit, size, depth))
-                part = on_subtree(fit, nodes)
-                tried[nodes] = replay(part, FixedLength(part.depth), profile).rate
-    return list(max(tried, key=lambda nodes: tried[nodes]))
 
 
 def _nodes(ground: Ground, arrays: TraceArrays, profile: Profile) -> TreeChoice:

@@ -26,7 +26,7 @@ from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
-from ..replay.bounds.static_tree import best_static_tree
+from ..replay.bounds.static_tree import best_static_tree, drafted_alone
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
@@ -264,8 +264,9 @@ def _replayed(
     progress("replay", total, total)
     if not arrays.tree.is_chain:
         policy, _ = best_static_tree(arrays, profile)
-        name = f"{policy.name}, of {len(policy.nodes)} nodes; chosen on these prompts"
-        entries.append(Entry("best static tree", "static", name, play(arrays, policy, profile)))
+        shape = f"--tree {policy.shape.name}, of {len(policy.nodes)} nodes" if policy.nodes else "no nodes"
+        note = f"{shape}; chosen on these prompts"
+        entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, policy.nodes), profile)))
     boot = Resamples(arrays.prompt_ids, seed)
     best = max(fixed, key=lambda one: one.result.rate)
     plan = oracle_plan(arrays, profile)

@@ -31,11 +31,11 @@ from specstop.train.fit.run import Trained, settle, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
 from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
 from specstop.train.fit.trees.solve import solve_tree, tree_seconds
-from specstop.train.fit.trees.subtrees import on_subtree, subtree
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays, typical_context
+from specstop.train.replay.traces.subtrees import on_subtree, subtree
 from specstop.train.report.evaluate import evaluate
 
 TREE = "3,2,1,1,1"

@@ -20,12 +20,19 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.latency.profile import Profile
-from specstop.train.fit.trees.subtrees import likeliest_nodes, on_subtree
 from specstop.train.replay.bounds.oracle import oracle_seconds
-from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, best_subtrees, node_acceptance
+from specstop.train.replay.bounds.static_tree import (
+    StaticTree,
+    best_static_tree,
+    best_subtrees,
+    drafted_alone,
+    likeliest_nodes,
+    node_acceptance,
+)
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.subtrees import on_subtree
 
 TREE = "3,2,1,1,1"
 
@@ -86,6 +93,23 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
     assert likeliest_nodes(arrays, 1, DEPTH) == [0]
     with pytest.raises(InputError, match="--nodes: expected at most"):
         likeliest_nodes(arrays, arrays.tree.nodes, 1)
+
+
+def test_the_best_static_tree_is_drafted_alone(arrays: TraceArrays, profile: Profile) -> None:
+    """It verifies what it would as part of the recorded tree, and pays for no candidate beside that."""
+    dear = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)
+    for costs in (profile, dear):
+        policy, played = best_static_tree(arrays, costs)
+        inside = replay(arrays, policy, costs)
+        assert played.tokens.equal(inside.tokens) and played.verified.equal(inside.verified)
+        assert played.seconds.sum() <= inside.seconds.sum()
+        assert (played.seconds >= oracle_seconds(arrays, costs) - 1e-9).all()
+        assert played.seconds.equal(replay(*drafted_alone(arrays, policy.nodes), costs).seconds)
+    assert policy.shape.is_chain  # a second candidate costs more than it brings
+    never = dataclasses.replace(profile, step_s=1.0, tree_outside_s=(1e-4, 1e-5, 1.0))
+    policy, played = best_static_tree(arrays, never)
+    assert not policy.nodes
+    assert played.rate == pytest.approx(replay(arrays, FixedLength(0), never).rate)
 
 
 def test_the_best_static_tree_is_no_slower_than_any_whole_depth(arrays: TraceArrays, profile: Profile) -> None:

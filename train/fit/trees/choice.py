@@ -10,11 +10,11 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.trees import TreeGain
 from ....policies.progress import Progress, silent
 from ...heads.crossfit import Folds
-from ...replay.bounds.static_tree import best_static_tree
+from ...replay.bounds.static_tree import best_static_tree, likeliest_nodes
 from ...replay.traces.arrays import TraceArrays
+from ...replay.traces.subtrees import on_subtree
 from ..plan import Plan
 from .fit import fit_tree
-from .subtrees import likeliest_nodes, on_subtree
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ...heads.crossfit import Folds, own_visits
 from ...heads.fitting import FitTask, fitter
 from ...heads.head_specs import usual_features
 from ...heads.rows import Visits, visits
-from ...replay.bounds.static_tree import best_static_tree
+from ...replay.bounds.static_tree import best_static_tree, drafted_alone
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays
 from ..plan import Plan
@@ -61,10 +61,10 @@ def fit_tree(
             "--rule gain: expected dense traces under match, which can be replayed; collect them with --tree"
         )
     fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
-    static, _ = best_static_tree(fit_side, profile)
+    static, played = best_static_tree(fit_side, profile)
     playing: Sequence[StopPolicy] = [static]
     # Dinkelbach's iteration starts from the best static tree's rate, in later passes from that of the pass before.
-    rate = replay(fit_side, static, profile).rate
+    rate = played.rate
     passes = plan.passes or PASSES
     for turn in range(passes):
         progress("fit trees", turn, passes)
@@ -78,7 +78,8 @@ def fit_tree(
         # The next pass is fitted on prompts played by heads that have not seen them, under one rule.
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
-    mine, theirs = (replay(held_side, one, profile).rate for one in (policy, static))
+    mine = replay(held_side, policy, profile).rate
+    theirs = replay(*drafted_alone(held_side, static.nodes), profile).rate
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
         "rows": fitted,

@@ -39,7 +39,8 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
         V(t) = min over 0 <= k <= K of cost(k) + V(t + min(A_t, k) + 1)
 
     `cost` is the running minimum from above (more may be verified where that is cheaper), without decisions and without a
-    backlog of more than one token, so no policy is below it. In a tree it is that of drafting and verifying one path.
+    backlog of more than one token, so no policy is below it. In a tree it is that of drafting and verifying one path, as a
+    chain where that costs less.
     """
     cheap = _cheapest_steps(profile)
     length = arrays.text_tokens - arrays.first_anchor
@@ -51,10 +52,15 @@ def oracle_plan(arrays: TraceArrays, profile: Profile) -> Ideal:
     k, sent = steps.expand(streams, -1), verified.repeat(streams)
     fed = None if arrays.tree.is_chain else (torch.arange(arrays.depth) < steps[:, None]).long().repeat(streams, 1)
     one = torch.ones(streams * options, dtype=torch.int64)
+    path = (k.flatten() == sent) & (sent <= cheap.max_depth)  # which may be drafted as a chain, too
     for t in range(longest - 1, -1, -1):
         row = torch.minimum(arrays.offset + t, arrays.offset + arrays.rows - 1)
         context = (arrays.prompt_tokens + arrays.first_anchor + t).repeat_interleave(options)
-        cost = round_seconds(cheap, context, k.flatten(), sent, one, fed=fed).view(streams, -1)
+        cost = round_seconds(cheap, context, k.flatten(), sent, one, fed=fed)
+        if fed is not None:
+            chains = round_seconds(cheap, context[path], sent[path], sent[path], one[path])
+            cost[path] = torch.minimum(cost[path], chains)
+        cost = cost.view(streams, -1)
         if fed is None:
             # More tokens may be cheaper to verify: who drafts k need pay no more than the cheapest larger round costs.
             cost = cost.flip(1).cummin(1).values.flip(1)

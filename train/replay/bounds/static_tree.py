@@ -1,4 +1,4 @@
-"""The best static tree inside a recorded one: what no policy that reads nothing can beat.
+"""The best static tree inside a recorded one, drafted as a tree of its own: what no policy that reads nothing can beat.
 
 Sequoia's dynamic programme (arXiv 2402.12374): of all sub-trees of n nodes and depth d, the one whose nodes are accepted most
 often; then over n and d the one that gives most tokens in the time of a profile. The nearest ones are replayed, and the
@@ -13,14 +13,20 @@ import numpy as np
 from torch import Tensor
 
 from ....decode.topology import Topology
+from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
+from ....policies.errors import InputError
 from ....policies.latency.profile import Profile
 from ..run import Replayed, replay
 from ..source import Array
 from ..traces.arrays import TraceArrays, typical_context
+from ..traces.subtrees import on_subtree, subtree
 
 SHORTLIST = 12
 _LARGEST = 96
+
+_TIE = 1e-9
+"""By which a node is ahead of the next one where both are accepted as often."""
 
 
 class StaticTree(StopPolicy):
@@ -44,8 +50,7 @@ class StaticTree(StopPolicy):
     @property
     def shape(self) -> Topology:
         """The sub-tree as a topology of its own."""
-        row = {0: 0, **{node + 1: at for at, node in enumerate(self.nodes, 1)}}
-        return Topology([-1, *(row[self.tree.parent[node + 1]] for node in self.nodes)])
+        return subtree(self.tree, self.nodes)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that have chosen nodes below them."""
@@ -106,21 +111,60 @@ def best_subtrees(tree: Topology, acceptance: Sequence[float], depth: int) -> li
     return [(float(value), sorted(nodes(0, count))) for count, value in enumerate(best[0][0])]
 
 
+def likeliest_nodes(arrays: TraceArrays, count: int, depth: int) -> list[int]:
+    """Return the sub-tree of `count` nodes, none deeper than `depth`, first siblings first, that is accepted most often.
+
+    Raises:
+        InputError: there is no sub-tree of so many nodes, or only smaller ones are looked for.
+    """
+    found = best_subtrees(arrays.tree, _chances(arrays), depth)
+    if count >= len(found):
+        raise InputError(
+            f"--nodes: expected at most {len(found) - 1} of this tree's {arrays.tree.nodes} nodes, or all, not {count}"
+        )
+    return found[count][1]
+
+
+def _chances(arrays: TraceArrays) -> list[float]:
+    """Return [N] chances of acceptance by which no best sub-tree has a later sibling without the first ones."""
+    chances: list[float] = node_acceptance(arrays).tolist()
+    for below in arrays.tree.children:
+        for row, later in zip(below[-2::-1], below[:0:-1], strict=True):
+            chances[row - 1] = max(chances[row - 1], chances[later - 1])  # few texts can say otherwise
+    return [chance - _TIE * node for node, chance in enumerate(chances)]
+
+
 def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree, Replayed]:
-    """Return the fastest static tree inside the recorded one, and its replay.
+    """Return the fastest static tree inside the recorded one, and its replay, drafted alone.
 
     Args:
-        arrays: a trace of every anchor.
+        arrays: a dense trace under `match`.
         profile: what rounds cost.
     """
-    tree, acceptance = arrays.tree, node_acceptance(arrays).tolist()
+    tree, chances = arrays.tree, _chances(arrays)
     context, found = typical_context(arrays), {}
     for depth in range(arrays.depth + 1):
-        for value, nodes in best_subtrees(tree, acceptance, depth):
-            found[tuple(nodes)] = (1.0 + value) / _seconds(StaticTree(tree, nodes).shape, profile, context)
+        for value, nodes in best_subtrees(tree, chances, depth):
+            shape = subtree(tree, nodes)
+            if not shape.is_chain or shape.nodes <= profile.max_depth:  # nobody drafts longer chains than were timed
+                found[tuple(nodes)] = (1.0 + value) / _seconds(shape, profile, context)
     ranked = sorted(found, key=lambda nodes: -found[nodes])[:SHORTLIST]
-    played = [(policy, replay(arrays, policy, profile)) for policy in (StaticTree(tree, nodes) for nodes in ranked)]
-    return max(played, key=lambda pair: pair[1].rate)
+    played = [(nodes, replay(*drafted_alone(arrays, nodes), profile)) for nodes in ranked]
+    nodes, fastest = max(played, key=lambda pair: pair[1].rate)
+    return StaticTree(tree, nodes), fastest
+
+
+def drafted_alone(arrays: TraceArrays, nodes: Sequence[int]) -> tuple[TraceArrays, StopPolicy]:
+    """Return for `replay` the trace and policy of a static tree that is all that is drafted.
+
+    As part of a larger tree it would pay for candidates that are drawn and never verified.
+
+    Args:
+        arrays: a trace of a larger tree.
+        nodes: as of `on_subtree`.
+    """
+    part = on_subtree(arrays, nodes)
+    return part, FixedLength(part.depth)
 
 
 def _seconds(shape: Topology, profile: Profile, context: float) -> float:
@@ -128,6 +172,6 @@ def _seconds(shape: Topology, profile: Profile, context: float) -> float:
     fed = np.array([[sum(bool(shape.children[row]) for row in level) for level in shape.levels[:-1]] or [0]])
     one = np.ones(1, dtype=np.int64)
     count = one * shape.nodes
-    if shape.is_chain and shape.nodes <= profile.max_depth:
+    if shape.is_chain:
         return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0)[0])
     return float(profile.round_seconds(one * context, count, count, one, 0 * one, 0.0, fed)[0])

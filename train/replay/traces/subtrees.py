@@ -1,4 +1,4 @@
-"""A trace as a smaller tree would have recorded it: which tree a policy should draft is found without collecting again."""
+"""A trace as a smaller tree would have recorded it: which tree to draft is found without collecting again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from torch import Tensor
 
 from ....collect.schema import NO_TOKEN, parents
 from ....decode.topology import Topology
-from ....policies.errors import InputError, TraceError
-from ...replay.bounds.static_tree import best_subtrees, node_acceptance
-from ...replay.traces.arrays import TraceArrays
-
-_TIE = 1e-9
-"""By which a node is ahead of the next one where both are accepted as often."""
+from ....policies.errors import TraceError
+from .arrays import TraceArrays
 
 _MARGIN, _SCORE = "noisy_margin", "noisy_score"
 
@@ -76,22 +72,3 @@ def _margins(arrays: TraceArrays, kept: Sequence[int], chosen: set[int]) -> Tens
             nearer = torch.minimum(margin[:, inside], score[:, inside] - score[:, outside[:1]])
             margin[:, inside] = torch.where(there, nearer, margin[:, inside])
     return margin[:, list(kept)]
-
-
-def likeliest_nodes(arrays: TraceArrays, count: int, depth: int) -> list[int]:
-    """Return the sub-tree of `count` nodes, none deeper than `depth`, first siblings first, that is accepted most often.
-
-    Raises:
-        InputError: there is no sub-tree of so many nodes, or only smaller ones are looked for.
-    """
-    chances = node_acceptance(arrays).tolist()
-    for below in arrays.tree.children:
-        for row, later in zip(below[-2::-1], below[:0:-1], strict=True):
-            chances[row - 1] = max(chances[row - 1], chances[later - 1])  # few texts can say otherwise
-    chances = [chance - _TIE * node for node, chance in enumerate(chances)]
-    found = best_subtrees(arrays.tree, chances, depth)
-    if count >= len(found):
-        raise InputError(
-            f"--nodes: expected at most {len(found) - 1} of this tree's {arrays.tree.nodes} nodes, or all, not {count}"
-        )
-    return found[count][1]
