@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.ctc import Prefixes
+from ...decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
 from ...decode.drafters.heads.layer_network import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch, Text
@@ -50,11 +50,20 @@ def _by_scores(network: Any, batch: Batch, embedding: Module, output: Module) ->
 
 def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Iterator[Tensor]:
     """Yield by depth the likeliest token after the prefix that the text itself goes on with."""
-    symbols = positions(network, batch, embedding, output)[0].double().exp()
-    prefixes = Prefixes.empty(symbols)
-    rows = torch.arange(len(symbols))
+    symbols = positions(network, batch, embedding, output)[0].double().exp()  # [N, T, V + 1]
+    best, blank = symbols.argmax(-1).tolist(), network.shape.vocabulary
     # Past the end of the text the prefixes mean nothing; `right_proposals` leaves those positions out.
     upcoming = torch.nn.functional.pad(batch.tokens[0], (0, symbols.shape[1]))
     for depth in range(symbols.shape[1]):
-        yield prefixes.next(symbols).argmax(-1)
-        prefixes = prefixes.extended(rows, upcoming[2 + depth : 2 + depth + len(rows)], symbols)
+        drawn = torch.tensor([_positions_for(depth + 1, own, blank) for own in best])
+        known = first_positions(symbols, drawn)
+        prefixes = Prefixes.empty(known)
+        for before in range(depth):
+            prefixes = prefixes.extended(upcoming[2 + before : 2 + before + len(known)], known)
+        yield prefixes.next(known).argmax(-1)
+
+
+def _positions_for(tokens: int, best: list[int], blank: int) -> int:
+    """Return how many positions are drawn for so many tokens, if these are the likeliest symbols."""
+    enough = (count for count in range(1, len(best)) if tokens_said(best[:count], blank) >= tokens)
+    return next(enough, len(best))

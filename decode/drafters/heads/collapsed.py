@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TypeAlias
 
+import torch
+
 from ...candidates import Candidates
 from ...models.pair import Pair
 from ...topology import parse_tree
@@ -71,7 +73,10 @@ class ReleasedCTCDrafter(CTCDrafter):
             for place in places
         ]
         if found[0].depth[feeding[0][0]] == 0:
-            positions = self._draw(streams, found, feeding, min(SYMBOLS.deepest, self._ctc.shape.depth))
+            self._begin(streams, found, feeding)
+            for _ in range(min(SYMBOLS.deepest, self._ctc.shape.depth) - 1):
+                self._go_on(streams)
+            positions = torch.cat([self._said[stream].symbols for stream in streams])
             symbols = positions.shape[-1]
             likeliest = positions.topk(min(WIDEST, symbols), -1).indices.tolist()
             tries = [collapsed(some, symbols - 1) for some in likeliest]

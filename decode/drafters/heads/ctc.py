@@ -1,15 +1,18 @@
 """Candidates from a layer that was trained with CTC: what its output positions say of the sequences that they may mean.
 
-The layer draws T positions after the root, each fed with the best symbol of the one before (CTC-drafter, arXiv 2412.00061).
-A position says a token or a blank; equal tokens side by side are one, blanks fall away. The released code collapses the paths
-of a fixed tree so, and masks what is left out. Here candidates are asked for by what they are a prefix of: the chance of a
-prefix, over all alignments, is the forward algorithm's. So no candidate stands there twice, each has its own position, and
-the scores of the tokens after a path are a distribution.
+The layer draws positions after the root, each fed with the best symbol of the one before (CTC-drafter, arXiv 2412.00061). A
+position says a token or a blank; equal tokens side by side are one, blanks fall away. The released code draws all positions,
+collapses the paths of a fixed tree so, and masks what is left out. Here candidates are asked for by what they are a prefix
+of: the chance of a prefix, over all alignments, is the forward algorithm's. So no candidate stands there twice, each has its
+own position, and the scores of the tokens after a path are a distribution. And a position is drawn when a depth is asked for
+that those before it, collapsed, do not reach: as many tokens are accepted as of all positions, for fewer steps of the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -56,13 +59,13 @@ class Prefixes:
         twice = (self.blank[:, :-1] * again).sum(-1, keepdim=True)  # a token again takes a blank between
         return torch.where(known[:, None], chances.scatter(1, self.last.clamp_min(0)[:, None], twice), chances)
 
-    def extended(self, rows: Tensor, tokens: Tensor, positions: Tensor) -> Prefixes:
-        """Return the prefixes `rows` [R'] with a token [R'] more each; `positions` [R', T, V + 1] are theirs."""
-        blank, token, last = self.blank[rows], self.token[rows], self.last[rows]
+    def extended(self, tokens: Tensor, positions: Tensor) -> Prefixes:
+        """Return the prefixes with a token [R] more each; `positions` [R, T, V + 1] are theirs."""
         said = positions.gather(2, tokens[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
         # After an equal token it enters from a blank alone, else both would collapse into one.
-        enters = blank + token * (last != tokens)[:, None]
-        new_blank, new_token = [torch.zeros_like(blank[:, 0])], [torch.zeros_like(blank[:, 0])]
+        enters = self.blank + self.token * (self.last != tokens)[:, None]
+        none = torch.zeros_like(self.blank[:, 0])
+        new_blank, new_token = [none], [none]
         # token_(t+1) = y_(t+1)(v) (token_t + enters_t); blank_(t+1) = y_(t+1)(blank) (blank_t + token_t), of the new prefix.
         for t in range(positions.shape[1]):
             new_token.append(said[:, t] * (new_token[t] + enters[:, t]))
@@ -70,73 +73,138 @@ class Prefixes:
         return Prefixes(torch.stack(new_blank, 1), torch.stack(new_token, 1), tokens)
 
 
+def tokens_said(symbols: Sequence[int], blank: int) -> int:
+    """Return how many tokens symbols say, collapsed."""
+    return sum(symbol != blank for symbol, _ in groupby(symbols))
+
+
+def first_positions(symbols: Tensor, drawn: Tensor) -> Tensor:
+    """Return [R, T, V + 1] with blanks for certain after the first `drawn` [R] positions: they add nothing to a prefix."""
+    after = torch.arange(symbols.shape[1], device=symbols.device) >= drawn[:, None]
+    out = symbols.masked_fill(after[..., None], 0.0)
+    out[..., -1].masked_fill_(after, 1.0)
+    return out
+
+
+@dataclass(slots=True)
+class _Said:
+    """What the positions after a stream's roots say so far.
+
+    Attributes:
+        root: by place of a root its number.
+        rows: by root, the last one that the layer has read.
+        state: [n, H] of the layer there.
+        symbols: [n, t, V + 1] the chances of the symbols at t positions.
+        best: by root, its likeliest symbols.
+    """
+
+    root: dict[int, int]
+    rows: list[Row]
+    state: Tensor
+    symbols: Tensor
+    best: list[list[int]]
+
+
 class CTCDrafter(LayerReader):
-    """All depths from one pass: what is asked for later is worked out from the positions drawn at the roots.
+    """A position for each depth, and more where blanks or repetitions are likely; see above.
 
     A path has no hidden state of its own, so there is none for policies to read.
 
     Args:
         pair: whose target it is.
-        network: on the target's device; its `depth` is T.
+        network: on the target's device; its `depth` is T, the most positions.
     """
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
         self._ctc = network
-        self.beyond = network.shape.depth  # of one root; `_draw` has room made for those of several
+        self.beyond = network.shape.depth  # of one root; `_begin` has room made for those of several
         self._wide = pair.logits_dtype
-        self._row_of: dict[tuple[int, int], int] = {}  # by stream and place that of the prefixes
+        self._said: dict[int, _Said] = {}  # by stream, of this round
         super().__init__(pair, network)
 
     def propose(
         self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
     ) -> Proposal:
         """See `Drafter`."""
-        depth = found[0].depth[feeding[0][0]]
-        keys = [(stream, place) for stream, places in zip(streams, feeding, strict=True) for place in places]
+        depth, most = found[0].depth[feeding[0][0]], self._ctc.shape.depth
         if depth == 0:
-            self._positions = self._draw(streams, found, feeding, self._ctc.shape.depth)
-            self._of = list(range(len(keys)))  # by place its root's row of the positions
-            self._prefixes = Prefixes.empty(self._positions)
-        else:
-            of = dict(zip(streams, found, strict=True))
-            rows = [self._row_of[stream, of[stream].parent[place]] for stream, place in keys]
-            self._of = [self._of[row] for row in rows]
-            tokens = upload([of[stream].tokens[place] for stream, place in keys], self._device)
-            positions = self._positions[upload(self._of, self._device)]
-            self._prefixes = self._prefixes.extended(upload(rows, self._device), tokens, positions)
-        self._row_of = {key: row for row, key in enumerate(keys)}
-        chances = self._prefixes.next(self._positions[upload(self._of, self._device)])
+            self._begin(streams, found, feeding)
+        while short := [stream for stream in streams if self._drawn(stream) < most and self._reach(stream) <= depth]:
+            self._go_on(short)
+        paths = [here.path(place) for here, places in zip(found, feeding, strict=True) for place in places]
+        owners = [stream for stream, places in zip(streams, feeding, strict=True) for _ in places]
+        positions = self._symbols(owners, paths)
+        prefixes = Prefixes.empty(positions)
+        after = [
+            here.tokens_to(place)[1:] for here, places in zip(found, feeding, strict=True) for place in places
+        ]  # [R, depth]
+        for tokens in upload(after, self._device).T if depth else ():
+            prefixes = prefixes.extended(tokens, positions)
+        chances = prefixes.next(positions)
         top = chances.topk(min(KEPT, chances.shape[-1]), -1)
         return Proposal(top.values.log().to(self._wide), top.indices)
 
-    def _draw(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]], count: int
-    ) -> Tensor:
-        """Return [R, count, V + 1], the chances of the symbols at the positions after each of R roots."""
+    def _drawn(self, stream: int) -> int:
+        return self._said[stream].symbols.shape[1]
+
+    def _reach(self, stream: int) -> int:
+        """Return how many tokens the likeliest symbols after each root say at least."""
+        return min(tokens_said(best, self._ctc.shape.vocabulary) for best in self._said[stream].best)
+
+    def _symbols(self, streams: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
+        """Return [R, t, V + 1], what the positions after the roots of R paths say."""
+        own = [
+            self._said[stream].symbols[self._said[stream].root[path[0]]]
+            for stream, path in zip(streams, paths, strict=True)
+        ]
+        drawn = [len(rows) for rows in own]
+        symbols = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
+        return symbols if len({*drawn}) == 1 else first_positions(symbols, upload(drawn, self._device))
+
+    def _begin(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> None:
+        """Read the roots, and draw the first position after each."""
         last, roots = self._read_places(streams, found, feeding)
         # A root and the positions after it each have a slot.
-        self._cache.grow(max(self._length[s] + count * len(own) for s, own in zip(streams, roots, strict=True)))
-        most, counts = max(map(len, roots)), [len(own) for own in roots]
-        # Streams with fewer roots than others are filled up with their last one, which is cut off again at the end.
-        state = torch.stack([torch.cat([some, some[-1:].expand(most - len(some), -1)]) for some in last])
-        drawn = []
-        for _ in range(count):
-            logits = self._ctc.with_blank(self._output(state), state)
-            drawn.append(logits.double().softmax(-1))  # double: a prefix multiplies up to T of them
-            if len(drawn) == count:
-                break
-            roots = [self._go_on(stream, own) for stream, own in zip(streams, roots, strict=True)]
-            state = self._run(self._ctc.embed(logits.argmax(-1), self._embedding), state, roots, streams)
-        positions = torch.stack(drawn, 2)  # [S, roots, T, V + 1]
-        return torch.cat([own[:count] for own, count in zip(positions, counts, strict=True)])
+        most = self._ctc.shape.depth
+        self._cache.grow(max(self._length[s] + most * len(own) for s, own in zip(streams, roots, strict=True)))
+        for stream, state, rows, places in zip(streams, last, roots, feeding, strict=True):
+            none = state.new_zeros(len(rows), 0, self._ctc.shape.vocabulary + 1, dtype=torch.float64)
+            root = {place: at for at, place in enumerate(places)}
+            self._said[stream] = _Said(root, rows, state, none, [[] for _ in rows])
+        self._hear(streams, last)
 
-    def _go_on(self, stream: int, rows: Sequence[Row]) -> list[Row]:
-        """Return rows one position further, each in a slot of its own."""
-        fed, out = self._slot[stream], []
-        for row in rows:
-            slot = self._length[stream] + len(fed)
-            # Under a number below 0, which no place has: it only counts the slots that are taken.
-            fed[-1 - len(fed)] = slot
-            # Its token and state are never looked at: `_run` is told embeddings and states.
-            out.append(Row(0, row.state, slot, row.position + 1, row.sees, (*row.beside, slot)))
-        return out
+    def _go_on(self, streams: Sequence[int]) -> None:
+        """Draw one more position after each root of the streams, fed with the likeliest symbol of the last one."""
+        said = [self._said[stream] for stream in streams]
+        for stream, own in zip(streams, said, strict=True):
+            own.rows = [self._next_row(stream, row) for row in own.rows]
+        most = max(len(own.rows) for own in said)
+        # Streams with fewer roots than others are filled up with their last one, which is cut off again.
+        state = torch.stack([torch.cat([own.state, own.state[-1:].expand(most - len(own.rows), -1)]) for own in said])
+        last = [[best[-1] for best in own.best] for own in said]
+        symbols = upload([[*some, *some[-1:] * (most - len(some))] for some in last], self._device)
+        out = self._run(self._ctc.embed(symbols, self._embedding), state, [own.rows for own in said], streams)
+        self._hear(streams, [rows[: len(own.rows)] for rows, own in zip(out, said, strict=True)])
+
+    def _hear(self, streams: Sequence[int], states: Sequence[Tensor]) -> None:
+        """Take in what the layer's states [n, H] of each stream say."""
+        every = torch.cat(list(states))
+        logits = self._ctc.with_blank(self._output(every), every)
+        # Double: a prefix multiplies up to T of them.
+        chances, best, first = logits.double().softmax(-1), logits.argmax(-1).tolist(), 0
+        for stream, state in zip(streams, states, strict=True):
+            own, end = self._said[stream], first + len(state)
+            own.state = state
+            own.symbols = torch.cat([own.symbols, chances[first:end, None]], 1)
+            for symbols, symbol in zip(own.best, best[first:end], strict=True):
+                symbols.append(symbol)
+            first = end
+
+    def _next_row(self, stream: int, row: Row) -> Row:
+        """Return a row one position further, in a slot of its own."""
+        fed = self._slot[stream]
+        slot = self._length[stream] + len(fed)
+        # Under a number below 0, which no place has: it only counts the slots that are taken.
+        fed[-1 - len(fed)] = slot
+        # Its token and state are never looked at: `_run` is told embeddings and states.
+        return Row(0, row.state, slot, row.position + 1, row.sees, (*row.beside, slot))

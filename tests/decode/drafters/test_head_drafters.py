@@ -11,7 +11,7 @@ from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.candidates import Candidates
-from specstop.decode.drafters.heads.ctc import Prefixes
+from specstop.decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
 from specstop.decode.drafters.heads.layer_network import LayerNetwork
 from specstop.decode.loop import Speculator
 from specstop.decode.models.hidden import hidden_width
@@ -214,30 +214,61 @@ def test_chances_of_prefixes_are_sums_over_all_alignments() -> None:
         for prefix in itertools.product(range(3), repeat=length):
             now = Prefixes.empty(positions)
             for token in prefix:
-                now = now.extended(torch.tensor([0]), torch.tensor([token]), positions)
+                now = now.extended(torch.tensor([token]), positions)
             expected = [chance.get((*prefix, token), 0.0) for token in range(3)]
             assert now.next(positions)[0].tolist() == pytest.approx(expected, abs=1e-15)
             seen += sum(value > 0 for value in expected)
     assert seen + 1 == len(chance)
 
 
+def test_positions_that_were_not_drawn_change_no_chance() -> None:
+    every = torch.rand(3, 5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64).softmax(-1)
+    drawn = torch.tensor([5, 2, 1])
+    together, token = first_positions(every, drawn), torch.tensor([2])
+    for row, count in enumerate(drawn.tolist()):
+        few, more = every[row : row + 1, :count], together[row : row + 1]
+        for one, other in (
+            (Prefixes.empty(few).next(few), Prefixes.empty(more).next(more)),
+            (Prefixes.empty(few).extended(token, few).next(few), Prefixes.empty(more).extended(token, more).next(more)),
+        ):
+            torch.testing.assert_close(one, other)
+    assert [tokens_said(symbols, 9) for symbols in ([], [9], [1, 1], [1, 9, 1], [9, 1, 2, 2])] == [0, 0, 1, 2, 2]
+
+
 @torch.inference_mode()
-def test_ctc_draws_all_its_positions_at_the_root(pair: Pair) -> None:
+def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair) -> None:
     text = [5, 8, 9, 7]
     drafter = small_drafter("ctc", pair, depth=4)
     drafter.reserve(1, 40)
     drafter.committed(0, text, states_of(pair, text))
-    found = Candidates.at([3], parse_tree("2,2"))
-    first = drafter.propose([0], [found], [[0]])
+    found, blank = Candidates.at([3], parse_tree("2,2,1")), pair.vocabulary
+    first, place, drawn = drafter.propose([0], [found], [[0]]), 0, [len(drafter._said[0].best[0])]
     assert first.ids is not None and first.ids.shape == (1, 32)
+    begun = drafter._said[0].symbols
+    for row in (2, 5):  # after a second candidate too
+        place = found.add(place, row, 30 + row)
+        deeper = drafter.propose([0], [found], [[place]])
+        drawn.append(len(drafter._said[0].best[0]))
+    said, symbols = drafter._said[0].best[0], drafter._said[0].symbols
+    for depth, count in enumerate(drawn, 1):
+        # As many as say so many tokens, if that many do; not one more.
+        assert count == 4 or tokens_said(said[:count], blank) >= depth
+        assert tokens_said(said[: count - 1], blank) < depth
+    prefix = Prefixes.empty(symbols)
+    for token in (32, 35):
+        prefix = prefix.extended(torch.tensor([token]), symbols)
+    assert deeper.ids is not None
+    torch.testing.assert_close(deeper.scores[0], prefix.next(symbols)[0][deeper.ids[0]].log(), **SAME)
+    while len(said) < 4:
+        drafter._go_on([0])
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     read, states = [*text[1:], 3], states_of(pair, text)
     for position in range(4):
         embedded = network.embed(torch.tensor(read), embed)
         state = by_the_book(network, embedded, states)
         symbols = network.with_blank(head(state)[None], state[None])[0].softmax(-1)
-        torch.testing.assert_close(drafter._positions[0, position], symbols, **SAME)
+        torch.testing.assert_close(drafter._said[0].symbols[0, position], symbols, **SAME)
         states, read = torch.cat([states, state[None]]), [*read, int(symbols.argmax())]
     assert hidden_width(pair.target) == state.shape[-1]
-    expected = Prefixes.empty(drafter._positions).next(drafter._positions)[0]
+    expected = Prefixes.empty(begun).next(begun)[0]
     torch.testing.assert_close(first.scores[0], expected[first.ids[0]].log(), **SAME)

@@ -99,9 +99,10 @@ def test_positions_of_a_text_are_asked_what_they_would_be_asked_live(pair: Pair,
                 break
             row = drafter.propose([0], [found], [[place]])
             if kind == "ctc":
-                torch.testing.assert_close(drafter._positions[0].log(), symbols[at], atol=1e-9, rtol=0)
-                break
-            torch.testing.assert_close(row.dense(pair.vocabulary)[0], rows[depth][0, at], atol=1e-9, rtol=0)
+                known = drafter._said[0].symbols[0].log()
+                torch.testing.assert_close(known, symbols[at, : len(known)], atol=1e-9, rtol=0)
+            else:
+                torch.testing.assert_close(row.dense(pair.vocabulary)[0], rows[depth][0, at], atol=1e-9, rtol=0)
             place = found.add(place, depth + 1, text[at + 2 + depth])
 
 
@@ -136,7 +137,7 @@ def test_the_loss_is_what_it_says(pair: Pair) -> None:
             said = symbols[which, at : at + 1]
             prefix = Prefixes.empty(said)
             for token in text[at + 2 : at + 4]:
-                prefix = prefix.extended(torch.tensor([0]), torch.tensor([token]), said)
+                prefix = prefix.extended(torch.tensor([token]), said)
             nats[0].append(-float((prefix.blank + prefix.token)[0, -1].log()) / 2)
     assert float(loss_of(network)(batch, *ends(pair))) == pytest.approx(sum(sum(some) / len(some) for some in nats))
 
