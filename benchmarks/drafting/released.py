@@ -1,6 +1,7 @@
 """The CTC-drafter with the candidates that its released code makes, beside it with ours; and what heads know of siblings.
 
-CTC's positions are drawn once for all paths, after the likeliest symbols: candidates that are not the first share what follows it.
+CTC's positions are drawn once for all paths, after the likeliest symbols: candidates that are not the first share what
+follows it.
 """
 
 from __future__ import annotations
