@@ -84,12 +84,13 @@ def _is_path(key: int, number: int) -> bool:
 
 
 def _is_whole(key: int, number: int) -> bool:
-    return _toss(key, number // RUN, -3) % WHOLES == 0
+    # Dealt, not tossed: of few texts none might have had one, and the largest size been a guess.
+    return (number // RUN + key) % WHOLES == 0
 
 
 def _toss(*numbers: int) -> int:
     """Return 64 mixed bits, the same for the same numbers."""
-    # Depths, -1, -2 and -3 as the last number keep the draws of a round apart.
+    # Depths, -1 and -2 as the last number keep the draws of a round apart.
     mixed = 0
     for number in numbers:
         mixed = mix_one(mixed ^ number)

@@ -279,11 +279,13 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
 def test_whole_trees_are_timed_one_after_the_other(pair: Pair) -> None:
     """As a static tree is decoded: what comes again costs less than what comes now and then."""
     speculator = Speculator(pair, RandomTree(2, 4), Settings(0.0, 60, ignore_eos=True, tree="2,2"))
-    again, total = [], 0
+    again, total, wholes = [], 0, []
     for key in range(1, 9):
         sizes = [r.verified for r in speculator.generate(PROMPTS[0], key).rounds if not r.cut]
         again += [later == 6 for size, later in pairwise(sizes) if size == 6]
         total += len(sizes)
+        wholes.append(sizes.count(6))
+    assert all(a + b for a, b in pairwise(wholes)), "of any two texts in a row one has whole trees"
     assert len(again) / total > 0.1 and sum(again) / len(again) > 2 * len(again) / total
 
 
