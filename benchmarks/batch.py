@@ -199,7 +199,7 @@ def loads(
         pair, known, depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=new, effort=effort, verification="match"
     )
     arrays, fit = trace_arrays(held), trace_arrays(seen)
-    settings, turns = Settings(0.7, tokens, verification="match"), Effort(repetitions=1 if options.quick else 3)
+    settings, turns = Settings(0.7, new, verification="match"), Effort(repetitions=1 if options.quick else 3)
 
     def in_the_loop(profile: Profile, policies: Sequence[StopPolicy]) -> Profile:
         return profile.with_measured_decisions(loop_decisions(pair, policies, known, settings, profile, turns))
