@@ -76,7 +76,7 @@ def measure(
         cases: by name; what has to be compared in the same moments belongs into one case.
         effort: how long.
         clock: seconds; what the budget is counted by.
-        progress: see `Progress`; repetitions, whose total grows where the machine is noisy.
+        progress: see `Progress`; cases timed, whose total grows where the machine is noisy.
 
     Returns:
         All timings of all cases, without those of the warm-up.
@@ -84,24 +84,27 @@ def measure(
     effort, names = effort or Effort(), list(cases)
     fewest = effort.fewest if effort.repetitions is None else effort.repetitions
     started = clock()
+    done, number, least = 0, 0, (1 + fewest) * len(names)  # the warm-up counts: it may take minutes too
+    progress("profile", done, least)
     for name in names:
         cases[name](0)
+        done += 1
+        progress("profile", done, least)
     timed: dict[str, list[Seconds]] = {name: [] for name in names}
-    number = 0
-    progress("profile", number, fewest)
     while noisy := [name for name in names if not effort.is_enough(timed[name])]:
         number, begun = number + 1, clock()
         for turn in range(len(noisy)):
             name = noisy[(turn + number) % len(noisy)]
             timed[name].append(cases[name](number))
-        # How many there will be is not known while the noise decides: the last one is told of when it was the last.
-        progress("profile", number, fewest if effort.repetitions is not None else max(fewest, number + 1))
+            done += 1
+            # How many there will be is not known while the noise decides: the last one is told of when it was the last.
+            progress("profile", done, least if effort.repetitions is not None else max(least, done + 1))
         now = clock()
         # The next repetition is taken to last as long as this one.
         if effort.repetitions is None and number >= LEAST and now + (now - begun) > started + effort.budget_s:
             break
     if effort.repetitions is None:
-        progress("profile", number, number)
+        progress("profile", done, done)
     merged = Measurements()
     for repetitions in timed.values():
         merged = merged.with_series(collected(repetitions))

@@ -56,8 +56,9 @@ def test_what_is_noisy_is_timed_again_while_the_rest_rests() -> None:
 
 
 def test_the_budget_ends_it_before_it_is_exceeded() -> None:
-    made = Calls()
-    measure({"a": made.case("a", 1.0, 1.0, 2.0)}, Effort(47.0), clock=made.clock)
+    made, seen = Calls(), []
+    measure({"a": made.case("a", 1.0, 1.0, 2.0)}, Effort(47.0), clock=made.clock, progress=lambda *c: seen.append(c))
+    assert seen[-1] == ("profile", 5, 5) and seen[:5] == [("profile", done, 11) for done in range(5)]
     assert made.now == 5 * (1 + 1 + 2 + 2 + 2) <= 47.0 < made.now + 5 * 2
 
 
@@ -72,7 +73,7 @@ def test_repetitions_that_were_asked_for_are_made_however_noisy_and_long() -> No
     cases = {"a": made.case("a", 1.0, 9.0, 1.0, 9.0, 1.0)}
     found = measure(cases, Effort(1.0, repetitions=5), clock=made.clock, progress=lambda *call: seen.append(call))
     assert [ns[0] for ns in found.series[Key("call", "a")]] == [9 * 10**9, 10**9, 9 * 10**9, 10**9, 10**9]
-    assert seen == [("profile", done, 5) for done in range(6)]
+    assert seen == [("profile", done, 6) for done in range(7)], "with the warm-up"
 
 
 @pytest.mark.parametrize(
