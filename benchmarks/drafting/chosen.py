@@ -89,7 +89,7 @@ def choose(ground: Ground, drafter: str) -> Chosen:
         FIXED: Setting(FixedLength(best), None, chains),
         CHAIN: Setting(length, None, chains),
         WHOLE: Setting(FixedLength(ground.depth), ground.tree, trees),
-        STATIC: Setting(FixedLength(static.depth), static.tree.name or None, static),
+        STATIC: Setting(FixedLength(static.depth), static.tree.name if static.tree.nodes else None, static),
         NODES: Setting(nodes.policy, nodes.arrays.tree.name, on_subtree(trees, nodes.nodes)),
     }
     for name in (CHAIN, NODES):

@@ -34,7 +34,10 @@ def streams_of(profile: Profile) -> tuple[int, ...]:
 
 
 def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
-    """Return the tree that a policy was trained for, or with `static_tree` its best static part; None of one of chains."""
+    """Return the tree that a policy was trained for, or with `priced_tree` the one that its decisions are priced in.
+
+    None of a policy of chains.
+    """
     name = policy.facts.metrics.get(key) if isinstance(policy, TreeGain) else None
     return parse_tree(name) if isinstance(name, str) else None
 

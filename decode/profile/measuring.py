@@ -92,13 +92,14 @@ def measure(
         progress("profile", done, least)
     timed: dict[str, list[Seconds]] = {name: [] for name in names}
     while noisy := [name for name in names if not effort.is_enough(timed[name])]:
-        number, begun = number + 1, clock()
+        number, begun, total = number + 1, clock(), least
+        if effort.repetitions is None:  # how many there will be is not known while the noise decides
+            total = max(least, done + len(noisy) + 1)
         for turn in range(len(noisy)):
             name = noisy[(turn + number) % len(noisy)]
             timed[name].append(cases[name](number))
             done += 1
-            # How many there will be is not known while the noise decides: the last one is told of when it was the last.
-            progress("profile", done, least if effort.repetitions is not None else max(least, done + 1))
+            progress("profile", done, total)
         now = clock()
         # The next repetition is taken to last as long as this one.
         if effort.repetitions is None and number >= LEAST and now + (now - begun) > started + effort.budget_s:

@@ -84,8 +84,9 @@ def _is_path(key: int, number: int) -> bool:
 
 
 def _is_whole(key: int, number: int) -> bool:
-    # Dealt, not tossed: of few texts none might have had one, and the largest size been a guess.
-    return (number // RUN + key) % WHOLES == 0
+    # Dealt, not tossed: of few texts none might have had one, and the largest size been a guess. The first texts, which may
+    # be all, have them early.
+    return (number // RUN - max(key - 1, 0)) % WHOLES == 0
 
 
 def _toss(*numbers: int) -> int:

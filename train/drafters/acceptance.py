@@ -60,7 +60,9 @@ def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Mod
         prefixes = Prefixes.empty(known)
         for before in range(depth):
             prefixes = prefixes.extended(upcoming[2 + before : 2 + before + len(known)], known)
-        yield prefixes.next(known).argmax(-1)
+        best_next = prefixes.next(known).argmax(-1)
+        del known, prefixes  # as large as the text times the vocabulary: not two at once
+        yield best_next
 
 
 def _positions_for(tokens: int, best: list[int], blank: int) -> int:

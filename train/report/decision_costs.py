@@ -37,7 +37,7 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import content
 from ...policies.storage.safe_loading import digest
 
-SCHEMA = 3
+SCHEMA = 4
 FILE = "decisions.json"
 """Of a report's folder: the timings that its profile lacks."""
 
@@ -132,7 +132,7 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
     earlier = [cache] if out is None else [out / FILE, cache]
     found = next((record for path in earlier for record in _records(path) if record["key"] == key), None)
     if found is None:
-        tree = tree_of(policy, "static_tree") or tree_of(policy)
+        tree = tree_of(policy, "priced_tree") or tree_of(policy)
         timed = measure_decision(
             policy, header.vocabulary, profile.temperature, device, header.hidden, streams_of(profile), profile, tree
         )

@@ -5,7 +5,8 @@ position says a token or a blank; equal tokens side by side are one, blanks fall
 collapses the paths of a fixed tree so, and masks what is left out. Here candidates are asked for by what they are a prefix
 of: the chance of a prefix, over all alignments, is the forward algorithm's. So no candidate stands there twice, each has its
 own position, and the scores of the tokens after a path are a distribution. And a position is drawn when a depth is asked for
-that those before it, collapsed, do not reach: as many tokens are accepted as of all positions, for fewer steps of the layer.
+that those before it, collapsed, do not reach: as many tokens are accepted as of all positions, for fewer steps of the layer,
+though a token that follows itself off the likeliest path is no candidate, as it takes a blank between.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ class _Said:
         rows: by root, the last one that the layer has read.
         state: [n, H] of the layer there.
         symbols: [n, t, V + 1] the chances of the symbols at t positions.
-        best: by root, its likeliest symbols.
+        best: [n, t] the likeliest of them.
     """
 
     root: dict[int, int]
     rows: list[Row]
     state: Tensor
     symbols: Tensor
-    best: list[list[int]]
+    best: Tensor
 
 
 class CTCDrafter(LayerReader):
@@ -149,7 +150,7 @@ class CTCDrafter(LayerReader):
 
     def _reach(self, stream: int) -> int:
         """Return how many tokens the likeliest symbols after each root say at least."""
-        return min(tokens_said(best, self._ctc.shape.vocabulary) for best in self._said[stream].best)
+        return min(tokens_said(best, self._ctc.shape.vocabulary) for best in self._said[stream].best.tolist())
 
     def _symbols(self, streams: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
         """Return [R, t, V + 1], what the positions after the roots of R paths say."""
@@ -170,7 +171,7 @@ class CTCDrafter(LayerReader):
         for stream, state, rows, places in zip(streams, last, roots, feeding, strict=True):
             none = state.new_zeros(len(rows), 0, self._ctc.shape.vocabulary + 1, dtype=torch.float64)
             root = {place: at for at, place in enumerate(places)}
-            self._said[stream] = _Said(root, rows, state, none, [[] for _ in rows])
+            self._said[stream] = _Said(root, rows, state, none, none[..., 0].long())
         self._hear(streams, last)
 
     def _go_on(self, streams: Sequence[int]) -> None:
@@ -180,9 +181,9 @@ class CTCDrafter(LayerReader):
             own.rows = [self._next_row(stream, row) for row in own.rows]
         most = max(len(own.rows) for own in said)
         # Streams with fewer roots than others are filled up with their last one, which is cut off again.
-        state = torch.stack([torch.cat([own.state, own.state[-1:].expand(most - len(own.rows), -1)]) for own in said])
-        last = [[best[-1] for best in own.best] for own in said]
-        symbols = upload([[*some, *some[-1:] * (most - len(some))] for some in last], self._device)
+        at = [torch.arange(most, device=self._device).clamp_max(len(own.rows) - 1) for own in said]
+        state = torch.stack([own.state[rows] for own, rows in zip(said, at, strict=True)])
+        symbols = torch.stack([own.best[rows, -1] for own, rows in zip(said, at, strict=True)])
         out = self._run(self._ctc.embed(symbols, self._embedding), state, [own.rows for own in said], streams)
         self._hear(streams, [rows[: len(own.rows)] for rows, own in zip(out, said, strict=True)])
 
@@ -191,13 +192,12 @@ class CTCDrafter(LayerReader):
         every = torch.cat(list(states))
         logits = self._ctc.with_blank(self._output(every), every)
         # Double: a prefix multiplies up to T of them.
-        chances, best, first = logits.double().softmax(-1), logits.argmax(-1).tolist(), 0
+        chances, best, first = logits.double().softmax(-1), logits.argmax(-1), 0
         for stream, state in zip(streams, states, strict=True):
             own, end = self._said[stream], first + len(state)
             own.state = state
             own.symbols = torch.cat([own.symbols, chances[first:end, None]], 1)
-            for symbols, symbol in zip(own.best, best[first:end], strict=True):
-                symbols.append(symbol)
+            own.best = torch.cat([own.best, best[first:end, None]], 1)
             first = end
 
     def _next_row(self, stream: int, row: Row) -> Row:

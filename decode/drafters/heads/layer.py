@@ -41,6 +41,7 @@ class LayerReader:
         self._output = output_layer(pair.target)
         self._like = network.before  # for its device and type
         self._cache = LayerCache(0, 0, 1, 1, self._like)  # of no stream, so that `reserve` makes another
+        self._rotation = network.rotations(0, self._device, self._like.dtype)
         self.reserve(1, 0)
 
     def reserve(self, streams: int, tokens: int) -> None:
@@ -49,6 +50,8 @@ class LayerReader:
         if self._cache.slots < slots or self._cache.streams != streams:
             width = shape.hidden // shape.attention_heads
             self._cache = LayerCache(streams, slots, shape.attention_heads, width, self._like)
+        # Not as long as the cache: that may have grown.
+        if len(self._rotation[0]) <= slots:
             self._rotation = self._network.rotations(slots + 1, self._device, self._like.dtype)
         self._unread: list[list[tuple[int, Tensor]]] = [[] for _ in range(streams)]
         self._last: list[Tensor | None] = [None] * streams  # the state of the last token that the target has read

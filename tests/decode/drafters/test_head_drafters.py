@@ -194,6 +194,18 @@ def test_ctc_has_a_slot_for_every_position_of_every_root(pair: Pair, prompt_ids:
     assert made[0] == made[1] and len(made[0]) == NEW
 
 
+def test_a_text_may_be_longer_than_the_one_before_whose_roots_took_many_slots(
+    pair: Pair, prompt_ids: list[list[int]]
+) -> None:
+    """The cache has room already then; positions have to be there as well."""
+    drafter = small_drafter("ctc", pair, depth=6)
+    made = []
+    for new in (6, 30, 6):
+        settings = Settings(0.7, new, tree="16,1", max_depth=2, verification="target_init", ignore_eos=True)
+        made.append(Speculator(pair, FixedLength(2), settings, drafter=drafter).generate(prompt_ids[4], 9).tokens)
+    assert made[0] == made[2] == made[1][:6] and len(made[1]) == 30
+
+
 def collapsed(alignment: Sequence[int], blank: int) -> tuple[int, ...]:
     return tuple(symbol for symbol, _ in itertools.groupby(alignment) if symbol != blank)
 
@@ -242,14 +254,14 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair) -> None:
     drafter.reserve(1, 40)
     drafter.committed(0, text, states_of(pair, text))
     found, blank = Candidates.at([3], parse_tree("2,2,1")), pair.vocabulary
-    first, place, drawn = drafter.propose([0], [found], [[0]]), 0, [len(drafter._said[0].best[0])]
+    first, place, drawn = drafter.propose([0], [found], [[0]]), 0, [drafter._said[0].best.shape[1]]
     assert first.ids is not None and first.ids.shape == (1, 32)
     begun = drafter._said[0].symbols
     for row in (2, 5):  # after a second candidate too
         place = found.add(place, row, 30 + row)
         deeper = drafter.propose([0], [found], [[place]])
-        drawn.append(len(drafter._said[0].best[0]))
-    said, symbols = drafter._said[0].best[0], drafter._said[0].symbols
+        drawn.append(drafter._said[0].best.shape[1])
+    said, symbols = drafter._said[0].best[0].tolist(), drafter._said[0].symbols
     for depth, count in enumerate(drawn, 1):
         # As many as say so many tokens, if that many do; not one more.
         assert count == 4 or tokens_said(said[:count], blank) >= depth
@@ -259,7 +271,7 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair) -> None:
         prefix = prefix.extended(torch.tensor([token]), symbols)
     assert deeper.ids is not None
     torch.testing.assert_close(deeper.scores[0], prefix.next(symbols)[0][deeper.ids[0]].log(), **SAME)
-    while len(said) < 4:
+    while drafter._said[0].best.shape[1] < 4:
         drafter._go_on([0])
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     read, states = [*text[1:], 3], states_of(pair, text)

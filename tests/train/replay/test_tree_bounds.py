@@ -124,6 +124,9 @@ def test_a_static_tree_runs_live_as_in_replay(
 ) -> None:
     policy = StaticTree(arrays.tree, [0, 1, 3, 4, 9])
     assert policy.shape.parent == Topology([-1, 0, 0, 1, 1, 3]).parent
+    below = arrays.tree.children
+    assert policy.drawn.nodes == sum(len(below[row]) for row in (0, 1, 4)) and not policy.drawn.is_chain
+    assert StaticTree(arrays.tree, []).drawn.nodes == len(below[0])
     log = replay(arrays, policy, profile).log
     speculator = Speculator(pair, policy, Settings(0.7, NEW, tree=TREE), profile)
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):

@@ -70,8 +70,8 @@ def fit_tree(
         progress("fit trees", turn, passes)
         policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
         policy = policies[0]
-        # Priced in the rounds of the best static tree, which are about as wide as the policy's own.
-        profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.shape)
+        # Priced where the best static tree is played, whose rounds are about as wide as the policy's own.
+        profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
         policy, rate = solve_tree(policy, fit_side, profile)
@@ -87,6 +87,7 @@ def fit_tree(
         "held_out_static_tree_tokens_per_s": theirs,
         "held_out_ratio_to_static_tree": mine / theirs,
         "static_tree": static.shape.name,
+        "priced_tree": static.drawn.name,
         "reliability": tree_scores(policy, held_side, visits(held_side, [replay(held_side, policy, profile)])),
     }
     policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.record(policy.cost_name))

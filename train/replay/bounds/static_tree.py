@@ -7,6 +7,7 @@ fastest is the answer.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -51,6 +52,12 @@ class StaticTree(StopPolicy):
     def shape(self) -> Topology:
         """The sub-tree as a topology of its own."""
         return subtree(self.tree, self.nodes)
+
+    @property
+    def drawn(self) -> Topology:
+        """The sub-tree that is drawn where it is part of the recorded one: siblings too, of the first depth at least."""
+        extended = sorted({0, *(self.tree.parent[node + 1] for node in self.nodes)})
+        return subtree(self.tree, [child - 1 for row in extended for child in self.tree.children[row]])
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that have chosen nodes below them."""
@@ -138,7 +145,7 @@ def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree,
     """Return the fastest static tree inside the recorded one, and its replay, drafted alone.
 
     Args:
-        arrays: a dense trace under `match`.
+        arrays: a dense trace.
         profile: what rounds cost.
     """
     tree, chances = arrays.tree, _chances(arrays)
@@ -163,7 +170,8 @@ def drafted_alone(arrays: TraceArrays, nodes: Sequence[int]) -> tuple[TraceArray
         arrays: a trace of a larger tree.
         nodes: as of `on_subtree`.
     """
-    part = on_subtree(arrays, nodes)
+    # It reads no feature, of which there may be gigabytes.
+    part = on_subtree(dataclasses.replace(arrays, columns={}, extra={}, hidden={}), nodes)
     return part, FixedLength(part.depth)
 
 

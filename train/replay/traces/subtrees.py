@@ -25,11 +25,12 @@ def subtree(tree: Topology, nodes: Sequence[int]) -> Topology:
 def on_subtree(arrays: TraceArrays, nodes: Sequence[int]) -> TraceArrays:
     """Return the trace of a smaller tree.
 
-    Under `match` candidates are the best by score, so a smaller tree has the first ones of each branch. What a node is
-    ahead of is then another one: `noisy_margin` is taken to the best sibling left out, where the larger tree drafted it.
+    Under `match` candidates are the best by score, and elsewhere they are drawn and tried one after the other, so a smaller
+    tree has the first ones of each branch. What a node is ahead of is then another one: `noisy_margin` is taken to the best
+    sibling left out, where the larger tree drafted it.
 
     Args:
-        arrays: of a trace under `match`.
+        arrays: of a dense trace.
         nodes: to keep, closed under parents, first siblings first; numbered from 0 without the root.
 
     Raises:
