@@ -27,7 +27,7 @@ from bars import Bars, arguments
 from drafting.chosen import Chosen, choose, told
 from drafting.ground import Ground
 from drafting.live import decode, per_call
-from drafting.released import as_released, second_proposals
+from drafting.released import as_released, positions_drawn, second_proposals
 from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
 from drafting.together import together
 from pairs import effort, pair_folder
@@ -137,6 +137,9 @@ def on_texts(
         print(
             f"{kind}, greedy: second proposals right {first:.1%} after the first candidate, {others:.1%} after others"
         )
+        if kind == "ctc":
+            drawn = bars.figures["ctc positions"] = positions_drawn(network, texts, *ends)
+            print(f"ctc, greedy: positions drawn for so many tokens {' '.join(f'{count:.2f}' for count in drawn)}")
 
 
 def released(bars: Bars, pair: Pair, prompts: list[Prompt], specs: dict[str, str], tokens: int) -> None:

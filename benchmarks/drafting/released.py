@@ -1,7 +1,7 @@
 """The CTC-drafter with the candidates that its released code makes, beside it with ours; and what heads know of siblings.
 
-CTC's positions are drawn once for all paths, after the likeliest symbols: candidates that are not the first share what
-follows it.
+CTC's positions are drawn once for all paths, as deep as they are asked for, after the likeliest symbols: candidates that are
+not the first share what follows it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from specstop.decode import Pair, Settings, Speculator, Tally, with_drafter
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.intervals import Ratio, Resamples
+from specstop.decode.drafters.heads.layer_network import CTCNetwork
 from specstop.policies import FixedLength
-from specstop.train.drafters.acceptance import right_proposals
-from specstop.train.drafters.proposals import Module
-from specstop.train.drafters.texts import Text
+from specstop.train.drafters.acceptance import positions_for, right_proposals
+from specstop.train.drafters.proposals import Module, positions
+from specstop.train.drafters.texts import Batch, Text
 
 DEPTH, TREE, ROOM = 4, "medusa-63", "ctc-released"
 """Depth of the released tree of symbols; the tree that ours drafts; what has room for the former, collapsed."""
@@ -30,6 +32,18 @@ def second_proposals(network: Any, texts: Iterable[Text], embedding: Module, out
     right = torch.cat(list(right_proposals(network, texts, embedding, output)))
     first, second = right[:, 0], right[:, 1].double()
     return float(second[first].mean()), float(second[~first].mean())
+
+
+@torch.no_grad()
+def positions_drawn(network: CTCNetwork, texts: Iterable[Text], embedding: Module, output: Module) -> list[float]:
+    """Return how many positions are drawn for 1, 2, ... tokens, in the mean over the roots of recorded texts."""
+    blank, drawn = network.shape.vocabulary, []
+    for text in texts:
+        symbols = positions(network, Batch.of([text]), embedding, output)[0, max(0, text.prompt - 1) :]
+        drawn += [
+            [positions_for(count, best, blank) for count in range(1, DEPTH + 1)] for best in symbols.argmax(-1).tolist()
+        ]
+    return np.mean(drawn, 0).tolist()
 
 
 def as_released(

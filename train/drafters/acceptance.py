@@ -55,7 +55,7 @@ def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Mod
     # Past the end of the text the prefixes mean nothing; `right_proposals` leaves those positions out.
     upcoming = torch.nn.functional.pad(batch.tokens[0], (0, symbols.shape[1]))
     for depth in range(symbols.shape[1]):
-        drawn = torch.tensor([_positions_for(depth + 1, own, blank) for own in best])
+        drawn = torch.tensor([positions_for(depth + 1, own, blank) for own in best])
         known = first_positions(symbols, drawn)
         prefixes = Prefixes.empty(known)
         for before in range(depth):
@@ -65,7 +65,7 @@ def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Mod
         yield best_next
 
 
-def _positions_for(tokens: int, best: list[int], blank: int) -> int:
+def positions_for(tokens: int, best: list[int], blank: int) -> int:
     """Return how many positions are drawn for so many tokens, if these are the likeliest symbols."""
     enough = (count for count in range(1, len(best)) if tokens_said(best[:count], blank) >= tokens)
     return next(enough, len(best))

@@ -5,8 +5,8 @@ position says a token or a blank; equal tokens side by side are one, blanks fall
 collapses the paths of a fixed tree so, and masks what is left out. Here candidates are asked for by what they are a prefix
 of: the chance of a prefix, over all alignments, is the forward algorithm's. So no candidate stands there twice, each has its
 own position, and the scores of the tokens after a path are a distribution. And a position is drawn when a depth is asked for
-that those before it, collapsed, do not reach: as many tokens are accepted as of all positions, for fewer steps of the layer,
-though a token that follows itself off the likeliest path is no candidate, as it takes a blank between.
+that those before it, collapsed, do not reach, so that a short draft takes few steps of the layer. A token that follows itself
+off the likeliest path is then no candidate mostly, as it takes a blank between.
 """
 
 from __future__ import annotations
