@@ -156,9 +156,9 @@ def best_static_tree(arrays: TraceArrays, profile: Profile) -> tuple[StaticTree,
             if not shape.is_chain or shape.nodes <= profile.max_depth:  # nobody drafts longer chains than were timed
                 found[tuple(nodes)] = (1.0 + value) / _seconds(shape, profile, context)
     ranked = sorted(found, key=lambda nodes: -found[nodes])[:SHORTLIST]
-    played = [(nodes, replay(*drafted_alone(arrays, nodes), profile)) for nodes in ranked]
-    nodes, fastest = max(played, key=lambda pair: pair[1].rate)
-    return StaticTree(tree, nodes), fastest
+    played = {nodes: replay(*drafted_alone(arrays, nodes), profile) for nodes in ranked}
+    best = max(played, key=lambda nodes: played[nodes].rate)
+    return StaticTree(tree, best), played[best]
 
 
 def drafted_alone(arrays: TraceArrays, nodes: Sequence[int]) -> tuple[TraceArrays, StopPolicy]:
