@@ -97,8 +97,8 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
 
 def test_the_best_static_tree_is_drafted_alone(arrays: TraceArrays, profile: Profile) -> None:
     """It verifies what it would as part of the recorded tree, and pays for no candidate beside that."""
-    dear = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)
-    for costs in (profile, dear):
+    costly = dataclasses.replace(profile, tree_outside_s=(1e-4, 1e-5, 5e-3), step_s=5e-3)
+    for costs in (profile, costly):
         policy, played = best_static_tree(arrays, costs)
         inside = replay(arrays, policy, costs)
         assert played.tokens.equal(inside.tokens) and played.verified.equal(inside.verified)
