@@ -3,8 +3,10 @@
     python benchmarks/batch.py --check
     python benchmarks/batch.py --pair pairs/a --out batch.json
 
-Without `--pair` the embedded pair is used. Speeds are compared on it and on a pair of 100M and 18M untrained weights. The
-last line is one JSON object; with `--check` the exit code is 1 where a bar falls short.
+Of the parts `loads` replays policies by batch size and decodes some live, and `plain` decodes ours beside plain decoding: on
+weights of 100M each takes an hour and more, half of it the profile. Without `--pair` the embedded pair is used. Speeds are
+compared on it and on a pair of 100M and 18M untrained weights. The last line is one JSON object; with `--check` the exit code
+is 1 where a bar falls short.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from bars import Bars, arguments
 from joint_rounds import joint_rounds
 from loads.live import beside_plain, live
-from loads.replayed import CLEAR, compare, fixed_and, gpu_like
+from loads.replayed import CLEAR, compare, fixed_and, gpu_like, settled
 from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
@@ -48,7 +50,7 @@ MODES = [("match", None), ("match", TREE), ("rejection", None), ("rejection", "2
 SPECS = ("fixed:3", "confidence:0.3", "product:0.2", "adaedl:0.3")
 SIZES, LENGTHS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6)
 FEATURES = 3e-5
-PARTS = ("texts", "rounds", "joint", "loads", "rows", "speeds", "memory")
+PARTS = ("texts", "rounds", "joint", "loads", "plain", "rows", "speeds", "memory")
 LOADS = (1, 2, 4, 8, 16, 32)
 
 
@@ -59,7 +61,11 @@ def main() -> int:
         "--part", nargs="+", choices=PARTS, default=list(PARTS), help="what to compare; a check takes all"
     )
     parser.add_argument(
-        "--sizes", nargs="+", type=int, default=list(LOADS), help="batch sizes of the part `loads`; a check takes all"
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=list(LOADS),
+        help="batch sizes of the parts `loads` and `plain`; a check takes all",
     )
     options = parser.parse_args()
     bars = Bars()
@@ -74,7 +80,7 @@ def main() -> int:
         if "rounds" in options.part:
             other = read_prompts(folder / "prompts-train.jsonl", count)
             replayed(pair, prompts, ids, other, tokens, Path(out), options, bars)
-        if "loads" in options.part:
+        if {"loads", "plain"} & set(options.part):
             # Of only as many as are tested on, another fixed length is the best one.
             other = read_prompts(folder / "prompts-train.jsonl", 4 * count)
             loads(pair, prompts, ids, other, tokens, Path(out), options, bars)
@@ -207,20 +213,24 @@ def loads(
     def alone(profile: Profile, policies: Sequence[StopPolicy]) -> Profile:
         return add_decisions(profile, policies, arrays.header.vocabulary)
 
-    costs, replays = {"this machine": measured, "like a GPU": gpu_like(sizes, DEPTH)}, {}
-    for where, profile in costs.items():
-        learned = train(seen, profile, head="logistic").policy
-        # Where the models are at hand decisions are timed between their calls.
-        prices = in_the_loop if profile is measured else alone
-        replays[where] = compare(where, arrays, fit, learned, profile, sizes, prices, options, bars)
-        bars.figures[f"by batch size, {where}"] = replays[where][0]
-    found, named, priced = replays["this machine"]
+    name = "embedded" if options.pair is None else options.pair.name
     asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
-    name, ours = "embedded" if options.pair is None else options.pair.name, dict(named)["ours"]
-    for size in [n for n in sizes if n in CLEAR] or sizes[-1:]:
-        rivals = fixed_and(found, size, named)
-        live(name, pair, asked, known, arrays, rivals, priced, size, options, bars)
-    for size in sizes:
+    if "loads" in options.part:
+        replays = {}
+        for where, profile in {"this machine": measured, "like a GPU": gpu_like(sizes, DEPTH)}.items():
+            learned = train(seen, profile, head="logistic").policy
+            # Where the models are at hand decisions are timed between their calls.
+            prices = in_the_loop if profile is measured else alone
+            replays[where] = compare(where, arrays, fit, learned, profile, sizes, prices, options, bars)
+            bars.figures[f"by batch size, {where}"] = replays[where][0]
+        found, named, priced = replays["this machine"]
+        ours = dict(named)["ours"]
+        for size in [n for n in sizes if n in CLEAR] or sizes[-1:]:
+            live(name, pair, asked, known, arrays, fixed_and(found, size, named), priced, size, options, bars)
+    else:
+        ours = settled(train(seen, measured, head="logistic").policy, fit, measured, in_the_loop)
+        priced = ours.profile
+    for size in sizes if "plain" in options.part else ():
         beside_plain(name, pair, asked, arrays, ours, priced, size, options, bars)
 
 

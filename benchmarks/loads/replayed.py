@@ -75,8 +75,13 @@ def joint_policies(
         ("length by load", LoadLength(table if table.startswith("1:") else f"1:{best[0]},{table}")),
         ("one stream's rule", learned),
         ("confidence:0.4", load_policy("confidence:0.4").limited(depth)),
-        ("ours", settle_batch(learned, fit, priced(profile, [for_batches(learned, profile=profile)]))),
+        ("ours", settled(learned, fit, profile, priced)),
     ]
+
+
+def settled(learned: LearnedPolicy, fit: TraceArrays, profile: Profile, priced: Pricing) -> BatchStop:
+    """Return our policy of batches for the costs of a profile, its own decisions among them."""
+    return settle_batch(learned, fit, priced(profile, [for_batches(learned, profile=profile)]))
 
 
 def compare(
