@@ -44,7 +44,7 @@ from specstop.policies.errors import SpecstopError
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
@@ -197,7 +197,8 @@ class Run:
         """Return the timings of decisions in the loop: the median of several runs."""
         settings = Settings(self.temperature, self.tokens, DEPTH, tree=tree)
         runs = [loop_decisions(self.pair, [policy], self.ids, settings) for _ in range(REPEATS)]
-        return sorted(runs, key=lambda run: decisions(run.pooled())[policy.cost_name].each)[REPEATS // 2]
+        # One that is never asked, as in a tree of a single node, has no price.
+        return sorted(runs, key=lambda run: decisions(run.pooled()).get(policy.cost_name, Price()).each)[REPEATS // 2]
 
     def chain(self, profile: Profile) -> tuple[list[LearnedPolicy], Profile]:
         """Return the learned chain policies, settled for what decisions cost in the loop; the fastest held out is first."""
