@@ -94,7 +94,8 @@ def reading_of(name: str) -> str:
     """Return what a spec's drafter reads before a round (`base.READINGS`).
 
     Raises:
-        InputError: the spec cannot be read, or a plugin does not load or says something else.
+        InputError: the spec cannot be read.
+        PolicyError: a plugin does not load, or says something else.
     """
     kind = [*read_known(name).parts()][-1].kind  # of several only the last one may have something to read
     if made := BUILTINS.get(kind) or TRAINED.get(kind):
