@@ -23,8 +23,9 @@ from typing import Any
 from bars import Bars, arguments
 from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
+from specstop.collect.facts import facts
 from specstop.collect.prompts.read import encode, read_prompts
-from specstop.collect.run import collect, facts, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
@@ -96,7 +97,7 @@ def record(
 
 def measured(pair: Pair, where: Path, temperature: float, tokens: int, effort: Effort) -> Profile:
     """Return the latency of this machine on training prompts, with the decisions of every rule."""
-    ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
+    ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, pair.readable - tokens)
     with progress_bars() as progress:
         profile = measure_profile(
             pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=facts(pair), verification="match",

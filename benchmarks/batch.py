@@ -30,7 +30,7 @@ from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair, stream_key
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, Assisted
@@ -73,7 +73,7 @@ def main() -> int:
     pair = load_pair(folder / "target", folder / "draft")
     count, tokens = (6, 16) if options.quick else (40, 128)
     prompts = read_prompts(folder / "prompts-test.jsonl", count)
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
+    ids = encode(prompts, pair.tokenizer, pair.readable - tokens - DEPTH)
     if "texts" in options.part:
         same_texts(pair, prompts, ids, tokens, options, bars)
     with tempfile.TemporaryDirectory() as out:
@@ -165,7 +165,7 @@ def replayed(
                 collect(pair, side, out / f"{temperature}{tree}{at}", **told)
                 for at, side in enumerate((prompts, other))
             )
-            known = encode(other, pair.tokenizer, reading_room(pair, tokens))
+            known = encode(other, pair.tokenizer, pair.readable - tokens)
             costs = {"temperature": temperature, "verification": "match", "tree": tree}
             profile = measure_profile(pair, known[:4], depth=DEPTH, new_tokens=16, **costs)
             arrays = trace_arrays(held)
@@ -199,7 +199,7 @@ def loads(
     sizes = LOADS[:2] if options.quick else tuple(sorted(set(options.sizes)))
     told = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH, "verification": "match"}
     held, seen = (collect(pair, side, out / f"loads{at}", **told) for at, side in enumerate((prompts, other)))
-    known = encode(other, pair.tokenizer, reading_room(pair, tokens))
+    known = encode(other, pair.tokenizer, pair.readable - tokens)
     effort, new = (Effort(repetitions=2), 24) if options.quick else (Effort(budget_s=240.0), 48)
     measured = measure_profile(
         pair, known, depth=DEPTH, temperature=0.7, batch=sizes, new_tokens=new, effort=effort, verification="match"

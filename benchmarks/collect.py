@@ -26,7 +26,6 @@ from specstop.collect.dense.threads import map_threads
 from specstop.collect.dense.unroll import Unroller
 from specstop.collect.live import LiveCollector
 from specstop.collect.prompts.read import encode, read_prompts
-from specstop.collect.run import reading_room
 from specstop.collect.work import Work
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
@@ -57,7 +56,7 @@ def main() -> int:
     count, tokens = (4, 32) if options.quick else (40, 128)
     pair = load_pair(folder / "target", folder / "draft")
     prompts = read_prompts(folder / "prompts-test.jsonl", count)
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens + DEPTH))
+    ids = encode(prompts, pair.tokenizer, pair.readable - tokens - DEPTH)
     work = [Work(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
     bars = Bars()
     for temperature in (0.0, 0.7):

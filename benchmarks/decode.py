@@ -23,7 +23,6 @@ from bars import Bars, arguments
 from pairs import accepted_first, own_pair, weaker_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
-from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.bench import bench_line, speed_ratio
@@ -66,7 +65,7 @@ def main() -> int:
             pair = load_pair(folder / "target", folder / "draft", engine=options.engine)
             stock = load_pair(folder / "target", folder / "draft", engine="plain")
             read = read_prompts(folder / "prompts-test.jsonl", count)
-            ids = encode(read, pair.tokenizer, reading_room(pair, tokens))
+            ids = encode(read, pair.tokenizer, pair.readable - tokens)
             prompts = list(zip([p.id for p in read], ids, strict=True))
             print(f"\n{folder.name}, engines {' and '.join(pair.engines)}, {torch.get_num_threads()} threads")
             figures = results[folder.name] = {}

@@ -33,7 +33,6 @@ from drafting.together import together
 from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import reading_room
 from specstop.decode import Pair, load_drafter, load_pair
 from specstop.decode.drafters.heads.output_layer import output_layer
 from specstop.policies.progress import Progress
@@ -125,7 +124,7 @@ def on_texts(
     bars: Bars, pair: Pair, prompts: list[Prompt], folder: Path, specs: dict[str, str], tokens: int, progress: Progress
 ) -> None:
     """Print what heads know after candidates that are not their first."""
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    ids = encode(prompts, pair.tokenizer, pair.readable - tokens)
     texts = record_texts(
         pair, list(zip(prompts, ids, strict=True)), folder, max_new_tokens=tokens, temperature=0.0, progress=progress
     )
@@ -146,7 +145,7 @@ def released(bars: Bars, pair: Pair, prompts: list[Prompt], specs: dict[str, str
     """Print what the CTC-drafter's candidates bring as its released code makes them, beside ours."""
     if "ctc" not in specs:
         return
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    ids = encode(prompts, pair.tokenizer, pair.readable - tokens)
     named = [(prompt.id, own) for prompt, own in zip(prompts, ids, strict=True)]
     theirs, ours, speed, same = as_released(pair, specs["ctc"].partition(":")[2], named, tokens)
     bars.figures["ctc candidates"] = {"released": theirs, "forward": ours, "speed": speed.value}

@@ -27,7 +27,7 @@ from drawn.beside_live import BATCH, DEPTH, MOST_ERRORS, QUICK, Side, Sizes
 from pairs import pair_folder
 from scipy import stats
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.decode import Settings
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.cache import CachedModel
@@ -131,7 +131,7 @@ def given_their_texts(
     The rounds of a text are independent given it, so this is the sharpest test of a live loop on a real pair, and it needs
     nothing but the probabilities of the text under both models: no draw of ours.
     """
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, sizes.tokens))
+    ids = encode(prompts, pair.tokenizer, pair.readable - sizes.tokens)
     for length in LENGTHS:
         settings = Settings(temperature, sizes.tokens, length, verification=mode)
         speculator = Speculator(pair, FixedLength(length), settings, batch=BATCH)

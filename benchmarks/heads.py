@@ -31,7 +31,7 @@ from hindsight import policy_survival, settle_thresholds
 from pairs import documents, effort, own_pair, unseen_prompts
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.compare.intervals import Resamples
@@ -177,7 +177,7 @@ def prepare(
         sides[side] = open_trace(at)
     if not (folder / "profile.json").exists():
         measured(pair, where, temperature, tokens, effort).save(folder / "profile.json")
-    ids = encode(read_prompts(where / "prompts-train.jsonl", 8), pair.tokenizer, reading_room(pair, tokens))
+    ids = encode(read_prompts(where / "prompts-train.jsonl", 8), pair.tokenizer, pair.readable - tokens)
     profile = Profile.load(folder / "profile.json")
     settings = Settings(temperature, tokens, DEPTH)
     return Place(name, pair, ids, sides["train"], sides["test"], profile, settings, effort)

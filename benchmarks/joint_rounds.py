@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from bars import Bars
 from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.decode import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -30,7 +30,7 @@ def joint_rounds(
     pair: Pair, prompts: Sequence[Prompt], tokens: int, out: Path, options: argparse.Namespace, bars: Bars
 ) -> None:
     """Replay live traces of policies that weigh the streams of a batch against each other: each round as it was decoded."""
-    ids = encode(prompts, pair.tokenizer, reading_room(pair, tokens))
+    ids = encode(prompts, pair.tokenizer, pair.readable - tokens)
     told: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": tokens, "depth": DEPTH}
     rough = Effort(repetitions=2)  # rounds are compared, not seconds
     profile = measure_profile(pair, ids[:4], depth=DEPTH, temperature=0.7, new_tokens=16, batch=(1, 4, 8), effort=rough)

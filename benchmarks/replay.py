@@ -20,7 +20,7 @@ import torch
 from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating
@@ -83,7 +83,7 @@ def live(
         collect(pair, side, out / f"{at}-{len(side)}".replace(",", "-"), **options) for side in (prompts, other)
     )
     arrays = trace_arrays(held)
-    ids, known = (encode(side, pair.tokenizer, reading_room(pair, tokens)) for side in (prompts, other))
+    ids, known = (encode(side, pair.tokenizer, pair.readable - tokens) for side in (prompts, other))
     calibration = CalibrationRun(
         pair, known, depth=DEPTH, temperature=temperature, new_tokens=96, tree=tree, verification="match"
     )

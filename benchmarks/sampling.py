@@ -24,7 +24,7 @@ from bars import Bars, arguments
 from pairs import effort, own_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.profile import loop_decisions, measure_profile
@@ -33,8 +33,9 @@ from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.progress import Progress
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE
-from specstop.train.fit.run import settle, train
+from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import best_of, fixed_grid
+from specstop.train.fit.tuning.settled import settle
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
 
@@ -71,7 +72,7 @@ class Run:
 
     def ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of prompts."""
-        return encode(prompts, self.pair.tokenizer, reading_room(self.pair, self.tokens + DEPTH))
+        return encode(prompts, self.pair.tokenizer, self.pair.readable - self.tokens - DEPTH)
 
     def trained(self, temperature: float, mode: str) -> tuple[list[StopPolicy], Settings, Profile]:
         """Return the learned policy of a verification and its best fixed length, on training prompts; how they run; costs."""

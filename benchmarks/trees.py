@@ -31,8 +31,9 @@ from drafting.chosen import TREE
 from drafting.likely_tree import likely_tree
 from pairs import documents, effort, pair_folder, unseen_prompts
 from specstop.cli.console.output import progress_bars
+from specstop.collect.facts import facts
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect, facts, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.compare.alternate import run_alternating
@@ -154,7 +155,7 @@ class Run:
         self.chains, self.trees = (
             {s: self._traces(s, some, tree) for s, some in prompts.items()} for tree in (None, self.tree)
         )
-        self.ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, reading_room(pair, tokens))
+        self.ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, pair.readable - tokens)
 
     def _traces(self, side: str, asked: list[Prompt], tree: str | None) -> Trace:
         with progress_bars() as progress:
@@ -236,7 +237,7 @@ class Run:
     def live(self, tree: LearnedPolicy, shape: str, chain: LearnedPolicy, count: int) -> Ratio:
         """Return how much faster the tree policy decodes the first `count` test prompts than the chain policy."""
         some = self.asked[:count]
-        ids = encode(some, self.pair.tokenizer, reading_room(self.pair, self.tokens))
+        ids = encode(some, self.pair.tokenizer, self.pair.readable - self.tokens)
         runs = [
             Speculator(self.pair, policy, Settings(self.temperature, self.tokens, DEPTH, tree=drawn))
             for policy, drawn in ((tree, shape), (chain, None))

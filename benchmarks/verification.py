@@ -20,7 +20,6 @@ from bars import Bars, arguments
 from pairs import own_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
-from specstop.collect.run import reading_room
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.models.cache import CachedModel
@@ -45,7 +44,7 @@ def main() -> int:
         for folder in folders:
             pair = load_pair(folder / "target", folder / "draft")
             read = read_prompts(folder / "prompts-test.jsonl", count)
-            room = reading_room(pair, tokens + DEPTH + 1)
+            room = pair.readable - tokens - DEPTH - 1
             prompts = list(zip([p.id for p in read], encode(read, pair.tokenizer, room), strict=True))
             results[folder.name] = measure(pair, prompts, tokens, progress)
     compared = f"{len(prompts)} prompts of {tokens} tokens on {', '.join(results)}"

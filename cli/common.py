@@ -31,10 +31,9 @@ def fitting(
 ) -> tuple[list[Prompt], list[list[int]]]:
     """Return the prompts that a pair can read with so many new tokens, and their token ids (`prompts.tokens.fit`)."""
     from ..collect.prompts.read import apply_chat_template, fit
-    from ..collect.run import reading_room
 
     written = apply_chat_template(prompts, pair.tokenizer) if chat else prompts
-    return fit(written, pair.tokenizer, reading_room(pair, new_tokens), long)
+    return fit(written, pair.tokenizer, pair.readable - new_tokens, long)
 
 
 def batch_sizes(text: str | None) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from ..policies.lazy import attach
 
 if TYPE_CHECKING:
     from .estimates import Estimate as Estimate, estimate as estimate
+    from .plan import plan_run as plan_run
     from .processes import Place as Place, read_place as read_place
     from .prompts.read import (
         Choice as Choice,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
         apply_chat_template as apply_chat_template,
         read_prompts as read_prompts,
     )
-    from .run import collect as collect, plan_run as plan_run
+    from .run import collect as collect
     from .schema import SCHEMA_VERSION as SCHEMA_VERSION, Header as Header
     from .shards import Plan as Plan, record as record
     from .store.folder import Trace as Trace, merge as merge, open_trace as open_trace
@@ -30,7 +31,8 @@ __getattr__, __all__ = attach(
         "estimates": "Estimate estimate",
         "processes": "Place read_place",
         "prompts.read": "Choice Columns Prompt apply_chat_template read_prompts",
-        "run": "collect plan_run",
+        "plan": "plan_run",
+        "run": "collect",
         "schema": "Header SCHEMA_VERSION",
         "shards": "Plan record",
         "store.folder": "Trace merge open_trace",

@@ -67,7 +67,7 @@ def choose_collector(
     off_text: str = "exact",
     profile: Profile | None = None,
 ) -> Collector:
-    """Return the collector that the options ask for; arguments as of `run.plan_run`.
+    """Return the collector that the options ask for; arguments as of `plan.plan_run`.
 
     Raises:
         InputError: options that do not go together; the message names them.
@@ -90,6 +90,21 @@ def choose_collector(
         )
     if policy is not None or explore:
         raise InputError("--policy and --explore: give --collector live with them; dense traces serve any policy")
+    return _dense(pair, tree, settings, mix, completions, hidden, memory, draws, off_text)
+
+
+def _dense(
+    pair: Pair,
+    tree: Topology,
+    settings: Settings,
+    mix: float,
+    completions: Completions | None,
+    hidden: Sequence[str],
+    memory: int | None,
+    draws: int,
+    off_text: str,
+) -> Collector:
+    """Return the collector of every anchor: of a mixed text, a drafter's positions, completions or the target's text."""
     mode = dense_mode(settings, tree, draws, off_text)
     features, limit = node_features(tree, mode.name), settings.max_new_tokens
     header: dict[str, Any] = {"verification": mode.name, "label": mode.label, "draws": draws, "off_text": off_text}
@@ -176,7 +191,7 @@ def choose_engine_collector(
         through: its name.
         models: names of target, draft and drafter.
         tree: a chain.
-        settings, policy, explore, batch: as of `run.plan_run`.
+        settings, policy, explore, batch: as of `plan.plan_run`.
         dtype: of the models.
         other: options that are not for engines, each false where it is not used.
 

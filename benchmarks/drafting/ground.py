@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, with_drafter
 from specstop.decode.profile import measure_profile
@@ -71,4 +71,4 @@ class Ground:
 
     def ids(self, prompts: list[Prompt]) -> list[list[int]]:
         """Return the token ids of prompts."""
-        return encode(prompts, self.pair.tokenizer, reading_room(self.pair, self.tokens + 64))
+        return encode(prompts, self.pair.tokenizer, self.pair.readable - self.tokens - 64)

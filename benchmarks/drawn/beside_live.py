@@ -13,7 +13,7 @@ import torch
 from bars import Bars
 from scipy import stats
 from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Settings
 from specstop.decode.compare.alternate import run_alternating
@@ -99,7 +99,7 @@ class Side:
         return Settings(self.temperature, self.sizes.tokens, DEPTH, verification=self.mode)
 
     def _ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        return encode(prompts, self.pair.tokenizer, reading_room(self.pair, self.sizes.tokens + DEPTH))
+        return encode(prompts, self.pair.tokenizer, self.pair.readable - self.sizes.tokens - DEPTH)
 
     def _traces(self, prompts: Sequence[Prompt], **more: Any) -> Trace:
         return collect(

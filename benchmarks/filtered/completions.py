@@ -12,7 +12,6 @@ from bars import Bars
 from scipy import stats
 from specstop.collect.dense.completion_check import MOST_ERRORS, balance
 from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.run import reading_room
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings
 from specstop.policies.latency.profile import Profile
@@ -39,7 +38,7 @@ def repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 def sampled(stock: Pair, prompts: Sequence[Prompt], tokens: int, temperature: float, seed: int) -> dict[str, list[int]]:
     """Return the ids of a text after each prompt, as transformers' own `generate` samples them."""
     torch.manual_seed(seed)
-    ids, made = encode(prompts, stock.tokenizer, reading_room(stock, tokens)), {}
+    ids, made = encode(prompts, stock.tokenizer, stock.readable - tokens), {}
     for start in range(0, len(ids), BATCH):
         part = ids[start : start + BATCH]
         longest = max(map(len, part))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from bars import Bars
 from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.run import collect, reading_room
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Generation, Pair, Settings, Shaping, Speculator, stream_key
 from specstop.decode.profile import add_decisions, measure_profile
@@ -66,7 +66,7 @@ class Place:
 
     def profile(self, shaping: Shaping) -> Profile:
         """Return what rounds cost."""
-        ids = encode(self.train, self.pair.tokenizer, reading_room(self.pair, self.tokens))
+        ids = encode(self.train, self.pair.tokenizer, self.pair.readable - self.tokens)
         return measure_profile(
             self.pair, ids, depth=DEPTH, temperature=TEMPERATURE, effort=self.effort, shaping=shaping,
             verification="match", progress=self.progress,
@@ -86,7 +86,7 @@ class Place:
 def unlike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: Bars) -> dict[str, Any]:
     """Decode under filters with policies trained without: tokens per second by filter and policy."""
     costs = add_decisions(costs, plain, place.pair.vocabulary)
-    ids = encode(place.test, place.pair.tokenizer, reading_room(place.pair, place.tokens))
+    ids = encode(place.test, place.pair.tokenizer, place.pair.readable - place.tokens)
     fixed = [FixedLength(k) for k in LENGTHS]
     figures: dict[str, Any] = {}
     for name, shaping in FILTERS.items():

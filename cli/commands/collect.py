@@ -192,9 +192,9 @@ def collect(
 
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...collect.estimates import estimate
+    from ...collect.plan import plan_run
     from ...collect.processes import Place, read_place
     from ...collect.prompts.read import apply_chat_template
-    from ...collect.run import plan_run
     from ...policies.storage.registry import load_policy
 
     place = read_place(os.environ)

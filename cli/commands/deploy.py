@@ -111,7 +111,7 @@ def _deploy(
 
         return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
     from ...policies.latency.profile import Profile
-    from ...train.report.evaluate import load_traces
+    from ...train.report.checks import load_traces
 
     assert traces is not None and profile is not None
     costs, opened = Profile.load(profile), load_traces(traces)

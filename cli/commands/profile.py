@@ -68,7 +68,7 @@ def profile(
     quiet: Quiet = False,
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
-    from ...collect.run import facts
+    from ...collect.facts import facts
     from ...decode.drafters.known import drafts_in_turn
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort

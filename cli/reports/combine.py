@@ -45,8 +45,8 @@ def combine(
     from ...policies.storage.registry import load_policy
     from ...train.replay.traces.arrays import TraceArrays, trace_arrays
     from ...train.replay.traces.checking import tell_other_rounds
+    from ...train.report.checks import load_traces
     from ...train.report.comparing.drafters import choose_both
-    from ...train.report.evaluate import load_traces
 
     def read(one: Path, another: Path) -> tuple[TraceArrays, TraceArrays]:
         return trace_arrays(load_traces(one)), trace_arrays(load_traces(another))

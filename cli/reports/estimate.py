@@ -39,7 +39,7 @@ def estimate(
     costs = Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...policies.storage.registry import load_policy
     from ...train.off_policy.estimate import estimate_offline
-    from ...train.report.evaluate import load_traces
+    from ...train.report.checks import load_traces
 
     found = estimate_offline(
         load_traces(traces),

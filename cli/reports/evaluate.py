@@ -64,7 +64,8 @@ def evaluate(
     sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
     costs = Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...policies.storage.registry import load_policy
-    from ...train.report.evaluate import evaluate as run, load_traces
+    from ...train.report.checks import load_traces
+    from ...train.report.evaluate import evaluate as run
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         report = run(

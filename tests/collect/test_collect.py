@@ -17,9 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import VOCABULARY
+from specstop.collect.plan import plan_run
 from specstop.collect.processes import Place
 from specstop.collect.prompts.read import Prompt, read_prompts
-from specstop.collect.run import collect, plan_run
+from specstop.collect.run import collect
 from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
 from specstop.collect.work import Work

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...collect.facts import facts
 from ...collect.prompts.read import encode, read_prompts
-from ...collect.run import collect, facts, reading_room
+from ...collect.run import collect
 from ...collect.store.folder import Trace
 from ...decode.compare.alternate import run_alternating
 from ...decode.loop import Speculator
@@ -20,8 +21,9 @@ from ...policies.files.outputs import claim_folder, refuse_inputs, staged_folder
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.storage.folder import load_policy_folder
-from ..fit.run import settle, train
+from ..fit.run import train
 from ..fit.tuning.rates import best_of, fixed_grid
+from ..fit.tuning.settled import settle
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.evaluate import evaluate
 from ..report.records import Report
@@ -121,7 +123,7 @@ def run_offline(
         )
         # The rows are read here and now, since the folder is not called so yet.
         traces[side] = Trace(folder / out.name, made.header, made.rows)  # by the name that it will have
-    room = reading_room(models, sizes.tokens)
+    room = models.readable - sizes.tokens
     ids = {side: encode(asked, models.tokenizer, room) for side, asked in prompts.items()}
     settings = Settings(temperature, sizes.tokens, sizes.depth, verification=verification)
     profile = measure_profile(

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
-from ...collect.run import facts, reading_room
 from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
 from ...decode.drafters.heads.layer_network import LayerNetwork
 from ...decode.drafters.heads.networks import MOST_DEPTH, Shape
@@ -96,7 +96,7 @@ def train_drafter(
     claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
     if len(prompts) < 2:
         raise InputError("--prompts: expected two prompts at least, one of them to hold out")
-    chosen, ids = fit(list(prompts), pair.tokenizer, reading_room(pair, max_new_tokens), long)
+    chosen, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, long)
     if len(chosen) < 2:
         raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
     begun = time.perf_counter()

@@ -26,8 +26,8 @@ from ..replay.known_lengths import ReplayedRuns, replay_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
 from ..replay.traces.checking import tell_other_rounds
+from ..report.checks import check_fit
 from ..report.decision_costs import with_prices
-from ..report.evaluate import check_fit
 from ..report.pricing import Draws, Priced
 from .serving import Sides, split_sides
 

@@ -16,7 +16,7 @@ from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown, silent
-from ...policies.storage.folder import load_policy_folder, save_policy
+from ...policies.storage.folder import save_policy
 from ..heads.calibration.scores import survival_scores
 from ..heads.crossfit import (
     FOLDS,
@@ -35,7 +35,7 @@ from ..heads.hosts import check_host, features_for
 from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
 from ..replay.run import Replayed, replay
-from ..replay.traces.arrays import TraceArrays, trace_arrays
+from ..replay.traces.arrays import TraceArrays
 from ..replay.traces.checking import tell_other_rounds
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
@@ -44,8 +44,7 @@ from .plan import Plan, check_plan, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_rates
 from .trained import Trained, claimed, facts_of
-from .tuning.batches import settle_lengths
-from .tuning.rates import PRICED, best_of, fixed_grid, solve_rate
+from .tuning.rates import best_of, fixed_grid
 
 PATH_FEATURES = ("path_logprob",)
 """What a continuation policy reads besides: it keeps no product of probabilities that would tell of the path."""
@@ -125,16 +124,11 @@ def train(
     if rule == "gain":
         if len(opened) != 1 or threshold is not None or hidden or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        from .trees.fit import tree_features
+        tree_plan = _tree_plan(head, features, name, seed, folds, passes, fit)
+        folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
         from .trees.run import train_tree
 
-        plan = Plan(
-            head, rule, None, tuple(features or tree_features(head)), name or "tree", seed, folds, passes=passes,
-            fit=fit or FitOptions(),
-        )  # fmt: skip
-        check_plan(plan)
-        folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
-        return train_tree(plan, opened[0], profile, nodes, folder, progress)
+        return train_tree(tree_plan, opened[0], profile, nodes, folder, progress)
     wanted = head_spec(head)
     names = (
         tuple(features) if features else without_noise(usual_features(head, default_features(opened)), opened[0].header)
@@ -154,6 +148,24 @@ def train(
         plan, arrays, profile, temperatures(opened), sources, folder, progress,
         None if mixed is None else mixed_arrays(mixed, opened[0], names, plan.hidden),
     )  # fmt: skip
+
+
+def _tree_plan(
+    head: str,
+    features: Sequence[str] | None,
+    name: str | None,
+    seed: int,
+    folds: int,
+    passes: int | None,
+    fit: FitOptions | None,
+) -> Plan:
+    """Return what is to be fitted on trees, checked; arguments as of `train`."""
+    from .trees.fit import tree_features
+
+    names = tuple(features or tree_features(head))
+    plan = Plan(head, "gain", None, names, name or "tree", seed, folds, passes=passes, fit=fit or FitOptions())
+    check_plan(plan)
+    return plan
 
 
 def train_arrays(
@@ -235,30 +247,6 @@ def _train_continuation(
         profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
-
-
-def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
-    """Solve the derived rule of a saved policy again, for a profile that is a little different, and save it in place.
-
-    `train` estimates what a decision costs where the profile does not say; a policy that has run in the loop is settled
-    for what its decisions cost there. The depth of its first decision stays: `train` found it on prompts that its heads had
-    not seen, and the head that was kept has seen most of these.
-
-    Args:
-        path: the policy folder.
-        traces: training traces.
-        profile: what rounds cost, this policy's decisions included.
-    """
-    policy = load_policy_folder(path)
-    if policy.rule.kind not in PRICED:
-        return policy
-    arrays = trace_arrays(traces, policy.features)
-    settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
-    settled = settle_lengths(settled, arrays, profile)
-    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
-    # The folder is written anew: files for retraining have to be handed over again.
-    save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
-    return settled
 
 
 def _fitted(

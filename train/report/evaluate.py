@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...collect.store.card import replay_text
-from ...collect.store.folder import Trace, open_trace
+from ...collect.store.folder import Trace
 from ...decode.compare.intervals import Resamples
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
-from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.errors import TraceError
 from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
 from ..fit.tuning.rates import is_priced, tune_confidence
@@ -33,6 +30,7 @@ from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import check_apart, tell_other_rounds
 from .answer import answer, findings, noise_findings
 from .batches import Arrivals, by_batch, check_batches
+from .checks import check_fit, check_together
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
 from .insight import Entry, acceptance_bands
@@ -40,7 +38,7 @@ from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
 from .speeds import ASKED, SpeedTable
-from .whatif.records import Transfer, check_apart_names
+from .whatif.records import Transfer
 from .whatif.sweep import RATIOS, sweep as run_sweep
 from .writing.files import write_report
 
@@ -107,25 +105,16 @@ def evaluate(
         InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
             `arrivals`.
     """
+    check_together(traces, train_traces, policies, shaping, bool(batch))
     for policy in policies:
-        check_policy(policy)
-    check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
-    kernels.load(progress)
+        check_fit(policy, traces)  # here, so that its warning names who called `evaluate`
+    tell_other_rounds(profile, traces.header)
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
         sources = [profile.source, *(policy.source for policy in policies)]
         claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
-    wanted = traces.header.shaping if shaping is None else shaping.facts
-    for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
-        _check_sampled(option, trace, wanted)
-    for policy in policies:
-        check_fit(policy, traces)
-    tell_other_rounds(profile, traces.header)
+    kernels.load(progress)
     live = traces.header.collector == "live"
-    if batch and not traces.header.has_every_anchor:
-        raise TraceError(
-            "--batch: expected dense traces, in which any round of a batch can be looked up; collect them so"
-        )
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     if tuning is not None:
@@ -137,13 +126,7 @@ def evaluate(
     jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
     draws = Draws(profile, seed)
     facts = _facts(traces, arrays, draws)
-    limit = None
-    if achievable:
-        progress("achievable estimate", 0, 1)
-        from ..fit.continuation.values import achievable_estimate  # brings xgboost, which nothing else here needs
-
-        limit = achievable_estimate(arrays, profile, seed=seed)
-        progress("achievable estimate", 1, 1)
+    limit = _estimate(arrays, profile, seed, progress) if achievable else None
     if live:
         report = round_report(arrays, jobs, draws, facts, seed, progress)
     else:
@@ -155,11 +138,11 @@ def evaluate(
             )
             report.details["sweep"] = swept.to_dict()
         if batch:
-            asked = [(name, policy) for name, _, policy, _ in jobs]
-            estimate = _estimate(arrays, profile, seed, progress) if achievable else None
+            estimate = _batch_estimate(arrays, profile, seed, progress) if achievable else None
             report.details["batch"] = by_batch(
-                arrays, asked, profile, batch, arrivals=arrivals, estimate=estimate, seed=seed, progress=progress
-            )
+                arrays, [(name, policy) for name, _, policy, _ in jobs], profile, batch, arrivals=arrivals,
+                estimate=estimate, seed=seed, progress=progress,
+            )  # fmt: skip
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))
@@ -167,23 +150,6 @@ def evaluate(
     if folder is not None:
         write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report
-
-
-def check_fit(policy: StopPolicy, traces: Trace) -> None:
-    """Warn where a learned policy was trained for another temperature, filter, verification or pair."""
-    tell_other_conditions(policy, traces.header.conditions, "these traces")
-
-
-def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) -> None:
-    """Refuse traces that were sampled from another distribution than the one asked for."""
-    if trace is None:
-        return
-    asked, found = (shaping_text(options, trace.header.temperature) for options in (wanted, trace.header.shaping))
-    if asked != found:
-        raise TraceError(
-            f"{option}: {trace.folder} was sampled with the filter {found}, not {asked}; "
-            "collect traces with the options that will be served"
-        )
 
 
 def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:
@@ -227,7 +193,17 @@ def _policies(
     return jobs
 
 
-def _estimate(
+def _estimate(arrays: TraceArrays, profile: Profile, seed: int, progress: Progress) -> Achievable:
+    """Return the achievable estimate of one text."""
+    from ..fit.continuation.values import achievable_estimate  # brings xgboost, which nothing else here needs
+
+    progress("achievable estimate", 0, 1)
+    found = achievable_estimate(arrays, profile, seed=seed)
+    progress("achievable estimate", 1, 1)
+    return found
+
+
+def _batch_estimate(
     arrays: TraceArrays, profile: Profile, seed: int, progress: Progress
 ) -> tuple[TraceArrays, StopPolicy] | None:
     """Return the achievable estimate of batches, and the trace that it reads."""
@@ -311,11 +287,3 @@ def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
         "profile": dict(draws.profile.facts),
         "intervals": draws.text,
     }
-
-
-def load_traces(path: str | Path) -> Trace:
-    """Open traces for evaluation; an incomplete run is refused."""
-    trace = open_trace(path)
-    if not trace.complete:
-        raise TraceError(f"traces: {path} is not complete; run collect with --resume first")
-    return trace

@@ -13,8 +13,9 @@ from conftest import NEW
 from contract_policies import DEPTH
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller
+from specstop.collect.plan import plan_run
 from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect, plan_run
+from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.collect.work import Work
 from specstop.decode.drafters import with_drafter

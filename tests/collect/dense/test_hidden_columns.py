@@ -17,8 +17,9 @@ from conftest import NEW
 from contract_policies import DEPTH, ReadsDraftStates
 from random_trace import HEADER, write
 from specstop.collect.estimates import estimate
+from specstop.collect.plan import plan_run
 from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect, plan_run
+from specstop.collect.run import collect
 from specstop.collect.schema import Header, arrow_schema
 from specstop.collect.store.card import data_card
 from specstop.collect.store.folder import Trace, open_trace
@@ -197,7 +198,7 @@ def test_a_dry_run_counts_them(pair: Pair, prompts: list[Prompt], tmp_path: Path
 
 
 def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch) -> None:
-    import specstop.collect.run as module
+    import specstop.collect.plan as module
 
     each = 2 * 16 * (DEPTH + 1) * NEW
     monkeypatch.setattr(module, "SHARD_BYTES", 3 * each)

@@ -14,8 +14,9 @@ from specstop.collect import collectors
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.positions import PositionsCollector
 from specstop.collect.dense.unroll import Unroller
+from specstop.collect.plan import plan_run
 from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect, plan_run
+from specstop.collect.run import collect
 from specstop.collect.work import Work
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator

@@ -28,10 +28,11 @@ from specstop.policies.learned.trees import TreeGain
 from specstop.policies.progress import silent
 from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.fit.run import Trained, settle, train
+from specstop.train.fit.run import Trained, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
 from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
 from specstop.train.fit.trees.solve import solve_tree, tree_seconds
+from specstop.train.fit.tuning.settled import settle
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
 from specstop.train.replay.run import replay

@@ -18,7 +18,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived, Threshold, derived_thresholds
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_rates, replayed_rates
-from specstop.train.fit.run import settle, train
+from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import (
     CLEARLY,
     FIRST,
@@ -30,6 +30,7 @@ from specstop.train.fit.tuning.rates import (
     tune_confidence,
     typical_context,
 )
+from specstop.train.fit.tuning.settled import settle
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

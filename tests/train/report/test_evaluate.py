@@ -29,7 +29,8 @@ from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate, load_traces
+from specstop.train.report.checks import load_traces
+from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import Line, Report
 from specstop.train.report.whatif.sweep import sweep
 from specstop.train.report.writing.files import FILES, to_markdown, write_report

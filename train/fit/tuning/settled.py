@@ -1,18 +1,21 @@
-"""A trained policy for the costs of another profile: as `evaluate` replays it and `deploy` writes it."""
+"""A trained policy for the costs of another profile, as `evaluate` replays it and `deploy` writes it, or saved anew."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
+from ....collect.store.folder import Trace
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
-from ...replay.traces.arrays import TraceArrays
+from ....policies.storage.folder import load_policy_folder, save_policy
+from ...replay.traces.arrays import TraceArrays, trace_arrays
 from .batches import settle_batch, settle_lengths
-from .rates import is_priced, solve_rate
+from .rates import PRICED, is_priced, solve_rate
 
 BY_COSTS = "decides by the costs of this profile"
 """What is said of a policy that was given other costs, or none."""
@@ -56,3 +59,27 @@ def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profil
         return settle_batch(policy, arrays, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
     # Where decisions alone have another price, sizes at which nothing is decided stay as they were settled.
     return for_batches(policy, profile=profile, rule=policy.rule if known else None), "" if known else BY_COSTS
+
+
+def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
+    """Solve the derived rule of a saved policy again, for a profile that is a little different, and save it in place.
+
+    `train` estimates what a decision costs where the profile does not say; a policy that has run in the loop is settled
+    for what its decisions cost there. The depth of its first decision stays: `train` found it on prompts that its heads had
+    not seen, and the head that was kept has seen most of these.
+
+    Args:
+        path: the policy folder.
+        traces: training traces.
+        profile: what rounds cost, this policy's decisions included.
+    """
+    policy = load_policy_folder(path)
+    if policy.rule.kind not in PRICED:
+        return policy
+    arrays = trace_arrays(traces, policy.features)
+    settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
+    settled = settle_lengths(settled, arrays, profile)
+    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
+    # The folder is written anew: files for retraining have to be handed over again.
+    save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
+    return settled

@@ -1,0 +1,61 @@
+"""Which traces and policies can be evaluated together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...collect.store.folder import Trace, open_trace
+from ...decode.verify.sampling import Shaping
+from ...policies.checking import check_policy
+from ...policies.contract import StopPolicy
+from ...policies.errors import TraceError
+from ...policies.learned.conditions import shaping_text, tell_other_conditions
+from .records import HF_DEFAULT, TUNED
+from .whatif.records import check_apart_names
+
+
+def load_traces(path: str | Path) -> Trace:
+    """Open traces for evaluation; an incomplete run is refused."""
+    trace = open_trace(path)
+    if not trace.complete:
+        raise TraceError(f"traces: {path} is not complete; run collect with --resume first")
+    return trace
+
+
+def check_together(
+    traces: Trace,
+    train_traces: Trace | None,
+    policies: Sequence[StopPolicy],
+    shaping: Shaping | None,
+    batches: bool,
+) -> None:
+    """Refuse policies and traces that cannot be evaluated together."""
+    for policy in policies:
+        check_policy(policy)
+    check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
+    wanted = traces.header.shaping if shaping is None else shaping.facts
+    for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
+        _check_sampled(option, trace, wanted)
+    if batches and not traces.header.has_every_anchor:
+        raise TraceError(
+            "--batch: expected dense traces, in which any round of a batch can be looked up; collect them so"
+        )
+
+
+def check_fit(policy: StopPolicy, traces: Trace) -> None:
+    """Warn where a learned policy was trained for another temperature, filter, verification or pair."""
+    tell_other_conditions(policy, traces.header.conditions, "these traces")
+
+
+def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) -> None:
+    """Refuse traces that were sampled from another distribution than the one asked for."""
+    if trace is None:
+        return
+    asked, found = (shaping_text(options, trace.header.temperature) for options in (wanted, trace.header.shaping))
+    if asked != found:
+        raise TraceError(
+            f"{option}: {trace.folder} was sampled with the filter {found}, not {asked}; "
+            "collect traces with the options that will be served"
+        )
