@@ -110,8 +110,14 @@ def beside_plain(
     ratio = boot.interval(plain / spent)
     bars.add(
         f"ours over plain decoding live, {where}, batch {size}", ratio.value, not ratio.is_below or options.quick,
-        f"{ratio.text()}; not below 1",
+        f"{ratio.text()}, {_played(ours, size)}; not below 1",
     )  # fmt: skip
+
+
+def _played(policy: StopPolicy, size: int) -> str:
+    """Return what a policy does in batches of a size, as text."""
+    length = policy.unasked.get(size)
+    return "it decides" if length is None else f"it drafts {length} and decides nothing"
 
 
 def _in_turns(
