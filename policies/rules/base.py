@@ -63,11 +63,14 @@ class Rule:
         return dict(self.lengths)
 
     def unasked(self) -> dict[int, int]:
-        """Return the tokens drafted without a decision, by every number of streams: as at the next larger settled size."""
+        """Return the tokens drafted without a decision, by number of streams: as at the next larger settled size.
+
+        Unless that is more than twice as large: of a batch that costs other than those that were settled it decides.
+        """
         out, below = dict[int, int](), 0
         for size, tokens in self.settled().items():
             if tokens is not None:
-                out |= dict.fromkeys(range(below + 1, size + 1), tokens)
+                out |= dict.fromkeys(range(max(below + 1, -(-size // 2)), size + 1), tokens)
             below = size
         return out
 
