@@ -317,11 +317,8 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
     assert for_batches(settled).unasked == unasked and not for_batches(settled, profile=settled.profile).unasked
     # Sizes that were settled are 2, 4 and 8: one stream counts as two, three as four, which decide.
     assert unasked == {1: 0, 2: 0, 5: 3, 6: 3, 7: 3, 8: 3}
-    # A batch of four is no small one of nine: where nothing near was settled it decides.
-    assert for_batches(policy, rule=BatchRule("best", [], 1, [(1, 2), (9, 0)])).unasked == {
-        1: 2,
-        **dict.fromkeys(range(5, 10), 0),
-    }
+    far = BatchRule("best", [], 1, [(1, 2), (9, 0)])  # a batch of four is no small one of nine: it decides
+    assert for_batches(policy, rule=far).unasked == {1: 2, **dict.fromkeys(range(5, 10), 0)}
     for mangled in ([(8, 1), (2, 1)], [(0, 1)], [(10**9, 1)], [(2, -1)], [3], "none"):
         with pytest.raises(PolicyError, match="rule"):
             build_rule({"kind": "batch", "send": "best", "lengths": mangled})
