@@ -2,10 +2,12 @@
 
     python benchmarks/gpu.py --check
     python benchmarks/gpu.py --pair DIR
+    python benchmarks/gpu.py --part costs --profile h100.json
 
 Models of 8 and 1 billion weights in bfloat16 with the shapes of Llama 3, made on the device: random weights, whose texts
-and acceptance are scripted (`shapes.py`). `--pair` adds a trained pair to the comparison of loops. Without a GPU there is
-nothing to check; `--quick` then runs tiny shapes on the CPU. The last line is one JSON object.
+and acceptance are scripted (`shapes.py`). `--pair` adds a trained pair to the comparison of loops. Part `costs` writes what
+rounds cost, alone and side by side, as a profile: what any policy would gain on this GPU is then `evaluate --profile`.
+Without a GPU there is nothing to check; `--quick` then runs tiny shapes on the CPU. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,13 +42,18 @@ from specstop.decode.models import cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
 from specstop.decode.models.cuda import graph as graph_module
 from specstop.decode.models.cuda.graph import open_cache
+from specstop.decode.profile import measure_profile
+from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES
+from specstop.policies.progress import silent
 from torch.profiler import ProfilerActivity, profile
 
 LENGTHS = (2, 4, 6, 8)
+PARTS = ("steps", "texts", "waits", "collection", "costs", "loops", "flips")
+BATCHES, COSTS_S = (1, 2, 4, 8, 16, 32), 60.0
 AGREEMENT = 0.8
 
 
@@ -80,7 +88,10 @@ class AllFeatures(StopPolicy):
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    options = arguments(__doc__, pair="folder of a trained pair, beside the shapes").parse_args()
+    parser = arguments(__doc__, pair="folder of a trained pair, beside the shapes")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
+    parser.add_argument("--profile", type=Path, help="where part `costs` writes the profile")
+    options = parser.parse_args()
     bars, gpu = Bars(), torch.cuda.is_available()
     size = TINY if options.quick and not gpu else FULL
     bars.figures["device"] = torch.cuda.get_device_name() if gpu else "cpu"
@@ -95,19 +106,30 @@ def main() -> int:
     prompts = [
         torch.randint(pair.vocabulary, (size.prompt,), generator=generator).tolist() for _ in range(size.prompts)
     ]
-    for model, name, most in ((pair.target, size.pair[0], 1.6), (pair.draft_model, size.pair[1], 2.0)):
-        steps(model, name, size, rate, most, bars)
-    equal_texts(pair, after, prompts, size, bars)
-    loops(pair, prompts, size, "shapes", bars)
-    waits(pair, prompts[0], size, bars)
-    decisions(pair, prompts[0], size, bars)
-    collection(pair, prompts, size, bars)
-    del pair, model
-    flips(size, bars)
-    if options.pair:
-        trained = load_pair(options.pair / "target", options.pair / "draft", device=size.device, dtype=dtype_name(size))
-        loops(trained, prompts_of(trained, size), size, options.pair.name, bars)
-    return bars.finish(options, f"{' and '.join(size.pair)} on {bars.figures['device']}", whole=gpu)
+    if "steps" in options.part:
+        for model, name, most in ((pair.target, size.pair[0], 1.6), (pair.draft_model, size.pair[1], 2.0)):
+            steps(model, name, size, rate, most, bars)
+        del model
+    if "texts" in options.part:
+        equal_texts(pair, after, prompts, size, bars)
+    if "waits" in options.part:
+        waits(pair, prompts[0], size, bars)
+        decisions(pair, prompts[0], size, bars)
+    if "collection" in options.part:
+        collection(pair, prompts, size, bars)
+    if "costs" in options.part:
+        costs(pair, prompts, size, options.profile, bars)
+    if "loops" in options.part:
+        loops(pair, prompts, size, "shapes", bars)
+        if options.pair:
+            folders = options.pair / "target", options.pair / "draft"
+            trained = load_pair(*folders, device=size.device, dtype=dtype_name(size))
+            loops(trained, prompts_of(trained, size), size, options.pair.name, bars)
+    del pair
+    if "flips" in options.part:
+        flips(size, bars)
+    whole = gpu and not set(PARTS) - set(options.part)
+    return bars.finish(options, f"{' and '.join(size.pair)} on {bars.figures['device']}", whole=whole)
 
 
 def dtype_name(size: Size) -> str:
@@ -304,6 +326,24 @@ def decisions(pair: Pair, prompt: list[int], size: Size, bars: Bars) -> None:
             bars.add(f"a decision of {policy.name}", 1e6 * seconds, seconds <= 50e-6, text)
         else:
             print(f"a decision of {policy.name}: {text}")
+
+
+def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | None, bars: Bars) -> None:
+    """Measure a profile, print what verifying costs by texts and tokens, and write it where it is wanted."""
+    gpu = size.device == "cuda"
+    profile = measure_profile(
+        pair, prompts, depth=8, temperature=0.7, policies=[AllFeatures()], batch=BATCHES if gpu else BATCHES[:2],
+        effort=Effort(budget_s=COSTS_S) if gpu else Effort(repetitions=2), facts={"device": bars.figures["device"]},
+        progress=silent,
+    )  # fmt: skip
+    assert profile.batch is not None
+    recordings = sum(len(kept.calls) + len(kept.packed) for kept in graph_module._KEPT.values())
+    print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
+    for streams, points in {1: list(enumerate(profile.low.verify_s, 1)), **profile.batch.low.verify_s}.items():
+        print(f"  {streams:>2} texts: verify", *(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in points))
+    print("  draft step by texts", *(f"{n}:{1e3 * seconds:.2f}" for n, seconds in profile.batch.low.draft_s))
+    if path is not None:
+        profile.save(path)
 
 
 def collection(pair: Pair, prompts: Sequence[list[int]], size: Size, bars: Bars) -> None:

@@ -35,12 +35,13 @@ def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
     """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
 
     That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small
-    model's call).
+    model's call). Half of the lowest number, as kernels multiply it by log2 e: infinite, it would leave NaN where nothing
+    of a part of the keys is seen.
     """
     if mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=model.dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(model.dtype).min)
+    return torch.where(mask, zero, torch.finfo(model.dtype).min / 2)
 
 
 def token_bytes(model: PreTrainedModel) -> int:
@@ -83,6 +84,7 @@ class CachedModel:
         self.capacity = capacity
         self.vocabulary = vocabulary
         self.states: Tensor | None = None
+        self._fewest = 2  # parts that are read as a packed call
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
@@ -246,11 +248,11 @@ class CachedModel:
 
         One packed call reads them, but for the beginnings of texts and other long parts.
         """
-        if len(parts) == 1:
+        if len(parts) < self._fewest:
             return self._read_alone(parts[0])
         lengths = self._kv.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
-        if len(together) < 2:
+        if len(together) < self._fewest:
             together = []
         if len(together) == len(parts):
             return self._read_packed(parts)
@@ -280,7 +282,7 @@ class CachedModel:
 
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
         kv = self._kv
-        call = pack(parts, kv, self._rows_for(parts), self._device)
+        call = pack(parts, kv, self._rows_for(parts), self._device, self._sized)
         mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
         # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
         # where windows are yet to be cut out, else in the backend's form.
@@ -294,12 +296,18 @@ class CachedModel:
         for stream, end in call.ends.items():
             kv.lengths[stream] = end
         rows = call.wanted
-        self.states = states[:, rows] if states is not None and isinstance(rows, Tensor) else states
-        return logits[0]
+        states = states[:, rows] if states is not None and isinstance(rows, Tensor) else states
+        self.states = None if states is None else states[:, : call.kept]
+        return logits[0, : call.kept]
 
     def _rows_for(self, parts: Sequence[Part]) -> int:
         """Return how many rows of the buffers attention reads: up to the last stream that takes part."""
         return 1 + max(part.stream for part in parts)
+
+    @staticmethod
+    def _sized(count: int) -> int:
+        """Return to how many tokens, queries or rows a packed call is filled up: to none more."""
+        return count
 
     def _run_packed(self, call: PackedCall, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""

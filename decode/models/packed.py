@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,7 @@ class PackedCall:
         query_positions: [S, n].
         packing: where everything lies; S is its rows.
         ends: slots in use by stream, once it is done.
+        kept: how many of the R rows of logits answer the parts; what follows fills the call up.
     """
 
     tokens: Tensor
@@ -62,6 +63,7 @@ class PackedCall:
     query_positions: Tensor
     packing: Packing
     ends: dict[int, int]
+    kept: int
 
     def mask(self) -> Tensor:
         """Return [S, 1, n, seen] bool; what the rows of a tree see of each other is left to be filled in."""
@@ -69,7 +71,9 @@ class PackedCall:
         return (slots <= self.sees[..., None])[:, None]
 
 
-def pack(parts: Sequence[Part], kv: KVCache, rows: int, device: torch.device) -> PackedCall:
+def pack(
+    parts: Sequence[Part], kv: KVCache, rows: int, device: torch.device, sized: Callable[[int], int] = int
+) -> PackedCall:
     """Return the call that reads `parts`, of a stream each, after what `kv` holds.
 
     Args:
@@ -77,9 +81,11 @@ def pack(parts: Sequence[Part], kv: KVCache, rows: int, device: torch.device) ->
         kv: of all streams.
         rows: of the buffers that attention reads.
         device: of the model.
+        sized: returns to how many a number of tokens, of queries of a stream, or of wanted rows is filled up. The last token
+            comes again then, into the same slot.
     """
-    count, total = max(len(part.tokens) for part in parts), sum(len(part.tokens) for part in parts)
-    line = np.zeros((5, total), dtype=np.int64)  # token, position, stream, slot, place in the rectangle
+    count, total = sized(max(len(part.tokens) for part in parts)), sum(len(part.tokens) for part in parts)
+    line = np.zeros((5, sized(total)), dtype=np.int64)  # token, position, stream, slot, place in the rectangle
     rectangle = np.zeros((2, rows, count), dtype=np.int64)  # a query of no token sees the first slot
     wanted: list[int] = []
     ends, first = {}, 0
@@ -97,15 +103,17 @@ def pack(parts: Sequence[Part], kv: KVCache, rows: int, device: torch.device) ->
         rectangle[1, part.stream, :size] = position
         wanted.extend(range(end - (part.wanted or size), end))
         ends[part.stream], first = start + size, end
+    line[:, total:], kept = line[:, total - 1 : total], len(wanted)
+    wanted += wanted[-1:] * (sized(kept) - kept)
     tokens, positions, stream, slot, place = upload(line, device)
     if own := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # all of them
-        tokens = torch.cat(own)
+        tokens = torch.cat([*own, own[-1][-1:].expand(line.shape[1] - total)])
     sees, query_positions = upload(rectangle, device)
     # Every stream has its row full and in its place: the line of tokens is the rectangle.
-    filled = total == rows * count and [part.stream for part in parts] == list(range(rows))
+    filled = line.shape[1] == total == rows * count and [part.stream for part in parts] == list(range(rows))
     packing = Packing(stream, slot, None if filled else place, rows, count, max(ends.values()))
-    logits = upload(wanted, device) if len(wanted) < total else 0
-    return PackedCall(tokens[None], positions[None], logits, sees, query_positions, packing, ends)
+    logits = upload(wanted, device) if kept < total else 0
+    return PackedCall(tokens[None], positions[None], logits, sees, query_positions, packing, ends, kept)
 
 
 def split(parts: Sequence[Part]) -> Array:

@@ -8,6 +8,7 @@ the slots in use but the next power of two of them. Recording takes a GPU: witho
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..attention import attending_grouped
-from ..cache import CachedModel
+from ..cache import CachedModel, token_bytes
 from ..kv_cache import KVCache, KVLayer
 from ..packed import PackedCall, Part
 from ..placement import is_placed
@@ -149,9 +150,18 @@ class _Memory:
     packed: dict[tuple[int, ...], _Packed] = field(default_factory=dict)
     unchecked: bool = False
 
+    def serves(self, kind: tuple[object, ...], capacity: int, streams: int) -> bool:
+        """Whether it can be used for so many streams; a batch can be smaller than the one it was made for."""
+        enough = self.kv.streams == 1 if streams == 1 else self.kv.streams >= streams
+        return self.kind == kind and self.capacity >= capacity and enough
 
-_KEPT: weakref.WeakKeyDictionary[PreTrainedModel, _Memory] = weakref.WeakKeyDictionary()
-"""By model the last memory that nobody uses any more: `generate`, called again, need not record again."""
+
+_KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[_Memory]] = weakref.WeakKeyDictionary()
+"""By model the last memories that nobody uses any more, the latest last: `generate`, called again, need not record again."""
+
+MOST_KEPT, SHARE_KEPT = 4, 0.125
+"""Memories of a model that are kept, and the share of the device that those beside the latest may take: runs that take turns,
+alone and in a batch, with hidden states and without, would each throw away what the other recorded."""
 
 
 class CudaGraphModel(CachedModel):
@@ -174,14 +184,13 @@ class CudaGraphModel(CachedModel):
         device: torch.device | None = None,
     ) -> None:
         # Buffers made in inference mode cannot be written to outside of it; weights that lie elsewhere were not recorded.
-        kind = (vocabulary, hidden, streams, recorder, torch.is_inference_mode_enabled(), _addresses(model))
-        kept = _KEPT.pop(model, None)
-        memory = kept if kept is not None and kept.kind == kind and kept.capacity >= capacity else None
-        del kept  # before another is made
+        kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _addresses(model))
+        memory = _taken(model, kind, capacity, streams)
         # In coarse steps, so that the next text of about this length finds the memory large enough.
         step = max(LEAST_SEEN, _seen(capacity) // 4)
         capacity = memory.capacity if memory else -(-capacity // step) * step
-        super().__init__(model, capacity, vocabulary, hidden, streams, device)
+        super().__init__(model, capacity, vocabulary, hidden, memory.kv.streams if memory else streams, device)
+        self._fewest = 1 if self.streams > 1 else 2  # the last text of a batch is read by recordings, too
         if memory is None:
             at = self._position_at
             memory = _Memory(self.capacity, kind, recorder(model.device), self._kv, self._positions, at)
@@ -190,7 +199,7 @@ class CudaGraphModel(CachedModel):
         self._memory, self._layers, self._kv = memory, list(memory.layers), memory.kv
         self._positions, self._position_at = memory.positions, memory.position_at
         self._cache = Cache(layers=list(memory.layers))
-        self._kv.lengths[:] = [0] * streams
+        self._kv.lengths[:] = [0] * self.streams
         # Not at the end of the process, when nobody comes for it.
         weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
 
@@ -207,18 +216,22 @@ class CudaGraphModel(CachedModel):
         if start == 0 or count > MOST_TOKENS or self.streams > 1 or not self._memory.recorder.works:
             return super().read(tokens, rows, mask, positions, stream)
         end = start + count
-        call = self._call(count, rows, min(_seen(end), self.capacity), mask is not None)
-        call.tokens.copy_(self._known(tokens))
+        # Trees come in all sizes: what fills one up is written behind it, where nothing is seen.
+        wide = self._sized(count) if mask is not None and rows == 0 else count
+        wide = wide if start + wide <= self.capacity else count
+        call = self._call(wide, rows, min(_seen(start + wide), self.capacity), mask is not None)
+        call.tokens[:, :count] = self._known(tokens)
         call.start.fill_(start)
         if call.mask is not None and call.positions is not None:
             assert mask is not None
-            call.mask[..., :end] = mask if mask.dtype == torch.bool else mask == 0
-            call.mask[..., end:] = False  # where an earlier call saw more
-            call.positions.copy_(self._positions[:, start:end] if positions is None else positions)
+            call.mask.zero_()  # an earlier call saw more
+            call.mask[..., 0] = True
+            call.mask[:, :, :count, :end] = mask if mask.dtype == torch.bool else mask == 0
+            call.positions[:, :count] = self._positions[:, start:end] if positions is None else positions
         logits, states = self._answer(call, lambda: self._forward(call))
         self._kv.lengths[0] = end
-        self.states = None if states is None else states.clone()
-        return logits.clone()  # the next call of this shape writes there again
+        self.states = None if states is None else states[:, :count].clone()
+        return logits[:, : rows or count].clone()  # the next call of this shape writes there again
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths; see `CachedModel.prepare`."""
@@ -234,6 +247,11 @@ class CudaGraphModel(CachedModel):
     def _rows_for(self, parts: Sequence[Part]) -> int:
         """See `CachedModel`; rounded up, so that batches that shrink and grow take few recordings."""
         return min(1 << (super()._rows_for(parts) - 1).bit_length(), self.streams)
+
+    @staticmethod
+    def _sized(count: int) -> int:
+        """See `CachedModel`; the sizes that are recorded."""
+        return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
 
     def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
         """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
@@ -309,14 +327,42 @@ def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
     return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
 
 
+def _taken(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> _Memory | None:
+    """Return a kept memory that serves, which is in use from now on; where there is none, forget those that a new one makes
+    needless.
+    """
+    kept = _KEPT.get(model, [])
+    for memory in reversed(kept):
+        if memory.serves(kind, capacity, streams):
+            kept.remove(memory)
+            return memory
+    for memory in list(kept):
+        alike = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
+        if memory.kind[-1] != kind[-1] or (alike and memory.capacity <= capacity and memory.kv.streams <= streams):
+            kept.remove(memory)
+    return None
+
+
 def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
-    """Keep what a captured model leaves, in the place of what another has left."""
+    """Keep what a captured model leaves, beside what others have left as far as there is room."""
     alive = model()
-    if alive is not None and (memory.calls or memory.packed):
-        memory.unchecked = True
-        for call in (*memory.calls.values(), *memory.packed.values()):
-            call.inherited = call.play is not None
-        _KEPT[alive] = memory
+    if alive is None or not (memory.calls or memory.packed):
+        return
+    memory.unchecked = True
+    for call in (*memory.calls.values(), *memory.packed.values()):
+        call.inherited = call.play is not None
+    kept, room = _KEPT.setdefault(alive, []), _room(alive.device)
+    others = kept[1 - MOST_KEPT :]
+    while others and sum(one.capacity * one.kv.streams for one in others) * token_bytes(alive) > room:
+        del others[0]
+    kept[:] = [*others, memory]
+
+
+def _room(device: torch.device) -> float:
+    """Return the bytes that memories beside the latest may take."""
+    if device.type != "cuda":
+        return math.inf
+    return SHARE_KEPT * float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def open_cache(
