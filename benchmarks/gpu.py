@@ -13,6 +13,7 @@ Without a GPU there is nothing to check; `--quick` then runs tiny shapes on the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import sys
 import time
@@ -38,10 +39,11 @@ from specstop.decode import (
 )
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
-from specstop.decode.models import cache as cache_module
+from specstop.decode.models import attention as attention_module, cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
 from specstop.decode.models.cuda import graph as graph_module
 from specstop.decode.models.cuda.graph import open_cache
+from specstop.decode.models.engine import choose_engine, speed_up
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
@@ -101,15 +103,15 @@ def main() -> int:
             return bars.finish(options, "nothing", whole=False)
     rate = bandwidth(size)
     bars.figures["bandwidth_tb_s"] = rate / 1e12
-    pair, after = scripted_pair(size.pair, size.device, size.dtype, max(size.contexts) + 1024, AGREEMENT)
+    plain, after = scripted_pair(size.pair, size.device, size.dtype, max(size.contexts) + 1024, AGREEMENT)
+    pair = faster(plain)
     generator = torch.Generator().manual_seed(2)
     prompts = [
         torch.randint(pair.vocabulary, (size.prompt,), generator=generator).tolist() for _ in range(size.prompts)
     ]
     if "steps" in options.part:
-        for model, name, most in ((pair.target, size.pair[0], 1.6), (pair.draft_model, size.pair[1], 2.0)):
-            steps(model, name, size, rate, most, bars)
-        del model
+        steps(pair.target, plain.target, size.pair[0], size, rate, 1.6, bars)
+        steps(pair.draft_model, plain.draft_model, size.pair[1], size, rate, 2.0, bars)
     if "texts" in options.part:
         equal_texts(pair, after, prompts, size, bars)
     if "waits" in options.part:
@@ -120,16 +122,22 @@ def main() -> int:
     if "costs" in options.part:
         costs(pair, prompts, size, options.profile, bars)
     if "loops" in options.part:
-        loops(pair, prompts, size, "shapes", bars)
+        loops(pair, plain, prompts, size, "shapes", bars)
         if options.pair:
             folders = options.pair / "target", options.pair / "draft"
-            trained = load_pair(*folders, device=size.device, dtype=dtype_name(size))
-            loops(trained, prompts_of(trained, size), size, options.pair.name, bars)
-    del pair
+            trained = load_pair(*folders, device=size.device, dtype=dtype_name(size), engine="plain")
+            loops(faster(trained), trained, prompts_of(trained, size), size, options.pair.name, bars)
+    del pair, plain
     if "flips" in options.part:
         flips(size, bars)
     whole = gpu and not set(PARTS) - set(options.part)
     return bars.finish(options, f"{' and '.join(size.pair)} on {bars.figures['device']}", whole=whole)
+
+
+def faster(pair: Pair) -> Pair:
+    """Return a pair under the engine that is chosen for it; without the hashes, which take a minute of large weights."""
+    models = [speed_up(model, choose_engine(model)) for model in (pair.target, pair.draft_model)]
+    return dataclasses.replace(pair, target=models[0], draft=models[1])
 
 
 def dtype_name(size: Size) -> str:
@@ -175,26 +183,32 @@ def step_bytes(model: Any, context: int) -> int:
 
 
 @torch.inference_mode()
-def steps(model: Any, name: str, size: Size, rate: float, most: float, bars: Bars) -> None:
-    """Time calls by tokens and context, beside the time that their bytes take; with single parts left out, too."""
+def steps(model: Any, plain: Any, name: str, size: Size, rate: float, most: float, bars: Bars) -> None:
+    """Time calls by tokens and context, beside the time that their bytes take; with single parts left out, too.
+
+    Args:
+        model: as the engine runs it; `plain` as the library does.
+        name, size, rate, most: of the model, the run, bytes a second, and the most that is allowed.
+        bars: see `Bars`.
+    """
     figures = bars.figures[name] = {}
     variants: dict[str, contextlib.AbstractContextManager[Any]] = {
         "whole": contextlib.nullcontext(),
-        "keys repeated": mock.patch.object(graph_module, "attending_grouped", contextlib.nullcontext),
-        "half head": mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext()),
+        "library's modules": contextlib.nullcontext(),
+        "keys undivided": mock.patch.object(attention_module, "is_divided", lambda query, key: False),
         "not recorded": mock.patch(f"{__name__}.open_cache", CachedModel),
     }
     print(
-        f"\n{name}: ms a call (times its bytes' time)\n{'':<16}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
+        f"\n{name}: ms a call (times its bytes' time)\n{'':<20}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
     )
     for variant, changed in variants.items():
-        for context in size.contexts if variant == "whole" else size.contexts[-1:]:
-            floor = step_bytes(model, context) / rate
+        for context in size.contexts if variant in ("whole", "library's modules") else size.contexts[-1:]:
+            floor = step_bytes(plain, context) / rate
             with changed:
-                row = calls(model, context, size)
+                row = calls(plain if variant == "library's modules" else model, context, size)
             figures[f"{variant}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
             cells = "".join(f"{1e3 * s:>8.3f} ({s / floor:4.2f})" for s in row.values())
-            print(f"{variant:<16}{context:>8}{cells}", flush=True)
+            print(f"{variant:<20}{context:>8}{cells}", flush=True)
     middle = size.contexts[len(size.contexts) // 2]
     reached = figures[f"whole, {middle}"]
     times = reached["1"] / reached["floor_ms"]
@@ -239,14 +253,14 @@ def equal_texts(pair: Pair, after: torch.Tensor, prompts: Sequence[list[int]], s
     bars.add("wrong texts", wrong, wrong == 0, f"{wrong} of {count}; none")
 
 
-def loops(pair: Pair, prompts: Sequence[list[int]], size: Size, where: str, bars: Bars) -> None:
-    """Compare fixed lengths of the loop with transformers' settings, in alternation."""
+def loops(pair: Pair, plain: Pair, prompts: Sequence[list[int]], size: Size, where: str, bars: Bars) -> None:
+    """Compare fixed lengths of the loop with transformers' settings on the `plain` pair, in alternation."""
     runs: dict[str, Any] = {
         f"fixed:{k}": Speculator(pair, FixedLength(k), Settings(0.0, size.tokens, ignore_eos=True))
         for k in (0, *LENGTHS)
     }
     settings = (PLAIN, *SETTINGS) if size.device == "cuda" else (PLAIN, SETTINGS[1])
-    runs |= {setting.name: Assisted(pair, setting, 0.0, size.tokens, True) for setting in settings}
+    runs |= {setting.name: Assisted(plain, setting, 0.0, size.tokens, True) for setting in settings}
     named = [(str(number), prompt) for number, prompt in enumerate(prompts)]
     texts = dict(zip(runs, run_alternating(list(runs.values()), named), strict=True))
     speeds = {name: sum(len(g.tokens) for g in row) / sum(g.seconds for g in row) for name, row in texts.items()}
@@ -337,7 +351,7 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
         progress=silent,
     )  # fmt: skip
     assert profile.batch is not None
-    recordings = sum(len(kept.calls) + len(kept.packed) for kept in graph_module._KEPT.values())
+    recordings = sum(len(m.calls) + len(m.packed) for kept in graph_module._KEPT.values() for m in kept)
     print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
     for streams, points in {1: list(enumerate(profile.low.verify_s, 1)), **profile.batch.low.verify_s}.items():
         print(f"  {streams:>2} texts: verify", *(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in points))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from specstop.decode.drafters.heads.layer_network import CTCNetwork, LayerNetwor
 from specstop.decode.drafters.heads.networks import Shape
 from specstop.decode.drafters.known import TRAINED as KNOWN
 from specstop.decode.models.pair import Pair
+from torch import nn
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
 CLASSES = {"medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "layer": LayerDrafter}
@@ -33,9 +35,12 @@ def small_network(
     return network.requires_grad_(False).eval()
 
 
-def small_drafter(kind: str, pair: Pair, depth: int = 3, noise: float = 0.1) -> Any:
-    """Return a drafter of a pair."""
-    output = pair.target.get_output_embeddings().weight.float()
+def small_drafter(
+    kind: str, pair: Pair, depth: int = 3, noise: float = 0.1, place: Callable[[nn.Module], nn.Module] | None = None
+) -> Any:
+    """Return a drafter of a pair; `place` moves its network to where the pair lies."""
+    output = pair.target.get_output_embeddings().weight.cpu().float()
     made = KNOWN[kind]
     network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
-    return made.build(pair, network.to(pair.target.dtype))
+    network = network.to(pair.target.dtype)
+    return made.build(pair, place(network) if place else network.to(pair.device))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
@@ -14,6 +15,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from .kv_cache import Packing
 
 GROUPED, PACKED = "specstop_grouped", "specstop_packed"
+
+DIVIDED, LEAST_PART, MOST_PARTS = 2048, 256, 32
+"""Slots from which on the keys of a few queries are attended to in parts, side by side; slots of a part at least; parts."""
 
 
 def grouped_attention(
@@ -34,7 +38,7 @@ def grouped_attention(
         module: the layer.
         query: [B, heads, n, width].
         key, value: [B, groups, slots, width].
-        attention_mask: [1 or B, 1, n, slots] additive, or None: all is seen.
+        attention_mask: [1 or B, 1, n, slots] additive, or None: all is seen. (Boolean works too, undivided.)
         scaling: of the scores.
         kwargs: of other backends, without effect.
     """
@@ -43,8 +47,43 @@ def grouped_attention(
     # n queries of each head, head by head; for a single query the mask's one row is broadcast.
     if attention_mask is not None and count > 1:
         attention_mask = attention_mask.repeat(1, 1, rows.shape[2] // count, 1)
-    out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
+    if attention_mask is not None and attention_mask.is_floating_point() and is_divided(rows, key):
+        out = divided_attention(rows, key, value, attention_mask, scaling)
+    else:
+        out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
     return out.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
+
+
+def is_divided(query: Tensor, key: Tensor) -> bool:
+    """Whether a GPU would have too little to do side by side: its kernel takes the keys of a head one after the other."""
+    few = len(key) == 1 and query.shape[2] <= LEAST_PART
+    return few and query.device.type == "cuda" and query.dtype != torch.float64 and key.shape[2] >= DIVIDED
+
+
+def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    """Return [1, heads, n, width]: softmax over all slots, put together of attention to parts of them (as Flash-Decoding).
+
+    Args:
+        query: [1, heads, n, width].
+        key, value: [1, heads, slots, width].
+        mask: [1, 1, 1 or n, slots] additive, no -inf.
+        scaling: of the scores.
+    """
+    slots = key.shape[2]
+    parts = next(number for number in range(min(slots // LEAST_PART, MOST_PARTS), 0, -1) if slots % number == 0)
+    keys, values = (states[0].unflatten(1, (parts, -1)).transpose(0, 1) for states in (key, value))
+    queries = query.expand(parts, -1, -1, -1)
+    masks = mask[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)[:, None]  # [parts, 1, 1 or n, slots of a part]
+    masks = masks.expand(parts, query.shape[1], query.shape[2], -1)
+    if query.device.type == "cpu":
+        cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, total = cpu(queries, keys, values, attn_mask=masks, scale=scaling)
+    else:
+        gpu = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, total = gpu(queries, keys, values, masks, True, scale=scaling)[:2]
+    # Each part's softmax sums to 1 and is worth its share of the whole sum, whose logarithms are given.
+    share = total[:, :, : query.shape[2], None].softmax(0)
+    return (out * share).sum(0, keepdim=True).to(query.dtype)
 
 
 @contextlib.contextmanager

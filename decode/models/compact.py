@@ -1,7 +1,8 @@
 """A compact forward for models built like Llama: what they compute, in few operations.
 
-Small models spend most of their time between the matrix products. Here query, key and value are one product, gate and up
-another; norms are four operations, a rotation is one; the cache is written in place.
+Small models spend most of their time between the matrix products, and on a GPU large ones a third of it. Here query, key and
+value are one product, gate and up another; norms are four operations, on a GPU one; a rotation is three for all heads; the
+cache is written in place.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from .attention import grouped_attention
 from .cache import window_layers
 from .cpu.products import Product
+from .wide_head import can_widen, wide_linear
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
@@ -27,10 +30,11 @@ def compact_refusal(model: PreTrainedModel) -> str:
     config = model.config
     if config.model_type not in _FAMILIES or not hasattr(model, "lm_head"):
         return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
-    if model.device.type != "cpu":
-        return "the compact forward is for the CPU"
-    if model.dtype not in (torch.float32, torch.float64):  # rounding to half between operations is not the library's
-        return f"the compact forward computes in float32 or float64, not {str(model.dtype).removeprefix('torch.')}"
+    if model.device.type not in ("cpu", "cuda"):
+        return "the compact forward is for CPUs and CUDA"
+    # On a CPU its norms are composed of operations that would each round to half.
+    if model.device.type == "cpu" and model.dtype not in (torch.float32, torch.float64):
+        return f"on a CPU the compact forward computes in float32 or float64, not {str(model.dtype).removeprefix('torch.')}"
     if config._attn_implementation != "sdpa":
         return f"the compact forward attends by sdpa, not {config._attn_implementation}"
     if window_layers(model) is not None:
@@ -63,24 +67,34 @@ class _Layer:
 
 
 def _joined(*linears: nn.Linear) -> Product:
-    """Return several linear layers of one input as a single one."""
+    """Return several linear layers of one input as a single one; their own weights become views of its weight."""
     biases = [linear.bias.data for linear in linears if linear.bias is not None]
-    return Product(torch.cat([linear.weight.data for linear in linears]), torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    if len(linears) == 1:
+        return Product(linears[0].weight.data, bias)
+    weight = torch.cat([linear.weight.data for linear in linears])
+    # Else all of a model would be on the device twice while it is loaded, and later wherever the library's is kept.
+    for linear, own in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight.data = own
+    return Product(weight, bias)
 
 
 class _Norm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
-    torch's `rms_norm` is a dozen operations on a CPU and takes twice as long. |x| / sqrt(n) is the root of the mean of n
-    squares, and a hypotenuse adds eps under it.
+    torch's `rms_norm` is one operation on a GPU. On a CPU it is a dozen and takes twice as long as this: |x| / sqrt(n) is the
+    root of the mean of n squares, and a hypotenuse adds eps under it.
     """
 
     def __init__(self, norm: Any) -> None:
         weight, size = norm.weight.data, len(norm.weight)
+        self._plain, self._eps = weight, norm.variance_epsilon
         self._weight = weight * size**0.5
-        self._floor = torch.tensor(norm.variance_epsilon * size, dtype=weight.dtype).sqrt()
+        self._floor = torch.tensor(norm.variance_epsilon * size, dtype=weight.dtype, device=weight.device).sqrt()
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return functional.rms_norm(x, self._plain.shape, self._plain, self._eps)
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
         out: Tensor = (x * self._weight).div_(length)
         return out
@@ -111,7 +125,11 @@ class CompactModel(nn.Module):
         self._norm = _Norm(inner.norm)
         self._head = _joined(model.lm_head)
         self._rotary = inner.rotary_emb
-        self._rotate(min(_TABLE, config.max_position_embeddings))
+        # Recorded calls read the table where it lies, so on a GPU it never grows: 64 MB for 131,072 positions.
+        longest = config.max_position_embeddings
+        self._rotate(longest if self.device.type == "cuda" else min(_TABLE, longest))
+        self._wide = can_widen(self.device, self.dtype)
+        self._grouped = self.device.type == "cuda"
         self.eval()
 
     def get_input_embeddings(self) -> Any:
@@ -164,7 +182,8 @@ class CompactModel(nn.Module):
             self._rotate(min(2 * end, max(end, self.config.max_position_embeddings)))
         # The triangle of `is_causal` begins at the first key: after a prefix sdpa must be told what is seen.
         if attention_mask is None and count > 1 and start:
-            attention_mask = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
+            seen = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
+            attention_mask = seen[None, None]
         cos, sin = self._rotations[position_ids].unbind(2)
         x = functional.embedding(input_ids, self._embed)
         for layer, kv in zip(self._layers, past_key_values.layers, strict=True):
@@ -175,7 +194,8 @@ class CompactModel(nn.Module):
             x = x + layer.down(functional.silu(gate) * up)
         wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)  # -0: all
         kept = self._norm(x if output_hidden_states else x[:, wanted])
-        logits = self._head(kept[:, wanted] if output_hidden_states else kept)
+        read = kept[:, wanted] if output_hidden_states else kept
+        logits = wide_linear(read, self._head.weights, self._head.bias) if self._wide else self._head(read)
         return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
 
     def _attend(
@@ -192,14 +212,14 @@ class CompactModel(nn.Module):
         qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)  # [B, heads + groups, n, width]
         keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
         q, packing = qk[:, :heads], kv.packing
-        out = functional.scaled_dot_product_attention(
-            q if packing is None else packing.spread(q),
-            keys,
-            values,
-            mask,
-            is_causal=causal and mask is None,
-            enable_gqa=heads != groups,
-        ).transpose(1, 2)
+        q = q if packing is None else packing.spread(q)
+        if self._grouped and mask is not None:
+            out, _ = grouped_attention(self, q, keys, values, mask)
+        else:
+            causal = causal and mask is None
+            out = functional.scaled_dot_product_attention(
+                q, keys, values, mask, is_causal=causal, enable_gqa=heads != groups
+            ).transpose(1, 2)
         if packing is not None:
             out = packing.gather(out)
         return layer.out(out.reshape(batch, count, heads * width))

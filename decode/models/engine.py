@@ -4,7 +4,7 @@
 |---|---|---|
 | `plain` | transformers' modules as they are | everything; the reference |
 | `packed` | the same, every linear's weight in the layout that multiplies fastest here | CPU, float32 and bfloat16 |
-| `compact` | one forward of few operations, fused projections, the same layouts | CPU, Llama family, `sdpa` |
+| `compact` | one forward of few operations, fused projections, on a CPU those layouts | Llama family, `sdpa`, CPU, CUDA |
 
 Stock matrix products on a CPU read the weights several times for 2 to 8 rows; in oneDNN's order a weight is read once, so
 that verifying costs little more than one step, on most processors (`layouts` measures which). All three give the library's
@@ -67,8 +67,10 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     kept = kept_as_is(model)
     unpackable, uncompact = kept or can_pack(model.device, model.dtype), kept or compact_refusal(model)
     if engine == "auto":
-        # Both are reasons why not; empty ones say that it can.
-        return "compact" if not uncompact and not unpackable else "plain" if unpackable else "packed"
+        # Both are reasons why not; empty ones say that it can. A GPU has no use for layouts.
+        if not uncompact and (not unpackable or model.device.type == "cuda"):
+            return "compact"
+        return "plain" if unpackable else "packed"
     refusal = {"packed": unpackable, "compact": uncompact}.get(engine)
     if refusal:
         raise InputError(f"--engine {engine}: {refusal}")
@@ -84,7 +86,8 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
     """
     if engine == "compact":
         compact = CompactModel(model)
-        choose_layouts(compact.products, partial(_steps_of, compact))
+        if compact.device.type == "cpu":
+            choose_layouts(compact.products, partial(_steps_of, compact))
         return compact  # type: ignore[return-value]
     if engine == "packed":
         pack(model, partial(_steps_of, model))

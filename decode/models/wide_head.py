@@ -33,17 +33,26 @@ class WideHead(contextlib.AbstractContextManager[None]):
         del self._head.forward
 
     def _forward(self, x: Tensor) -> Tensor:
-        weight, bias = self._head.weight, self._head.bias
-        out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), torch.float32)
-        out = out if bias is None else out + bias
-        wide: Tensor = out.view(*x.shape[:-1], len(weight))
-        return wide
+        return wide_linear(x, self._head.weight, self._head.bias)
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b in float32 of tensors in half precision on CUDA."""
+    out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), torch.float32)
+    out = out if bias is None else out + bias
+    wide: Tensor = out.view(*x.shape[:-1], len(weight))
+    return wide
+
+
+def can_widen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of such tensors can be had in float32."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _HAS_OUT_DTYPE
 
 
 def wide_head(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Return what makes a model's logits float32 while it is entered; nothing where they are, or where that cannot be."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if model.device.type != "cuda" or model.dtype not in (torch.float16, torch.bfloat16) or not _HAS_OUT_DTYPE:
+    if not can_widen(model.device, model.dtype):
         return contextlib.nullcontext()
     # Others are quantised, adapted, or moved about by accelerate.
     if type(head) is not nn.Linear or not is_plain(head.weight) or "forward" in vars(head):

@@ -8,7 +8,9 @@ import pytest
 import torch
 from accelerator import DEVICE, Accelerator, to_device
 from conftest import EOS, VOCABULARY, build_draft, build_model
+from small_drafters import DRAFTERS, small_drafter
 from specstop.decode import Settings, Speculator, plain_texts
+from specstop.decode.loop import Request
 from specstop.decode.models.cuda.transfer import download, upload
 from specstop.decode.models.pair import Pair
 from specstop.policies import FixedLength
@@ -54,6 +56,18 @@ def test_trees_give_the_same_text_there(pairs: tuple[Pair, Pair], mode: str) -> 
     assert generation.tokens == expected.tokens
     if mode != "rejection":  # which tries one candidate after the other
         assert device.count["reads"] <= 3 + (3 + 2) * len(generation.rounds), "once a level, twice a round"
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(("tree", "batch"), [(None, 1), ("2,2,1", 2)])
+def test_heads_draft_there_too(pairs: tuple[Pair, Pair], kind: str, tree: str | None, batch: int) -> None:
+    settings, requests = Settings(0.7, 10, tree=tree), [Request(PROMPT, 7), Request([7], 2)]
+    here = Speculator(pairs[0], FixedLength(3), settings, batch=batch, drafter=small_drafter(kind, pairs[0]))
+    expected = [text.tokens for text in here.run(requests)]
+    with Accelerator(), torch.no_grad():
+        drafter = small_drafter(kind, pairs[1], place=to_device)
+        there = Speculator(pairs[1], FixedLength(3), settings, batch=batch, drafter=drafter)
+        assert [text.tokens for text in there.run(requests)] == expected
 
 
 def test_plain_decoding_of_a_batch_looks_up_now_and_then(pairs: tuple[Pair, Pair]) -> None:

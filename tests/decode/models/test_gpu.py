@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import build_draft, build_model
-from specstop.decode.loop import Settings, Speculator
-from specstop.decode.models.pair import join, load_pair
+from small_drafters import DRAFTERS, small_drafter
+from specstop.decode import with_drafter
+from specstop.decode.loop import Request, Settings, Speculator
+from specstop.decode.models.pair import join, load_pair, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
@@ -21,17 +24,40 @@ pytestmark = [
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("policy", [FixedLength(4), Confidence(0.3, 6)], ids=lambda p: p.name)
+@pytest.mark.parametrize("engine", ["plain", "compact"])
 def test_text_on_cuda_is_that_of_plain_decoding(
-    policy: StopPolicy, temperature: float, prompt_ids: list[list[int]]
+    policy: StopPolicy, temperature: float, engine: str, prompt_ids: list[list[int]]
 ) -> None:
     target = build_model()
+    pair = with_engine(join(target.cuda(), build_draft(target).cuda()), engine)
+    prompts = prompt_ids[:4]
+    expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
+    for tree in (None, "2,2,1"):
+        speculator = Speculator(pair, policy, Settings(temperature, 24, tree=tree))
+        assert [list(speculator.generate(prompt, key).tokens) for key, prompt in enumerate(prompts)] == expected
+        beside = Speculator(pair, policy, Settings(temperature, 24, tree=tree), batch=3)
+        requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
+        assert [list(text.tokens) for text in beside.run(requests)] == expected
+
+
+@pytest.mark.parametrize("kind", [*DRAFTERS, "suffix", "lookup"])
+def test_drafters_on_cuda_leave_the_text_alone(kind: str, prompt_ids: list[list[int]]) -> None:
+    target = build_model()
     pair = join(target.cuda(), build_draft(target).cuda())
-    for key, prompt in enumerate(prompt_ids[:4]):
-        generation = Speculator(pair, policy, Settings(temperature, 24)).generate(prompt, key)
-        assert list(generation.tokens) == plain_texts(pair, [prompt], [key], 24, temperature).tokens[0]
+    expected = [list(text) for text in plain_texts(pair, prompt_ids[:4], range(4), 24, 0.7).tokens]
+    for tree, batch in ((None, 1), ("2,2,1", 1), (None, 3), ("2,2,1", 3)):
+        own = with_drafter(pair, kind) if kind in ("suffix", "lookup") else pair
+        drafter = None if own is not pair else small_drafter(kind, pair)
+        speculator = Speculator(own, FixedLength(3), Settings(0.7, 24, tree=tree), batch=batch, drafter=drafter)
+        requests = [Request(prompt, key) for key, prompt in enumerate(prompt_ids[:4])]
+        assert [list(text.tokens) for text in speculator.run(requests)] == expected
 
 
-@pytest.mark.parametrize("places", ["cpu", '{"model.layers.1": "cpu", "": "cuda:0"}', "auto"])
+ON_GPU = "model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head"
+HALF_ON_CPU = {**dict.fromkeys(ON_GPU, 0), "model.layers.1": "cpu"}
+
+
+@pytest.mark.parametrize("places", ["cpu", json.dumps(HALF_ON_CPU), "auto"])
 def test_a_target_placed_elsewhere_writes_the_same_texts(places: str, pair_folder: Path) -> None:
     pytest.importorskip("accelerate")
     folders = pair_folder / "target", pair_folder / "draft"
