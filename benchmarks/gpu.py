@@ -42,6 +42,7 @@ from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import attention as attention_module, cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
 from specstop.decode.models.cuda import graph as graph_module
+from specstop.decode.models.cuda.fused import Compiled
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.engine import choose_engine, speed_up
 from specstop.decode.profile import measure_profile
@@ -54,8 +55,8 @@ from specstop.policies.progress import silent
 from torch.profiler import ProfilerActivity, profile
 
 LENGTHS = (2, 4, 6, 8)
-PARTS = ("steps", "texts", "waits", "collection", "costs", "loops", "flips")
-BATCHES, COSTS_S = (1, 2, 4, 8, 16, 32), 60.0
+PARTS = ("texts", "steps", "decisions", "costs", "loops", "collection", "flips", "waits")
+BATCHES, COSTS_S = (1, 4, 16), 30.0
 AGREEMENT = 0.8
 
 
@@ -93,9 +94,12 @@ def main() -> int:
     parser = arguments(__doc__, pair="folder of a trained pair, beside the shapes")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
     parser.add_argument("--profile", type=Path, help="where part `costs` writes the profile")
+    parser.add_argument("--prompts", type=int, help="how many are decoded; a check needs 3")
+    parser.add_argument("--tokens", type=int, help="new tokens of a text; a check needs 192")
     options = parser.parse_args()
     bars, gpu = Bars(), torch.cuda.is_available()
     size = TINY if options.quick and not gpu else FULL
+    size = dataclasses.replace(size, prompts=options.prompts or size.prompts, tokens=options.tokens or size.tokens)
     bars.figures["device"] = torch.cuda.get_device_name() if gpu else "cpu"
     if not gpu:
         print("no CUDA device: nothing here can be checked" + ("; tiny shapes run on the CPU" * options.quick))
@@ -109,16 +113,13 @@ def main() -> int:
     prompts = [
         torch.randint(pair.vocabulary, (size.prompt,), generator=generator).tolist() for _ in range(size.prompts)
     ]
+    if "texts" in options.part:
+        equal_texts(pair, after, prompts, size, bars)
     if "steps" in options.part:
         steps(pair.target, plain.target, size.pair[0], size, rate, 1.6, bars)
         steps(pair.draft_model, plain.draft_model, size.pair[1], size, rate, 2.0, bars)
-    if "texts" in options.part:
-        equal_texts(pair, after, prompts, size, bars)
-    if "waits" in options.part:
-        waits(pair, prompts[0], size, bars)
+    if "decisions" in options.part:
         decisions(pair, prompts[0], size, bars)
-    if "collection" in options.part:
-        collection(pair, prompts, size, bars)
     if "costs" in options.part:
         costs(pair, prompts, size, options.profile, bars)
     if "loops" in options.part:
@@ -127,10 +128,14 @@ def main() -> int:
             folders = options.pair / "target", options.pair / "draft"
             trained = load_pair(*folders, device=size.device, dtype=dtype_name(size), engine="plain")
             loops(faster(trained), trained, prompts_of(trained, size), size, options.pair.name, bars)
+    if "collection" in options.part:
+        collection(pair, prompts, size, bars)
+    if "waits" in options.part:
+        waits(pair, prompts[0], size, bars)
     del pair, plain
     if "flips" in options.part:
         flips(size, bars)
-    whole = gpu and not set(PARTS) - set(options.part)
+    whole = size == FULL and not set(PARTS) - set(options.part)
     return bars.finish(options, f"{' and '.join(size.pair)} on {bars.figures['device']}", whole=whole)
 
 
@@ -195,11 +200,12 @@ def steps(model: Any, plain: Any, name: str, size: Size, rate: float, most: floa
     variants: dict[str, contextlib.AbstractContextManager[Any]] = {
         "whole": contextlib.nullcontext(),
         "library's modules": contextlib.nullcontext(),
-        "keys undivided": mock.patch.object(attention_module, "is_divided", lambda query, key: False),
+        "keys undivided": mock.patch.object(attention_module, "is_divided", lambda query, key, mask: False),
+        "operations one by one": mock.patch.object(Compiled, "works", False),
         "not recorded": mock.patch(f"{__name__}.open_cache", CachedModel),
     }
     print(
-        f"\n{name}: ms a call (times its bytes' time)\n{'':<20}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
+        f"\n{name}: ms a call (times its bytes' time)\n{'':<22}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
     )
     for variant, changed in variants.items():
         for context in size.contexts if variant in ("whole", "library's modules") else size.contexts[-1:]:
@@ -208,7 +214,7 @@ def steps(model: Any, plain: Any, name: str, size: Size, rate: float, most: floa
                 row = calls(plain if variant == "library's modules" else model, context, size)
             figures[f"{variant}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
             cells = "".join(f"{1e3 * s:>8.3f} ({s / floor:4.2f})" for s in row.values())
-            print(f"{variant:<20}{context:>8}{cells}", flush=True)
+            print(f"{variant:<22}{context:>8}{cells}", flush=True)
     middle = size.contexts[len(size.contexts) // 2]
     reached = figures[f"whole, {middle}"]
     times = reached["1"] / reached["floor_ms"]
@@ -346,7 +352,7 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
     """Measure a profile, print what verifying costs by texts and tokens, and write it where it is wanted."""
     gpu = size.device == "cuda"
     profile = measure_profile(
-        pair, prompts, depth=8, temperature=0.7, policies=[AllFeatures()], batch=BATCHES if gpu else BATCHES[:2],
+        pair, prompts, depth=6, temperature=0.7, policies=[AllFeatures()], batch=BATCHES if gpu else BATCHES[:2],
         effort=Effort(budget_s=COSTS_S) if gpu else Effort(repetitions=2), facts={"device": bars.figures["device"]},
         progress=silent,
     )  # fmt: skip

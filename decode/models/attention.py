@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
+from .cuda.fused import fused
 from .kv_cache import Packing
 
 GROUPED, PACKED = "specstop_grouped", "specstop_packed"
@@ -47,17 +48,23 @@ def grouped_attention(
     # n queries of each head, head by head; for a single query the mask's one row is broadcast.
     if attention_mask is not None and count > 1:
         attention_mask = attention_mask.repeat(1, 1, rows.shape[2] // count, 1)
-    if attention_mask is not None and attention_mask.is_floating_point() and is_divided(rows, key):
+    if attention_mask is not None and is_divided(rows, key, attention_mask):
         out = divided_attention(rows, key, value, attention_mask, scaling)
     else:
         out = functional.scaled_dot_product_attention(rows, key, value, attention_mask, scale=scaling)
     return out.reshape(batch, heads, count, -1).transpose(1, 2).contiguous(), None
 
 
-def is_divided(query: Tensor, key: Tensor) -> bool:
-    """Whether a GPU would have too little to do side by side: its kernel takes the keys of a head one after the other."""
-    few = len(key) == 1 and query.shape[2] <= LEAST_PART
-    return few and query.device.type == "cuda" and query.dtype != torch.float64 and key.shape[2] >= DIVIDED
+def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
+    """Whether a GPU would have too little to do side by side, as its kernel takes the keys of a head one after the other.
+
+    Masks of parts must lie as the kernel reads them, as those of recorded calls do.
+    """
+    slots = key.shape[2]
+    if query.device.type != "cuda" or query.dtype == torch.float64 or slots < DIVIDED or slots % LEAST_PART:
+        return False
+    aligned = mask.is_floating_point() and mask.is_contiguous() and mask.data_ptr() % 16 == 0
+    return aligned and len(key) == 1 and query.shape[2] <= LEAST_PART
 
 
 def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
@@ -81,9 +88,18 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     else:
         gpu = torch.ops.aten._scaled_dot_product_efficient_attention
         out, total = gpu(queries, keys, values, masks, True, scale=scaling)[:2]
-    # Each part's softmax sums to 1 and is worth its share of the whole sum, whose logarithms are given.
-    share = total[:, :, : query.shape[2], None].softmax(0)
-    return (out * share).sum(0, keepdim=True).to(query.dtype)
+    return weighted(out, total[:, :, : query.shape[2]])
+
+
+@fused
+def weighted(out: Tensor, total: Tensor) -> Tensor:
+    """Return [1, heads, n, width] of parts [parts, heads, n, width]: each is worth its share of the sum.
+
+    Args:
+        out: whose softmax sums to 1 in each part.
+        total: [parts, heads, n] the logarithms of what it summed to before.
+    """
+    return (out * total.softmax(0)[..., None]).sum(0, keepdim=True).to(out.dtype)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from .attention import grouped_attention
 from .cache import window_layers
 from .cpu.products import Product
+from .cuda.fused import fused
 from .wide_head import can_widen, wide_linear
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -79,6 +80,31 @@ def _joined(*linears: nn.Linear) -> Product:
     return Product(weight, bias)
 
 
+@fused
+def _rotated(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return [B, heads, n, width] of queries and keys [B, n, heads, width]: x cos + rotate_half(x) sin.
+
+    The sign of rotate_half lies in the sine (`CompactModel._rotate`).
+    """
+    return torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).transpose(1, 2)
+
+
+@fused
+def _gated(both: Tensor) -> Tensor:
+    """Return silu(gate) * up of [..., gate and up]."""
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@fused
+def _added(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + more, and its root mean square norm."""
+    total = x + more
+    wide = total.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return total, (scaled * weight).to(x.dtype)
+
+
 class _Norm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
@@ -91,6 +117,13 @@ class _Norm:
         self._plain, self._eps = weight, norm.variance_epsilon
         self._weight = weight * size**0.5
         self._floor = torch.tensor(norm.variance_epsilon * size, dtype=weight.dtype, device=weight.device).sqrt()
+
+    def added(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + more, and that normed."""
+        if x.device.type == "cuda" and x.dtype != torch.float64:
+            return _added(x, more, self._plain, self._eps)
+        total = x + more
+        return total, self(total)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.device.type != "cpu":
@@ -186,14 +219,15 @@ class CompactModel(nn.Module):
             attention_mask = seen[None, None]
         cos, sin = self._rotations[position_ids].unbind(2)
         x = functional.embedding(input_ids, self._embed)
-        for layer, kv in zip(self._layers, past_key_values.layers, strict=True):
-            x = x + self._attend(
-                layer, kv, layer.qkv(layer.before(x)), cos, sin, attention_mask, count > 1 and not start
-            )
-            gate, up = layer.gate_up(layer.between(x)).chunk(2, -1)
-            x = x + layer.down(functional.silu(gate) * up)
+        causal = count > 1 and not start
+        normed = self._layers[0].before(x)
+        after = [*(layer.before for layer in self._layers[1:]), self._norm]
+        for layer, kv, norm in zip(self._layers, past_key_values.layers, after, strict=True):
+            attended = self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask, causal)
+            x, normed = layer.between.added(x, attended)
+            x, normed = norm.added(x, layer.down(_gated(layer.gate_up(normed))))
         wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)  # -0: all
-        kept = self._norm(x if output_hidden_states else x[:, wanted])
+        kept = normed if output_hidden_states else normed[:, wanted]
         read = kept[:, wanted] if output_hidden_states else kept
         logits = wide_linear(read, self._head.weights, self._head.bias) if self._wide else self._head(read)
         return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
@@ -208,8 +242,7 @@ class CompactModel(nn.Module):
         qk = qkv[:, :, : heads + groups]
         if layer.q_norm is not None and layer.k_norm is not None:
             qk = torch.cat([layer.q_norm(qk[:, :, :heads]), layer.k_norm(qk[:, :, heads:])], 2)
-        # x cos + rotate_half(x) sin, of queries and keys at once; the sign of rotate_half lies in the sine (`_rotate`).
-        qk = torch.addcmul(qk * cos, qk.roll(width // 2, -1), sin).transpose(1, 2)  # [B, heads + groups, n, width]
+        qk = _rotated(qk, cos, sin)  # [B, heads + groups, n, width]
         keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
         q, packing = qk[:, :heads], kv.packing
         q = q if packing is None else packing.spread(q)

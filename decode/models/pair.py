@@ -256,11 +256,11 @@ def check_dtype(name: str) -> torch.dtype:
 def check_device(name: str) -> torch.device:
     """Return the torch device called `name`, or raise `InputError` when this machine has none."""
     try:
-        device = torch.device(name)
-        torch.ones(1, device=device).item()  # "meta", for one, has shapes but no numbers
+        one = torch.ones(1, device=torch.device(name))
+        one.item()  # "meta", for one, has shapes but no numbers
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device: {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
-    return device
+    return one.device  # "cuda" is not equal to "cuda:0", on which its tensors lie
 
 
 def readable(model: PreTrainedModel) -> int:

@@ -45,7 +45,7 @@ def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPat
         return divided_attention(query, key, *rest)  # type: ignore[arg-type]
 
     graphs = simulate_graphs(monkeypatch)
-    monkeypatch.setattr(attention_module, "is_divided", lambda query, key: key.shape[2] >= 512)
+    monkeypatch.setattr(attention_module, "is_divided", lambda query, key, mask: key.shape[2] >= 512)
     monkeypatch.setattr(attention_module, "divided_attention", noted)
     longest = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 700}
     model = build_model(**longest).float()

@@ -11,7 +11,9 @@ from conftest import build_draft, build_model
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode import with_drafter
 from specstop.decode.loop import Request, Settings, Speculator
-from specstop.decode.models.pair import join, load_pair, with_engine
+from specstop.decode.models.cuda.fused import Compiled
+from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
+from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
@@ -22,14 +24,19 @@ pytestmark = [
 ]
 
 
+def pair_there() -> Pair:
+    target = build_model()
+    draft = build_draft(target)
+    return join(target.cuda(), draft.cuda())
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("policy", [FixedLength(4), Confidence(0.3, 6)], ids=lambda p: p.name)
 @pytest.mark.parametrize("engine", ["plain", "compact"])
 def test_text_on_cuda_is_that_of_plain_decoding(
     policy: StopPolicy, temperature: float, engine: str, prompt_ids: list[list[int]]
 ) -> None:
-    target = build_model()
-    pair = with_engine(join(target.cuda(), build_draft(target).cuda()), engine)
+    pair = with_engine(pair_there(), engine)
     prompts = prompt_ids[:4]
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
     for tree in (None, "2,2,1"):
@@ -42,8 +49,7 @@ def test_text_on_cuda_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize("kind", [*DRAFTERS, "suffix", "lookup"])
 def test_drafters_on_cuda_leave_the_text_alone(kind: str, prompt_ids: list[list[int]]) -> None:
-    target = build_model()
-    pair = join(target.cuda(), build_draft(target).cuda())
+    pair = pair_there()
     expected = [list(text) for text in plain_texts(pair, prompt_ids[:4], range(4), 24, 0.7).tokens]
     for tree, batch in ((None, 1), ("2,2,1", 1), (None, 3), ("2,2,1", 3)):
         own = with_drafter(pair, kind) if kind in ("suffix", "lookup") else pair
@@ -66,3 +72,17 @@ def test_a_target_placed_elsewhere_writes_the_same_texts(places: str, pair_folde
     for key in range(3):
         here, there = (Speculator(p, FixedLength(4), Settings(0.7, 24)).generate([3, 4], key) for p in (pair, placed))
         assert here.tokens == there.tokens
+
+
+@torch.no_grad()
+def test_a_pair_on_cuda_is_recorded_and_compact(pair_folder: Path) -> None:
+    pair = load_pair(pair_folder / "target", pair_folder / "draft", device="cuda", dtype="float32")
+    plain = load_pair(pair_folder / "target", pair_folder / "draft", device="cuda:0", dtype="float32", engine="plain")
+    assert pair.engines == ("compact", "compact") and plain.engines == ("plain", "plain") and pair.device.index == 0
+    tokens = torch.randint(1, pair.vocabulary, (1, 60), generator=torch.Generator().manual_seed(1)).cuda()
+    caches = [open_cache(one.target, 60, pair.vocabulary) for one in (pair, plain)]
+    for first, end in ((0, 40), *((at, at + 1) for at in range(40, 46)), *((at, at + 3) for at in range(46, 58, 3))):
+        ours, theirs = (cache.read(tokens[:, first:end]) for cache in caches)
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    assert all(isinstance(cache, CudaGraphModel) and cache._memory.recorder.works for cache in caches)
+    assert Compiled.works
