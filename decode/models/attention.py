@@ -99,7 +99,8 @@ def weighted(out: Tensor, total: Tensor) -> Tensor:
         out: whose softmax sums to 1 in each part.
         total: [parts, heads, n] the logarithms of what it summed to before.
     """
-    return (out * total.softmax(0)[..., None]).sum(0, keepdim=True).to(out.dtype)
+    share = (total - total.amax(0)).exp()[..., None]
+    return ((out * share).sum(0, keepdim=True) / share.sum(0, keepdim=True)).to(out.dtype)
 
 
 @contextlib.contextmanager

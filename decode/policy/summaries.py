@@ -11,6 +11,8 @@ from torch import Tensor
 from ...policies.errors import PolicyError
 from ...policies.features import TOP, Columns, Drawn, Plan, Summary, summarise as summarise_arrays
 from ...policies.features.summary import NO_SCORES, Array
+from ..models.cuda.fused import fused
+from ..models.cuda.transfer import upload
 
 LEAST = -87.0
 """As in `kernels.rows`: what a masked token counts as below the largest."""
@@ -116,6 +118,25 @@ def _array(values: Tensor) -> Array:
     return array
 
 
+@fused
+def _spread(rows: Tensor, weights: Tensor, owner: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [R, 2] what sums and entropies rows have, and [B, 2] the log-probabilities of tokens [B] of rows `owner` [B].
+
+    Args:
+        rows: [R, V] raw logits.
+        weights: [R, V] those of the distribution which is sampled from.
+    """
+    # With d = logit - largest and Z = sum of e^d: log Z, and the entropy log Z - sum of e^d d / Z.
+    below = (rows - rows.amax(-1, keepdim=True)).clamp_min(LEAST)
+    weight = below.exp()
+    total = weight.sum(-1)
+    entropy = total.log() - (weight * below).sum(-1) / total
+    # A token that is masked has probability 0, whatever it counts as in the sums.
+    plain = rows[owner, token] - (rows.amax(-1) + total.log())[owner]
+    shaped = weights[owner, token] - weights.logsumexp(-1)[owner]
+    return torch.stack([total.log(), entropy.clamp_min(0.0)], -1), torch.stack([plain, shaped], -1)
+
+
 def on_device(
     plan: Plan,
     logits: Tensor,
@@ -127,24 +148,15 @@ def on_device(
 ) -> Summary:
     """Return the summary of rows that lie on a device: a few operations there, and one copy to the host."""
     rows, count = logits.float(), len(logits)
-    most, found = rows.amax(-1, keepdim=True), rows.new_zeros(count, 2)  # [R, 1], [R, 2]
-    top = rows.topk(min(TOP if plan.ranks > 1 else 1, rows.shape[-1]), -1).values
+    # The largest alone is had in a pass; ten take a sort.
+    top = rows.topk(min(TOP, rows.shape[-1]), -1).values if plan.ranks > 1 else rows.amax(-1, keepdim=True)
+    found, numbers = rows.new_zeros(count, 2), rows.new_zeros(len(drawn.ids), 2)
     if plan.spread:
-        # With d = logit - largest and Z = sum of e^d: log Z, and the entropy log Z - sum of e^d d / Z.
-        below = (rows - most).clamp_min(LEAST)
-        weight = below.exp()
-        total = weight.sum(-1)
-        found = torch.stack([total.log(), (total.log() - (weight * below).sum(-1) / total).clamp_min(0.0)], -1)
-    ids = torch.from_numpy(drawn.ids).to(logits.device)
-    owner, token = ids[:, 0], ids[:, 1]
-    numbers = rows.new_zeros(len(ids), 2)
-    if plan.spread:
-        plain = torch.log_softmax(rows, -1)[owner, token]
-        shaped = plain
+        weights = rows
         if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
             weights = rows / temperature if sampled is None else sampled.float()
-            shaped = torch.log_softmax(weights, -1)[owner, token]
-        numbers = torch.stack([plain, shaped], -1)  # [B, 2]
+        owner, token = upload(drawn.ids, logits.device)[:, :2].unbind(-1)
+        found, numbers = _spread(rows, weights, owner, token)
     noisy = rows.new_zeros(count, 0)
     if plan.noisy and best is None:
         if scores is None:

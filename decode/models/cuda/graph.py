@@ -190,7 +190,8 @@ class CudaGraphModel(CachedModel):
         step = max(LEAST_SEEN, _seen(capacity) // 4)
         capacity = memory.capacity if memory else -(-capacity // step) * step
         super().__init__(model, capacity, vocabulary, hidden, memory.kv.streams if memory else streams, device)
-        self._fewest = 1 if self.streams > 1 else 2  # the last text of a batch is read by recordings, too
+        self._asked = streams  # a memory may have room for more
+        self._fewest = 1 if streams > 1 else 2  # the last text of a batch is read by recordings, too
         if memory is None:
             at = self._position_at
             memory = _Memory(self.capacity, kind, recorder(model.device), self._kv, self._positions, at)
@@ -199,9 +200,19 @@ class CudaGraphModel(CachedModel):
         self._memory, self._layers, self._kv = memory, list(memory.layers), memory.kv
         self._positions, self._position_at = memory.positions, memory.position_at
         self._cache = Cache(layers=list(memory.layers))
-        self._kv.lengths[:] = [0] * self.streams
+        self._kv.lengths[:] = [0] * self._kv.streams
         # Not at the end of the process, when nobody comes for it.
         weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
+
+    @property
+    def streams(self) -> int:
+        """See `CachedModel`."""
+        return self._asked
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """See `CachedModel`."""
+        return self._kv.lengths[: self._asked]
 
     def read(
         self,
@@ -246,7 +257,7 @@ class CudaGraphModel(CachedModel):
 
     def _rows_for(self, parts: Sequence[Part]) -> int:
         """See `CachedModel`; rounded up, so that batches that shrink and grow take few recordings."""
-        return min(1 << (super()._rows_for(parts) - 1).bit_length(), self.streams)
+        return min(1 << (super()._rows_for(parts) - 1).bit_length(), self._kv.streams)
 
     @staticmethod
     def _sized(count: int) -> int:

@@ -20,6 +20,7 @@ from specstop.decode import (
     parse_tree,
 )
 from specstop.decode.drafters import model as drafters_module
+from specstop.decode.loop import Request
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import graph as graph_module
 from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
@@ -27,6 +28,7 @@ from specstop.decode.models.cuda.recorder import Recorder
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import SpecstopWarning
 from tape import Graphs, recorder, simulate_graphs
 from transformers import PreTrainedModel
@@ -215,6 +217,31 @@ def test_recordings_of_several_streams_are_not_played_either(
     model.lm_head.register_forward_hook(lambda module, inputs, output: output + inputs[0].sum(-1, keepdim=True))
     expected = side_by_side(CachedModel(model, 120, VOCABULARY, False, 2), extra)
     same(expected, side_by_side(CudaGraphModel(model, 120, VOCABULARY, False, 2, recorder), extra))
+
+
+def test_texts_of_batches_that_take_turns_keep_their_recordings(
+    prompt_ids: list[list[int]], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, three and two side by side: the smaller batch uses what the larger one has recorded."""
+    target = build_model()
+    pair = join(target, build_draft(target))
+    requests = [Request(ids, key) for key, ids in enumerate(prompt_ids[:4])]
+    sizes = (1, 3, 2)
+
+    def texts(size: int, tree: str | None) -> list[tuple[int, ...]]:
+        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12, tree=tree), batch=size).run(requests)
+        return [text.tokens for text in made]
+
+    expected = {tree: texts(1, tree) for tree in (None, "2,2,1")}
+    for module in (model_source, drafters_module):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    made = []
+    for _ in range(3):
+        before = graphs.recorded
+        for tree, own in expected.items():
+            assert [texts(size, tree) for size in sizes] == [own] * len(sizes)
+        made.append(graphs.recorded - before)
+    assert made[0] > made[2] == 0, f"nothing is left to be recorded: {made}"
 
 
 @torch.no_grad()
