@@ -78,10 +78,6 @@ class ModelSource:
         self.asks_ended, self.selects_levels = mode.hides and trimming[0], mode.hides and trimming[1]
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
-        if pair.engines[0] == "compact" and set(self._layers) - {-1}:
-            raise InputError(
-                f"{type(drafter).__name__} wants states of the target's layers: load it with --engine plain"
-            )
         self._padded = padded
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []

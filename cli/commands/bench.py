@@ -67,6 +67,7 @@ def bench(
     from ...decode.compare.alternate import texts_a_turn
     from ...decode.compare.bench import bench as run
     from ...decode.compare.intervals import FEWEST
+    from ...decode.models.pair import with_engine
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
     from ...policies.learned.conditions import sampling_text
@@ -79,11 +80,15 @@ def bench(
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         chosen = find_prompts(prompts, found.demo, "test", limit)
-        pair = models.open(found)
         stock = None  # transformers' own loops want its own modules, and a draft model
-        if library:
-            plain = pair.engines == ("plain", "plain")
-            stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)
+        if library and models.drafter == "model" and not models.device.startswith("cpu"):
+            stock = replace(models, engine="plain").open(found)
+            pair = with_engine(stock, models.engine)  # which shares its weights: two pairs may not go on a GPU
+        else:
+            pair = models.open(found)
+            if library:
+                plain = pair.engines == ("plain", "plain")
+                stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,

@@ -18,7 +18,7 @@ from ...decode.verify.given_text import (
     draw_key,
     rejection_candidates,
 )
-from ...decode.verify.noise import gumbel, match_scores
+from ...decode.verify.noise import best_scores, gumbel, in_order, match_scores
 from ..schema import NO_TOKEN
 
 
@@ -86,7 +86,9 @@ class BestScores:
         """See `Proposer`."""
         # A candidate of depth d after place a stands d - 1 positions after the text's own token there.
         scores = match_scores(asked.sampled, self._after(asked.place + asked.depth - 1))
-        best, tokens = scores.topk(most, -1)
+        best, tokens, tied = best_scores(scores, most)
+        if bool(tied.any()):
+            tokens[tied] = in_order(scores[tied], most)
         # Under the shared noise acceptance is a fact: there are no chances to record.
         tokens, void = tokens[:, :width], torch.zeros(0, device=scores.device)
         hit = (tokens == asked.own[:, None]) & (asked.own >= 0)[:, None]

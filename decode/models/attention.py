@@ -63,6 +63,8 @@ def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     slots = key.shape[2]
     if query.device.type != "cuda" or query.dtype == torch.float64 or slots < DIVIDED or slots % LEAST_PART:
         return False
+    if query.shape[-1] % 8 or torch.cuda.get_device_capability(query.device) < (8, 0):  # what the kernel asks for
+        return False
     aligned = mask.is_floating_point() and mask.is_contiguous() and mask.data_ptr() % 16 == 0
     return aligned and len(key) == 1 and query.shape[2] <= LEAST_PART
 

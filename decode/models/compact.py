@@ -84,9 +84,17 @@ def _joined(*linears: nn.Linear) -> Product:
 def _rotated(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return [B, heads, n, width] of queries and keys [B, n, heads, width]: x cos + rotate_half(x) sin.
 
-    The sign of rotate_half lies in the sine (`CompactModel._rotate`).
+    The sign of rotate_half lies in the sine (`_rotation`).
     """
     return torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).transpose(1, 2)
+
+
+@fused
+def _rotation(frequencies: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """Return [..., 2, 1, width] of positions [...]: cosine, and sine whose first half has rotate_half's sign."""
+    half = positions[..., None].float() * frequencies.float()
+    cos, sin = half.cos() * scaling, half.sin() * scaling
+    return torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], -2)[..., None, :]
 
 
 @fused
@@ -137,7 +145,7 @@ class CompactModel(nn.Module):
     """Stands in for a model of the Llama family wherever it is only called: same arguments, same logits.
 
     Args:
-        model: from `from_pretrained`; it keeps its own weights, nothing of it is changed.
+        model: from `from_pretrained`. Its weights are shared: projections that are joined here become views there.
 
     Attributes:
         config, generation_config, device, dtype: the model's.
@@ -158,9 +166,9 @@ class CompactModel(nn.Module):
         self._norm = _Norm(inner.norm)
         self._head = _joined(model.lm_head)
         self._rotary = inner.rotary_emb
-        # Recorded calls read the table where it lies, so on a GPU it never grows: 64 MB for 131,072 positions.
-        longest = config.max_position_embeddings
-        self._rotate(longest if self.device.type == "cuda" else min(_TABLE, longest))
+        # What is tabulated lies elsewhere once it has grown, and recorded calls would read where it lay.
+        self._tabulated = self.device.type == "cpu"
+        self._rotations = self._angles(torch.arange(min(_TABLE, config.max_position_embeddings), device=self.device))
         self._wide = can_widen(self.device, self.dtype)
         self._grouped = self.device.type == "cuda"
         self.eval()
@@ -179,13 +187,10 @@ class CompactModel(nn.Module):
         each = [product for layer in self._layers for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         return [*each, self._head]
 
-    def _rotate(self, positions: int) -> None:
-        """Tabulate the rotations of so many positions, [P, 2, 1, width]: cosine, and sine with the rotated half's sign."""
-        at = torch.arange(positions, device=self.device)[None]
-        cos, sin = self._rotary(torch.zeros(1, dtype=self.dtype, device=self.device), at)
-        half = sin.shape[-1] // 2
-        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        self._rotations = torch.stack([cos[0], sin[0]], 1)[:, :, None]
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return [B, n, 2, 1, width] of positions [B, n]: cosine, and sine with the rotated half's sign."""
+        rotary = self._rotary
+        return _rotation(rotary.inv_freq, positions, rotary.attention_scaling).to(self.dtype)
 
     def forward(
         self,
@@ -197,7 +202,7 @@ class CompactModel(nn.Module):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Return `logits` [B, rows, V], and `hidden_states` whose last one is [B, n, H] if asked for.
+        """Return `logits` [B, rows, V], and `hidden_states`, [B, n, H] before each layer and after the last, if asked for.
 
         Args:
             input_ids: [1, n].
@@ -206,31 +211,37 @@ class CompactModel(nn.Module):
             past_key_values: a cache of `KVLayer`s, which gets the new states and says whether the call is a packed one.
             use_cache: always.
             logits_to_keep: how many of the last rows are wanted, 0 = all; or which ones, [rows].
-            output_hidden_states: also return the last hidden states.
+            output_hidden_states: also return the hidden states.
         """
         count = input_ids.shape[1]
         start, packing = past_key_values.get_seq_length(), past_key_values.layers[0].packing
         end = start + count if packing is None else packing.seen
-        if end > len(self._rotations):
-            self._rotate(min(2 * end, max(end, self.config.max_position_embeddings)))
+        if self._tabulated and end > len(self._rotations):
+            longest = min(2 * end, max(end, self.config.max_position_embeddings))
+            self._rotations = self._angles(torch.arange(longest, device=self.device))
         # The triangle of `is_causal` begins at the first key: after a prefix sdpa must be told what is seen.
         if attention_mask is None and count > 1 and start:
             seen = torch.ones(count, start + count, dtype=torch.bool, device=input_ids.device).tril_(start)
             attention_mask = seen[None, None]
-        cos, sin = self._rotations[position_ids].unbind(2)
+        angles = self._rotations[position_ids] if self._tabulated else self._angles(position_ids)
+        cos, sin = angles.unbind(2)
         x = functional.embedding(input_ids, self._embed)
         causal = count > 1 and not start
-        normed = self._layers[0].before(x)
-        after = [*(layer.before for layer in self._layers[1:]), self._norm]
-        for layer, kv, norm in zip(self._layers, past_key_values.layers, after, strict=True):
-            attended = self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask, causal)
-            x, normed = layer.between.added(x, attended)
-            x, normed = norm.added(x, layer.down(_gated(layer.gate_up(normed))))
+        states, more = [], torch.zeros((), dtype=x.dtype, device=x.device)
+        for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
+            x, normed = layer.before.added(x, more) if number else (x, layer.before(x))
+            states.append(x)  # of each layer those that it was given
+            x, normed = layer.between.added(
+                x, self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask, causal)
+            )
+            more = layer.down(_gated(layer.gate_up(normed)))
         wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)  # -0: all
-        kept = normed if output_hidden_states else normed[:, wanted]
+        if not output_hidden_states:
+            x, more = x[:, wanted], more[:, wanted]
+        _, kept = self._norm.added(x, more)
         read = kept[:, wanted] if output_hidden_states else kept
         logits = wide_linear(read, self._head.weights, self._head.bias) if self._wide else self._head(read)
-        return SimpleNamespace(logits=logits, hidden_states=(kept,) if output_hidden_states else None)
+        return SimpleNamespace(logits=logits, hidden_states=(*states, kept) if output_hidden_states else None)
 
     def _attend(
         self, layer: _Layer, kv: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, causal: bool

@@ -104,7 +104,8 @@ def pack(
         wanted.extend(range(end - (part.wanted or size), end))
         ends[part.stream], first = start + size, end
     line[:, total:], kept = line[:, total - 1 : total], len(wanted)
-    wanted += wanted[-1:] * (sized(kept) - kept)
+    if sized(kept) < line.shape[1]:  # as many as there are tokens would pass for all of them
+        wanted += wanted[-1:] * (sized(kept) - kept)
     tokens, positions, stream, slot, place = upload(line, device)
     if own := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # all of them
         tokens = torch.cat([*own, own[-1][-1:].expand(line.shape[1] - total)])

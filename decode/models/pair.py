@@ -237,7 +237,8 @@ def load_pair(
 def with_engine(pair: Pair, engine: str = "auto") -> Pair:
     """Return a plain pair under an engine (see `engine`).
 
-    A packed model is changed in place: it can no longer be saved, trained or used by itself.
+    A packed model is changed in place: it can no longer be saved, trained or used by itself. A compact one shares its weights
+    with the library's, some of which move: what runs that one and was made before must not go on.
     """
     names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
     hashes = _hashes(pair.target, pair.draft)  # first: weights in another layout are no parameters any more

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..models.cuda.transfer import download, upload
 from .base import Accepted, Drawn, Turn, Verification
-from .noise import Choices, best_of_rows, match_scores, own_tokens
+from .noise import Choices, best_of_rows, best_scores, in_order, match_scores, own_tokens
 
 NOTHING = float("-inf")
 
@@ -35,8 +35,7 @@ class Match(Verification):
             best = scores.amax(-1).tolist() if len(tokens) > 1 else [0.0]
             return Drawn([[t] if v > NOTHING else [] for t, v in zip(tokens, best, strict=True)], scores)
         # One more: the best score that was not drawn tells policies how near it came.
-        top = scores.topk(min(max(widths) + 1, scores.shape[-1]), -1)
-        best, tokens = download(top.values, top.indices)
+        best, tokens = _ranked(scores, max(widths) + 1)
         return Drawn(_possible(tokens, best, widths), scores, best=best)
 
     def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
@@ -94,9 +93,17 @@ def _follow(turn: Turn, tokens: Sequence[int]) -> Accepted:
 
 def best_tokens(scores: Tensor, widths: Sequence[int]) -> list[list[int]]:
     """Return for each row of [R, V] its `widths[row]` best tokens in falling order, none of score -inf."""
-    top = scores.topk(min(max(widths), scores.shape[-1]), -1)
-    values, tokens = download(top.values, top.indices)
+    values, tokens = _ranked(scores, max(widths))
     return _possible(tokens, values, widths)
+
+
+def _ranked(scores: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Return the `count` best scores of each row in falling order, and their tokens, of equal scores the first."""
+    values, tokens, tied = download(*best_scores(scores, count))
+    if rows := [row for row, ties in enumerate(tied) if ties]:  # a frequency, or a number in half precision
+        for row, ordered in zip(rows, in_order(scores[rows], count).tolist(), strict=True):
+            tokens[row] = ordered
+    return values, tokens
 
 
 def _possible(tokens: list[list[int]], best: list[list[float]], widths: Sequence[int]) -> list[list[int]]:

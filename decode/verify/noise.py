@@ -218,3 +218,21 @@ def best_of_rows(scores: Tensor) -> Tensor:
     if not scores.is_cpu or scores.dtype not in (torch.float32, torch.float64):
         return scores.argmax(-1)
     return torch.from_numpy(scores.numpy().argmax(-1))
+
+
+def best_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest scores of each row [R, V] in falling order, their tokens, [R, count] each, and [R] where some tie.
+
+    Tokens whose scores tie come in no order: see `in_order`.
+    """
+    found = scores.topk(min(count + 1, scores.shape[-1]), -1)  # one more tells whether the last one is alone
+    tied = (found.values[:, 1:] == found.values[:, :-1]) & (found.values[:, 1:] > -torch.inf)
+    return found.values[:, :count], found.indices[:, :count], tied.any(-1)
+
+
+def in_order(scores: Tensor, count: int) -> Tensor:
+    """Return the tokens [R, count] of the largest scores, of equal ones the first as `best_of_rows` does.
+
+    A tree's candidates are those of a larger tree that holds it, and a chain's among them, only if all go by one order.
+    """
+    return scores.sort(stable=True, dim=-1, descending=True).indices[:, :count]

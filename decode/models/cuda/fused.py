@@ -49,6 +49,7 @@ def fused(function: Callable[Args, Out]) -> Callable[Args, Out]:
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # of the compiler, of Triton, or of the compiler that it calls
+            out = function(*args, **kwargs)  # else it is no matter of compiling
             Compiled.works = False
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(
@@ -56,6 +57,6 @@ def fused(function: Callable[Args, Out]) -> Callable[Args, Out]:
                 SpecstopWarning,
                 stacklevel=2,
             )
-            return function(*args, **kwargs)
+            return out
 
     return run

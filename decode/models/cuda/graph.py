@@ -150,6 +150,11 @@ class _Memory:
     packed: dict[tuple[int, ...], _Packed] = field(default_factory=dict)
     unchecked: bool = False
 
+    @property
+    def slots(self) -> int:
+        """Tokens that it has room for."""
+        return self.capacity * self.kv.streams
+
     def serves(self, kind: tuple[object, ...], capacity: int, streams: int) -> bool:
         """Whether it can be used for so many streams; a batch can be smaller than the one it was made for."""
         enough = self.kv.streams == 1 if streams == 1 else self.kv.streams >= streams
@@ -248,9 +253,11 @@ class CudaGraphModel(CachedModel):
         """Record calls of (tokens, rows) in texts of these lengths; see `CachedModel.prepare`."""
         if not self._memory.recorder.works or self.streams > 1:
             return
-        for seen in sorted({min(_seen(length), self.capacity) for length in lengths}):
+        longest = {min(_seen(length), self.capacity): min(length, self.capacity) for length in sorted(lengths)}
+        for length in longest.values():  # of each size
             for count, rows in calls:
-                for start in (0, seen - count, seen - count):  # the first makes the buffers of the layers
+                last = max(length - count, 1)
+                for start in (0, last, last):  # the first makes the buffers of the layers
                     self._kv.lengths[0] = start
                     self.read(torch.zeros(1, count, dtype=torch.int64, device=self.model.device), rows)
         self.roll_back(0)
@@ -339,18 +346,17 @@ def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def _taken(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> _Memory | None:
-    """Return a kept memory that serves, which is in use from now on; where there is none, forget those that a new one makes
-    needless.
-    """
+    """Return the smallest kept memory that serves, which is in use from now on; else make room for a new one."""
     kept = _KEPT.get(model, [])
-    for memory in reversed(kept):
-        if memory.serves(kind, capacity, streams):
-            kept.remove(memory)
-            return memory
+    if serving := [memory for memory in kept if memory.serves(kind, capacity, streams)]:
+        memory = min(serving, key=lambda one: one.slots)
+        kept.remove(memory)
+        return memory
     for memory in list(kept):
         alike = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
         if memory.kind[-1] != kind[-1] or (alike and memory.capacity <= capacity and memory.kv.streams <= streams):
-            kept.remove(memory)
+            kept.remove(memory)  # its weights have moved, or the new one will serve for it
+    _shrink(kept, model)
     return None
 
 
@@ -362,11 +368,16 @@ def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
     memory.unchecked = True
     for call in (*memory.calls.values(), *memory.packed.values()):
         call.inherited = call.play is not None
-    kept, room = _KEPT.setdefault(alive, []), _room(alive.device)
-    others = kept[1 - MOST_KEPT :]
-    while others and sum(one.capacity * one.kv.streams for one in others) * token_bytes(alive) > room:
-        del others[0]
-    kept[:] = [*others, memory]
+    kept = _KEPT.setdefault(alive, [])
+    _shrink(kept, alive)
+    kept.append(memory)
+    del kept[:-MOST_KEPT]
+
+
+def _shrink(kept: list[_Memory], model: PreTrainedModel) -> None:
+    """Forget the oldest memories that take more than there is room for beside another."""
+    while kept and sum(memory.slots for memory in kept) * token_bytes(model) > _room(model.device):
+        del kept[0]
 
 
 def _room(device: torch.device) -> float:

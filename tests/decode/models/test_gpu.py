@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from conftest import build_draft, build_model
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode import with_drafter
 from specstop.decode.loop import Request, Settings, Speculator
+from specstop.decode.models import attention as attention_module
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.compact import CompactModel
 from specstop.decode.models.cuda.fused import Compiled
 from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
@@ -84,5 +88,27 @@ def test_a_pair_on_cuda_is_recorded_and_compact(pair_folder: Path) -> None:
     for first, end in ((0, 40), *((at, at + 1) for at in range(40, 46)), *((at, at + 3) for at in range(46, 58, 3))):
         ours, theirs = (cache.read(tokens[:, first:end]) for cache in caches)
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-    assert all(isinstance(cache, CudaGraphModel) and cache._memory.recorder.works for cache in caches)
+    for cache in caches:
+        assert isinstance(cache, CudaGraphModel) and cache._memory.recorder.works
+        assert any(call.play for call in cache._memory.calls.values()), "recorded, and played"
     assert Compiled.works
+
+
+@torch.no_grad()
+def test_half_precision_in_parts_is_near_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past 2,048 slots, compact and recorded, beside the library's modules in float32."""
+    model = build_model(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2600).float()
+    expected = CachedModel(copy.deepcopy(model), 2600, 48)
+    compact = CompactModel(model.cuda().bfloat16())
+    found = CudaGraphModel(compact, 2600, 48)  # type: ignore[arg-type]
+    divided, whole = [], attention_module.divided_attention
+    monkeypatch.setattr(attention_module, "divided_attention", lambda *args: divided.append(1) or whole(*args))
+    tokens = torch.randint(1, 48, (1, 2560), generator=torch.Generator().manual_seed(2))
+    for first, end in (
+        (0, 2500),
+        *((at, at + 1) for at in range(2500, 2506)),
+        *((at, at + 4) for at in range(2506, 2530, 4)),
+    ):
+        theirs, ours = expected.read(tokens[:, first:end]), found.read(tokens[:, first:end].cuda()).cpu()
+        assert float((theirs - ours).abs().max()) < 0.05 * float(theirs.abs().max())
+    assert divided

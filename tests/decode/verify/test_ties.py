@@ -1,0 +1,45 @@
+"""Scores that are equal: a chain, a tree, a larger tree and a dense trace take the same candidates, the first token first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import VOCABULARY
+from specstop.collect.dense.proposals import Asked, BestScores
+from specstop.decode.models.pair import Pair
+from specstop.decode.verify.match import Match, best_tokens
+
+GREEDY = cast(Any, [SimpleNamespace(choices=SimpleNamespace(greedy=True))])
+
+
+def tied_rows() -> torch.Tensor:
+    """Return rows [40, V] of a few values each, as frequencies are; some tokens are not known at all."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randint(0, 4, (40, VOCABULARY), generator=generator).float()
+    return rows.where(rows > 0, -torch.inf)
+
+
+def by_score_then_number(row: torch.Tensor) -> list[int]:
+    known = [token for token in range(len(row)) if row[token] > -torch.inf]
+    return sorted(known, key=lambda token: (-float(row[token]), token))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 10])
+def test_of_equal_scores_the_first_token_is_drawn_first(width: int) -> None:
+    rows = tied_rows()
+    drawn = Match().draw(rows, [width] * len(rows), GREEDY)
+    assert drawn.tokens == [by_score_then_number(row)[:width] for row in rows]
+    assert best_tokens(rows, [width] * len(rows)) == drawn.tokens
+    if width > 1:
+        assert drawn.best == [[float(row[t]) for t in by_score_then_number(row)[: width + 1]] for row in rows]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_dense_trace_takes_the_same(pair: Pair, width: int) -> None:
+    rows, number = tied_rows(), torch.arange(40)
+    asked = Asked(rows, cast(Any, None), number, number, number, 1, torch.full((40,), -1), torch.ones(40).double())
+    found, _ = BestScores(pair, None, 0, 0, None)(asked, width, width + 1)
+    assert found.tokens.tolist() == Match().draw(rows, [width] * 40, GREEDY).tokens
