@@ -245,6 +245,21 @@ def test_texts_of_batches_that_take_turns_keep_their_recordings(
 
 
 @torch.no_grad()
+def test_a_model_that_answers_with_all_rows_is_filled_up_too(model: PreTrainedModel, graphs: Graphs) -> None:
+    """Seven tokens of which six are wanted: both are filled up to eight."""
+    whole = model.forward
+    model.forward = lambda *args, logits_to_keep=0, **kwargs: whole(*args, **kwargs)  # type: ignore[method-assign]
+    grown = CachedModel(model, 120, VOCABULARY, False, 2)
+    fixed = CudaGraphModel(model, 120, VOCABULARY, False, 2, recorder)
+    parts = [Part(0, [5, 6, 7]), Part(1, [8, 9, 10, 11], 3)]
+    for cache in (grown, fixed):
+        cache.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])
+    for _ in range(3):
+        same([grown.read_parts(parts)], [fixed.read_parts(parts)])
+    assert graphs.played > 0
+
+
+@torch.no_grad()
 def test_grouped_queries_repeat_no_keys(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(num_attention_heads=4, num_key_value_heads=2)
     expected = readings(CachedModel(model, 120, VOCABULARY))

@@ -117,6 +117,18 @@ def test_the_compact_forward_gives_the_librarys_logits(name: str) -> None:
 
 
 @torch.no_grad()
+def test_the_compact_forward_has_the_states_of_every_layer() -> None:
+    model = build(COMPACT["llama"], torch.float32)
+    tokens = torch.arange(1, 12)[None]
+    caches = [CachedModel(one, 16, 64, hidden=(0, 2, -1)) for one in (model, speed_up(model, "compact"))]
+    for cache in caches:
+        cache.read(tokens, 1)
+    theirs, ours = (cache.states for cache in caches)
+    assert theirs is not None and ours is not None and ours.shape == (1, 11, 3 * 32)
+    torch.testing.assert_close(ours, theirs, atol=NEAR, rtol=NEAR)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", [*OTHERS, "llama-biased-tied", "qwen3"])
 def test_reordered_weights_give_the_librarys_logits(name: str) -> None:
     model = build({**OTHERS, **COMPACT}[name], torch.float32)
