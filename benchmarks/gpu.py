@@ -41,9 +41,9 @@ from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import attention as attention_module, cache as cache_module
 from specstop.decode.models.cache import CachedModel, token_bytes
-from specstop.decode.models.cuda import graph as graph_module
 from specstop.decode.models.cuda.fused import Compiled
 from specstop.decode.models.cuda.graph import open_cache
+from specstop.decode.models.cuda.memory import KEPT
 from specstop.decode.models.engine import choose_engine, speed_up
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -225,7 +225,7 @@ def steps(model: Any, plain: Any, name: str, size: Size, rate: float, most: floa
 
 def calls(model: Any, context: int, size: Size) -> dict[int, float]:
     """Return the seconds of a call by its tokens, after `context` tokens."""
-    graph_module._KEPT.clear()  # what another variant has recorded
+    KEPT.clear()  # what another variant has recorded
     cache = open_cache(model, context + max(size.rows), model.config.vocab_size)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(size.device)
@@ -357,7 +357,7 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
         progress=silent,
     )  # fmt: skip
     assert profile.batch is not None
-    recordings = sum(len(m.calls) + len(m.packed) for kept in graph_module._KEPT.values() for m in kept)
+    recordings = sum(len(m.calls) + len(m.packed) for kept in KEPT.values() for m in kept)
     print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
     for streams, points in {1: list(enumerate(profile.low.verify_s, 1)), **profile.batch.low.verify_s}.items():
         print(f"  {streams:>2} texts: verify", *(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in points))
@@ -391,7 +391,7 @@ def flips(size: Size, bars: Bars) -> None:
     heads["rounded head"] = mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext())
     for head, changed in heads.items():
         with changed:
-            graph_module._KEPT.clear()
+            KEPT.clear()
             single, together = (argmaxes(model, tokens, step) for step in (1, 4))
         flipped = 1e3 * float((single != together).float().mean())
         bars.figures[f"flips per 1,000, {head}"] = flipped

@@ -34,9 +34,8 @@ _SLICED = 64
 def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
     """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
 
-    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small
-    model's call). Half of the lowest number, as kernels multiply it by log2 e: infinite, it would leave NaN where nothing
-    of a part of the keys is seen.
+    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small model's
+    call). Half of the lowest: kernels multiply by log2 e, and infinite it leaves NaN where nothing of some keys is seen.
     """
     if mask.dtype != torch.bool:
         return mask

@@ -8,11 +8,8 @@ the slots in use but the next power of two of them. Recording takes a GPU: witho
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..attention import attending_grouped
-from ..cache import CachedModel, token_bytes
-from ..kv_cache import KVCache, KVLayer
+from ..cache import CachedModel
 from ..packed import PackedCall, Part
 from ..placement import is_placed
+from .memory import Answer, FixedLayer, Memory, Recorded, RecordedCall, RecordedPacked, keep_memory, take_memory
 from .recorder import Recorder
 
 MOST_TOKENS = 64
@@ -31,142 +28,6 @@ MOST_TOKENS = 64
 
 LEAST_SEEN = 256
 """Slots that attention reads at least; each next size is twice the last, so that a long text takes few recordings."""
-
-Answer = tuple[Tensor, Tensor | None]
-"""Logits and, if asked for, the last hidden states."""
-
-
-@dataclass
-class _Now:
-    """Of the call that is being made: the slots [n] that its states go to, and how many slots attention reads."""
-
-    slots: Tensor | None = None
-    seen: int = 0
-
-
-class FixedLayer(KVLayer):
-    """Keys and values of one layer, written where `now` says; as many slots are returned as it says, used or not."""
-
-    def __init__(self, kv: KVCache, now: _Now) -> None:
-        super().__init__(kv)
-        self._now = now
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states and return the first slots of the buffers; append them where nothing is said."""
-        slots, seen = self._now.slots, self._now.seen
-        if slots is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        assert self.keys is not None and self.values is not None
-        # By an index on the device, and views of one size: a recording repeats addresses and shapes.
-        self.keys.index_copy_(2, slots, key_states)
-        self.values.index_copy_(2, slots, value_states)
-        return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
-
-
-@dataclass(kw_only=True)
-class _Recorded:
-    """Calls of one shape: the first is made as it is, which warms up; the next is recorded, and played from then on."""
-
-    used: bool = False
-    play: Callable[[], Answer] | None = None
-    inherited: bool = False  # recorded for an earlier `CudaGraphModel`
-
-    def answer(self, recorder: Recorder, forward: Callable[[], Answer]) -> Answer:
-        """Make a call, whose tensors the next one of this shape writes to again."""
-        if self.play is None and self.used:
-            self.play = recorder.record(forward)
-        self.used = True
-        return forward() if self.play is None else self.play()
-
-
-@dataclass
-class _Call(_Recorded):
-    """What calls of one shape read; `mask` and `positions` where they are not those of a text.
-
-    `mask` is [B, 1, n, seen] boolean, `positions` [B, n].
-    """
-
-    tokens: Tensor  # [B, n]
-    start: Tensor  # []
-    rows: int
-    seen: int
-    mask: Tensor | None = None
-    positions: Tensor | None = None
-
-
-@dataclass
-class _Packed(_Recorded):
-    """What packed calls of one shape read."""
-
-    call: PackedCall
-    mask: Tensor  # [S, 1, n, seen] boolean
-
-    def take(self, call: PackedCall, mask: Tensor) -> None:
-        """Take over the numbers of a call of this shape."""
-        own, seen = self.call, mask.shape[-1]
-        self.mask[..., :seen] = mask if mask.dtype == torch.bool else mask == 0
-        self.mask[..., seen:] = False  # where an earlier call saw more
-        for mine, new in zip(_numbers(own), _numbers(call), strict=True):
-            if isinstance(mine, Tensor) and isinstance(new, Tensor):
-                mine.copy_(new)
-
-    @staticmethod
-    def like(call: PackedCall, mask: Tensor, seen: int) -> _Packed:
-        """Return buffers for calls of the shape of this one, whose attention reads `seen` slots."""
-        packing = call.packing
-        place = None if packing.place is None else packing.place.clone()
-        own = replace(packing, stream=packing.stream.clone(), slot=packing.slot.clone(), place=place, seen=seen)
-        copies = {name: getattr(call, name).clone() for name in ("tokens", "positions", "query_positions")}
-        wanted = call.wanted.clone() if isinstance(call.wanted, Tensor) else call.wanted
-        wide = torch.zeros(*mask.shape[:-1], seen, dtype=torch.bool, device=mask.device)
-        return _Packed(replace(call, packing=own, wanted=wanted, **copies), wide)
-
-
-def _numbers(call: PackedCall) -> tuple[Tensor | int | None, ...]:
-    """Return what a packed call brings anew."""
-    packing = call.packing
-    return call.tokens, call.positions, call.wanted, call.query_positions, packing.stream, packing.slot, packing.place
-
-
-@dataclass
-class _Memory:
-    """Buffers and recordings. They outlive a `CudaGraphModel`, for the next one of the same model; they refer to neither.
-
-    Attributes:
-        kind: what else they depend on.
-        positions, position_at: see `CachedModel`.
-        unchecked: the model may have changed since they were recorded.
-    """
-
-    capacity: int
-    kind: tuple[object, ...]
-    recorder: Recorder
-    kv: KVCache
-    positions: Tensor
-    position_at: Tensor
-    now: _Now = field(default_factory=_Now)
-    layers: list[FixedLayer] = field(default_factory=list)
-    calls: dict[tuple[int | bool, ...], _Call] = field(default_factory=dict)
-    packed: dict[tuple[int, ...], _Packed] = field(default_factory=dict)
-    unchecked: bool = False
-
-    @property
-    def slots(self) -> int:
-        """Tokens that it has room for."""
-        return self.capacity * self.kv.streams
-
-    def serves(self, kind: tuple[object, ...], capacity: int, streams: int) -> bool:
-        """Whether it can be used for so many streams; a batch can be smaller than the one it was made for."""
-        enough = self.kv.streams == 1 if streams == 1 else self.kv.streams >= streams
-        return self.kind == kind and self.capacity >= capacity and enough
-
-
-_KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[_Memory]] = weakref.WeakKeyDictionary()
-"""By model the last memories that nobody uses any more, the latest last: `generate`, called again, need not record again."""
-
-MOST_KEPT, SHARE_KEPT = 4, 0.125
-"""Memories of a model that are kept, and the share of the device that those beside the latest may take: runs that take turns,
-alone and in a batch, with hidden states and without, would each throw away what the other recorded."""
 
 
 class CudaGraphModel(CachedModel):
@@ -190,7 +51,7 @@ class CudaGraphModel(CachedModel):
     ) -> None:
         # Buffers made in inference mode cannot be written to outside of it; weights that lie elsewhere were not recorded.
         kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _addresses(model))
-        memory = _taken(model, kind, capacity, streams)
+        memory = take_memory(model, kind, capacity, streams)
         # In coarse steps, so that the next text of about this length finds the memory large enough.
         step = max(LEAST_SEEN, _seen(capacity) // 4)
         capacity = memory.capacity if memory else -(-capacity // step) * step
@@ -199,7 +60,7 @@ class CudaGraphModel(CachedModel):
         self._fewest = 1 if streams > 1 else 2  # the last text of a batch is read by recordings, too
         if memory is None:
             at = self._position_at
-            memory = _Memory(self.capacity, kind, recorder(model.device), self._kv, self._positions, at)
+            memory = Memory(self.capacity, kind, recorder(model.device), self._kv, self._positions, at)
             memory.layers = [FixedLayer(self._kv, memory.now) for _ in self._layers]
         # In the place of what the base class has made, where no layer has allocated anything yet.
         self._memory, self._layers, self._kv = memory, list(memory.layers), memory.kv
@@ -207,7 +68,7 @@ class CudaGraphModel(CachedModel):
         self._cache = Cache(layers=list(memory.layers))
         self._kv.lengths[:] = [0] * self._kv.streams
         # Not at the end of the process, when nobody comes for it.
-        weakref.finalize(self, _keep, weakref.ref(model), memory).atexit = False
+        weakref.finalize(self, keep_memory, weakref.ref(model), memory).atexit = False
 
     @property
     def streams(self) -> int:
@@ -281,29 +142,29 @@ class CudaGraphModel(CachedModel):
         # All that shapes depend on, and whether queries are spread out or fill the rectangle as they are.
         key = (call.tokens.shape[1], packing.rows, packing.count, wanted, seen, packing.place is None)
         if key not in self._memory.packed:
-            self._memory.packed[key] = _Packed.like(call, mask, seen)
+            self._memory.packed[key] = RecordedPacked.like(call, mask, seen)
         made = self._memory.packed[key]
         made.take(call, mask)
         logits, states = self._answer(made, lambda: self._forward_packed(made))
         return logits.clone(), None if states is None else states.clone()
 
-    def _forward_packed(self, made: _Packed) -> Answer:
+    def _forward_packed(self, made: RecordedPacked) -> Answer:
         return super()._run_packed(made.call, made.mask)
 
-    def _call(self, count: int, rows: int, seen: int, told: bool) -> _Call:
+    def _call(self, count: int, rows: int, seen: int, told: bool) -> RecordedCall:
         """Return the calls of a shape, `told` what they see or reading on."""
         key = (count, rows, seen, told)
         if key not in self._memory.calls:
             device = self.model.device
             tokens, positions = torch.zeros(2, 1, count, dtype=torch.int64, device=device)
-            call = _Call(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
+            call = RecordedCall(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
             if told:
                 call.mask = torch.zeros(1, 1, count, seen, dtype=torch.bool, device=device)
                 call.positions = positions
             self._memory.calls[key] = call
         return self._memory.calls[key]
 
-    def _answer(self, call: _Recorded, forward: Callable[[], Answer]) -> Answer:
+    def _answer(self, call: Recorded, forward: Callable[[], Answer]) -> Answer:
         """Make a call; the first one recorded for an earlier `CudaGraphModel` is compared with what the model says now."""
         memory = self._memory
         answer = call.answer(memory.recorder, forward)
@@ -317,7 +178,7 @@ class CudaGraphModel(CachedModel):
                 return now
         return answer
 
-    def _forward(self, call: _Call) -> Answer:
+    def _forward(self, call: RecordedCall) -> Answer:
         now, at = self._memory.now, self._positions[0]
         # Worked out on the device: a number from the host would be recorded as it is.
         slots = call.start + at[: call.tokens.shape[1]]
@@ -343,48 +204,6 @@ def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
     """Return where a model's weights lie and how it attends: recordings hold for these alone."""
     weights = itertools.chain(model.parameters(), model.buffers())
     return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
-
-
-def _taken(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> _Memory | None:
-    """Return the smallest kept memory that serves, which is in use from now on; else make room for a new one."""
-    kept = _KEPT.get(model, [])
-    if serving := [memory for memory in kept if memory.serves(kind, capacity, streams)]:
-        memory = min(serving, key=lambda one: one.slots)
-        kept.remove(memory)
-        return memory
-    for memory in list(kept):
-        alike = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
-        if memory.kind[-1] != kind[-1] or (alike and memory.capacity <= capacity and memory.kv.streams <= streams):
-            kept.remove(memory)  # its weights have moved, or the new one will serve for it
-    _shrink(kept, model)
-    return None
-
-
-def _keep(model: weakref.ref[PreTrainedModel], memory: _Memory) -> None:
-    """Keep what a captured model leaves, beside what others have left as far as there is room."""
-    alive = model()
-    if alive is None or not (memory.calls or memory.packed):
-        return
-    memory.unchecked = True
-    for call in (*memory.calls.values(), *memory.packed.values()):
-        call.inherited = call.play is not None
-    kept = _KEPT.setdefault(alive, [])
-    _shrink(kept, alive)
-    kept.append(memory)
-    del kept[:-MOST_KEPT]
-
-
-def _shrink(kept: list[_Memory], model: PreTrainedModel) -> None:
-    """Forget the oldest memories that take more than there is room for beside another."""
-    while kept and sum(memory.slots for memory in kept) * token_bytes(model) > _room(model.device):
-        del kept[0]
-
-
-def _room(device: torch.device) -> float:
-    """Return the bytes that memories beside the latest may take."""
-    if device.type != "cuda":
-        return math.inf
-    return SHARE_KEPT * float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def open_cache(

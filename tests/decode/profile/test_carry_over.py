@@ -75,17 +75,25 @@ def test_the_share_is_found_and_charged(share: float) -> None:
     assert series[Key(PREFILL, SIDE, (9,))] == ((7_000_000,),) and series[Key(DECISIONS, "mine", (1,))] == ((60_000,),)
 
 
-def test_trees_are_charged_by_the_share_that_chains_tell() -> None:
+@pytest.mark.parametrize(("verified", "before"), [(2, 3), (4, 9), (9, 2), (60, 60)])
+def test_trees_lose_no_more_of_the_cache_than_the_longest_chain(verified: int, before: int) -> None:
+    """Of rounds that are longer nothing more is told by the chains: both are charged as that one."""
+
+    def seconds(nodes: int) -> int:
+        return 1_000_000 + 600_000 * nodes  # of a round of a tree
+
     tree = {
-        Key(TREE_ROUND, SIDE, (4,)): ((6_000_000,),),
-        Key(TREE_ROUND, SIDE, (9,)): ((11_000_000,),),
-        Key(TREE_VERIFY, SIDE, (4, 9 * FINE)): ((3_000_000,),),
+        Key(TREE_ROUND, SIDE, (4,)): ((seconds(4),),),
+        Key(TREE_ROUND, SIDE, (9,)): ((seconds(9),),),
+        Key(TREE_VERIFY, SIDE, (verified, before * FINE)): ((30_000_000,),),
         Key(TREE_DRAFTS, SIDE, (2,)): ((400_000,),),
     }
     measured, share = charged(scripted(0.2).with_series(Measurements(tree)))
     assert share == pytest.approx(0.2, abs=1e-6)
-    assert measured.series[Key(TREE_VERIFY, SIDE, (4,))][0][0] == pytest.approx((3e6 - 0.2 * 11e6) / 0.8, abs=50)
-    assert measured.series[Key(TREE_DRAFTS, SIDE, (2,))] == ((500_000,),)
+    most = BASE + 5 * TOKEN
+    charge = 0.2 * (min(seconds(verified), most) - min(seconds(before), most))
+    assert measured.series[Key(TREE_VERIFY, SIDE, (verified,))][0][0] == pytest.approx(30e6 + charge, abs=50)
+    assert measured.series[Key(TREE_DRAFTS, SIDE, (2,))] == ((400_000,),)
 
 
 def test_what_falls_with_the_rounds_before_is_noise() -> None:
