@@ -7,8 +7,7 @@ the rounds before it, V = f + b P. In a long text each second of a round is then
 verifications after it: what the parts of a round cost adds up to (f + the other parts) / (1 - b).
 
 A cache that holds nothing of the target any more has no more to lose. So P counts no further than the longest chain that the
-line is known for: rounds of trees take several times as long, and with all of their seconds those of 60 nodes cost 5 to 9%
-more than the clock says.
+line is known for: rounds of trees take several times as long.
 """
 
 from __future__ import annotations
