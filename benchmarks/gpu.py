@@ -18,14 +18,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from bars import Bars, arguments
+from calls.steps import Size, bandwidth, steps
 from shapes import SHAPES, random_model, right_text, scripted_pair
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller
@@ -36,15 +36,13 @@ from specstop.decode import (
     Settings,
     Speculator,
     load_pair,
+    with_engine,
 )
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
-from specstop.decode.models import attention as attention_module, cache as cache_module
-from specstop.decode.models.cache import CachedModel, token_bytes
-from specstop.decode.models.cuda.fused import Compiled
+from specstop.decode.models import cache as cache_module
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.cuda.memory import KEPT
-from specstop.decode.models.engine import choose_engine, speed_up
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
@@ -58,21 +56,6 @@ LENGTHS = (2, 4, 6, 8)
 PARTS = ("texts", "steps", "decisions", "costs", "loops", "collection", "flips", "waits")
 BATCHES, COSTS_S = (1, 4, 16), 30.0
 AGREEMENT = 0.8
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much is measured."""
-
-    pair: tuple[str, str]
-    device: str
-    dtype: torch.dtype
-    contexts: tuple[int, ...]
-    rows: tuple[int, ...]
-    prompt: int
-    tokens: int
-    prompts: int
-    repeats: int
 
 
 FULL = Size(("8B", "1B"), "cuda", torch.bfloat16, (512, 2048, 8192), (1, 2, 3, 5, 9, 17), 512, 192, 3, 20)
@@ -108,7 +91,7 @@ def main() -> int:
     rate = bandwidth(size)
     bars.figures["bandwidth_tb_s"] = rate / 1e12
     plain, after = scripted_pair(size.pair, size.device, size.dtype, max(size.contexts) + 1024, AGREEMENT)
-    pair = faster(plain)
+    pair = with_engine(plain)
     generator = torch.Generator().manual_seed(2)
     prompts = [
         torch.randint(pair.vocabulary, (size.prompt,), generator=generator).tolist() for _ in range(size.prompts)
@@ -127,7 +110,7 @@ def main() -> int:
         if options.pair:
             folders = options.pair / "target", options.pair / "draft"
             trained = load_pair(*folders, device=size.device, dtype=dtype_name(size), engine="plain")
-            loops(faster(trained), trained, prompts_of(trained, size), size, options.pair.name, bars)
+            loops(with_engine(trained), trained, prompts_of(trained, size), size, options.pair.name, bars)
     if "collection" in options.part:
         collection(pair, prompts, size, bars)
     if "waits" in options.part:
@@ -137,12 +120,6 @@ def main() -> int:
         flips(size, bars)
     whole = size == FULL and not set(PARTS) - set(options.part)
     return bars.finish(options, f"{' and '.join(size.pair)} on {bars.figures['device']}", whole=whole)
-
-
-def faster(pair: Pair) -> Pair:
-    """Return a pair under the engine that is chosen for it; without the hashes, which take a minute of large weights."""
-    models = [speed_up(model, choose_engine(model)) for model in (pair.target, pair.draft_model)]
-    return dataclasses.replace(pair, target=models[0], draft=models[1])
 
 
 def dtype_name(size: Size) -> str:
@@ -156,89 +133,6 @@ def prompts_of(pair: Pair, size: Size) -> list[list[int]]:
     shape = (size.prompts, min(size.prompt, 256))
     rows: list[list[int]] = torch.randint(pair.vocabulary // 2, shape, generator=generator).tolist()
     return rows
-
-
-def waited(run: Callable[[], object], device: str, repeats: int) -> float:
-    """Return the median seconds of a call, the device's work included."""
-    seconds = []
-    for number in range(repeats + 3):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if number >= 3:
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
-
-
-def bandwidth(size: Size) -> float:
-    """Return the bytes a second of a copy within the device's memory, those read and those written."""
-    count = 1 << (32 if size.device == "cuda" else 24)
-    source = torch.empty(count, dtype=torch.uint8, device=size.device).random_()
-    copy = torch.empty_like(source)
-    return 2 * count / waited(lambda: copy.copy_(source), size.device, size.repeats)
-
-
-def step_bytes(model: Any, context: int) -> int:
-    """Return what a step has to read: every weight but the embedding's, and the cache."""
-    weights = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
-    return int(weights * model.dtype.itemsize + context * token_bytes(model))
-
-
-@torch.inference_mode()
-def steps(model: Any, plain: Any, name: str, size: Size, rate: float, most: float, bars: Bars) -> None:
-    """Time calls by tokens and context, beside the time that their bytes take; with single parts left out, too.
-
-    Args:
-        model: as the engine runs it; `plain` as the library does.
-        name, size, rate, most: of the model, the run, bytes a second, and the most that is allowed.
-        bars: see `Bars`.
-    """
-    figures = bars.figures[name] = {}
-    variants: dict[str, contextlib.AbstractContextManager[Any]] = {
-        "whole": contextlib.nullcontext(),
-        "library's modules": contextlib.nullcontext(),
-        "keys undivided": mock.patch.object(attention_module, "is_divided", lambda query, key, mask: False),
-        "operations one by one": mock.patch.object(Compiled, "works", False),
-        "not recorded": mock.patch(f"{__name__}.open_cache", CachedModel),
-    }
-    print(
-        f"\n{name}: ms a call (times its bytes' time)\n{'':<22}{'context':>8}" + "".join(f"{n:>15}" for n in size.rows)
-    )
-    for variant, changed in variants.items():
-        for context in size.contexts if variant in ("whole", "library's modules") else size.contexts[-1:]:
-            floor = step_bytes(plain, context) / rate
-            with changed:
-                row = calls(plain if variant == "library's modules" else model, context, size)
-            figures[f"{variant}, {context}"] = {"floor_ms": 1e3 * floor, **{f"{n}": 1e3 * s for n, s in row.items()}}
-            cells = "".join(f"{1e3 * s:>8.3f} ({s / floor:4.2f})" for s in row.values())
-            print(f"{variant:<22}{context:>8}{cells}", flush=True)
-    middle = size.contexts[len(size.contexts) // 2]
-    reached = figures[f"whole, {middle}"]
-    times = reached["1"] / reached["floor_ms"]
-    text = f"{times:.2f} of bytes over bandwidth at {middle} tokens; at most {most}"
-    if size.device == "cuda":
-        bars.add(f"{name} step", times, times <= most, text)
-
-
-def calls(model: Any, context: int, size: Size) -> dict[int, float]:
-    """Return the seconds of a call by its tokens, after `context` tokens."""
-    KEPT.clear()  # what another variant has recorded
-    cache = open_cache(model, context + max(size.rows), model.config.vocab_size)
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(model.config.vocab_size, (1, context), generator=generator).to(size.device)
-    cache.read(tokens, 1)
-    found = {}
-    for count in size.rows:
-
-        def call(count: int = count) -> None:
-            cache.roll_back(context)
-            cache.read(tokens[:, :count])
-
-        found[count] = waited(call, size.device, size.repeats)
-    return found
 
 
 def equal_texts(pair: Pair, after: torch.Tensor, prompts: Sequence[list[int]], size: Size, bars: Bars) -> None:

@@ -227,10 +227,13 @@ class CompactModel(nn.Module):
         cos, sin = angles.unbind(2)
         x = functional.embedding(input_ids, self._embed)
         causal = count > 1 and not start
-        states, more = [], torch.zeros((), dtype=x.dtype, device=x.device)
+        states, more = [], x
         for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
             x, normed = layer.before.added(x, more) if number else (x, layer.before(x))
-            states.append(x)  # of each layer those that it was given
+            if (
+                output_hidden_states
+            ):  # those that the layer is given; all of them at once are gigabytes of a long prompt
+                states.append(x)
             x, normed = layer.between.added(
                 x, self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask, causal)
             )
