@@ -53,8 +53,8 @@ from specstop.policies.progress import silent
 from torch.profiler import ProfilerActivity, profile
 
 LENGTHS = (2, 4, 6, 8)
-PARTS = ("texts", "steps", "decisions", "costs", "loops", "collection", "flips", "waits")
-BATCHES, COSTS_S = (1, 4, 16), 30.0
+PARTS = ("texts", "steps", "decisions", "loops", "costs", "collection", "flips", "waits")
+BATCHES, COSTS_S = (1, 4, 16), 60.0
 AGREEMENT = 0.8
 
 
@@ -103,14 +103,14 @@ def main() -> int:
         steps(pair.draft_model, plain.draft_model, size.pair[1], size, rate, 2.0, bars)
     if "decisions" in options.part:
         decisions(pair, prompts[0], size, bars)
-    if "costs" in options.part:
-        costs(pair, prompts, size, options.profile, bars)
     if "loops" in options.part:
         loops(pair, plain, prompts, size, "shapes", bars)
         if options.pair:
             folders = options.pair / "target", options.pair / "draft"
             trained = load_pair(*folders, device=size.device, dtype=dtype_name(size), engine="plain")
             loops(with_engine(trained), trained, prompts_of(trained, size), size, options.pair.name, bars)
+    if "costs" in options.part:
+        costs(pair, prompts, size, options.profile, bars)
     if "collection" in options.part:
         collection(pair, prompts, size, bars)
     if "waits" in options.part:
@@ -253,8 +253,9 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
     assert profile.batch is not None
     recordings = sum(len(m.calls) + len(m.packed) for kept in KEPT.values() for m in kept)
     print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
-    for streams, points in {1: list(enumerate(profile.low.verify_s, 1)), **profile.batch.low.verify_s}.items():
-        print(f"  {streams:>2} texts: verify", *(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in points))
+    alone = {0: list(enumerate(profile.low.verify_s, 1))}
+    for streams, points in {**alone, **profile.batch.low.verify_s}.items():
+        print(f"  {streams or 'no batch':>8}: verify", *(f"{tokens}:{1e3 * seconds:.2f}" for tokens, seconds in points))
     print("  draft step by texts", *(f"{n}:{1e3 * seconds:.2f}" for n, seconds in profile.batch.low.draft_s))
     if path is not None:
         profile.save(path)

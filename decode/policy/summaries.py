@@ -1,4 +1,4 @@
-"""Row summaries of logits, wherever they lie: the compiled kernel on the host, torch operations on a device."""
+"""Row summaries of logits, wherever they lie: by the compiled kernel on the host, by `on_device` elsewhere."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.errors import PolicyError
-from ...policies.features import TOP, Columns, Drawn, Plan, Summary, summarise as summarise_arrays
-from ...policies.features.summary import NO_SCORES, Array
-from ..models.cuda.fused import fused
-from ..models.cuda.transfer import upload
-
-LEAST = -87.0
-"""As in `kernels.rows`: what a masked token counts as below the largest."""
+from ...policies.features import Columns, Drawn, Plan, Summary, summarise as summarise_arrays
+from ...policies.features.summary import Array
+from .on_device import on_device
 
 
 def summarise(
@@ -116,63 +111,3 @@ def _array(values: Tensor) -> Array:
         values = values.detach().float().cpu().contiguous()
     array: Array = values.numpy()
     return array
-
-
-@fused
-def _spread(rows: Tensor, weights: Tensor, owner: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [R, 2] what sums and entropies rows have, and [B, 2] the log-probabilities of tokens [B] of rows `owner` [B].
-
-    Args:
-        rows: [R, V] raw logits.
-        weights: [R, V] those of the distribution which is sampled from.
-    """
-    # With d = logit - largest and Z = sum of e^d: log Z, and the entropy log Z - sum of e^d d / Z.
-    below = (rows - rows.amax(-1, keepdim=True)).clamp_min(LEAST)
-    weight = below.exp()
-    total = weight.sum(-1)
-    entropy = total.log() - (weight * below).sum(-1) / total
-    # A token that is masked has probability 0, whatever it counts as in the sums.
-    plain = rows[owner, token] - (rows.amax(-1) + total.log())[owner]
-    shaped = weights[owner, token] - weights.logsumexp(-1)[owner]
-    return torch.stack([total.log(), entropy.clamp_min(0.0)], -1), torch.stack([plain, shaped], -1)
-
-
-def on_device(
-    plan: Plan,
-    logits: Tensor,
-    drawn: Drawn,
-    temperature: float,
-    sampled: Tensor | None = None,
-    scores: Tensor | None = None,
-    best: Array | None = None,
-) -> Summary:
-    """Return the summary of rows that lie on a device: a few operations there, and one copy to the host."""
-    rows, count = logits.float(), len(logits)
-    # The largest alone is had in a pass; ten take a sort.
-    top = rows.topk(min(TOP, rows.shape[-1]), -1).values if plan.ranks > 1 else rows.amax(-1, keepdim=True)
-    found, numbers = rows.new_zeros(count, 2), rows.new_zeros(len(drawn.ids), 2)
-    if plan.spread:
-        weights = rows
-        if plan.sampled and (sampled is not None or temperature not in (0.0, 1.0)):
-            weights = rows / temperature if sampled is None else sampled.float()
-        owner, token = upload(drawn.ids, logits.device)[:, :2].unbind(-1)
-        found, numbers = _spread(rows, weights, owner, token)
-    noisy = rows.new_zeros(count, 0)
-    if plan.noisy and best is None:
-        if scores is None:
-            raise PolicyError(NO_SCORES)
-        # One more than the most siblings: margins are to the best score that was not drawn.
-        width = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
-        noisy = scores.float().topk(width, -1).values
-    packed = torch.cat([part.flatten() for part in (top, found, noisy, numbers)]).cpu().numpy()
-    parts = np.split(packed, np.cumsum([part.numel() for part in (top, found, noisy)]))
-    ranked = np.full((count, TOP), -np.inf, dtype=np.float32)
-    ranked[:, : top.shape[1]] = parts[0].reshape(count, -1)
-    if best is None:
-        best = np.full((count, max(noisy.shape[1], 2)), -np.inf, dtype=np.float32)
-        best[:, : noisy.shape[1]] = parts[2].reshape(count, -1)
-    logprob = parts[3].reshape(-1, 2).astype(np.float64)
-    path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
-    lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
-    packed_numbers = np.concatenate([logprob, path, lead], 1)
-    return Summary(ranked, parts[1].reshape(count, 2).astype(np.float64), best, packed_numbers)

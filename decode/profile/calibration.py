@@ -24,6 +24,7 @@ from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
 from ..loop import Speculator
+from ..models.cuda.recorder import Recorded
 from ..models.pair import Pair
 from ..records import Generation
 from ..settings import Settings
@@ -43,6 +44,9 @@ PROBED, SHORTEST = 8, 16
 
 WARM_UPS = (0, 1)
 """Keys of the texts that warm up: together they draft nearly all lengths, each of which may have to be captured once."""
+
+MOST_WARM_UPS = 12
+"""Repetitions that warm up a GPU at most: a call is recorded the second time that its shape comes, and a text has few."""
 
 
 def measure_profile(
@@ -137,7 +141,7 @@ class CalibrationRun:
         self.settings = Settings(
             temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
         )
-        self._prompts = prompts
+        self._prompts, self._on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
@@ -159,8 +163,24 @@ class CalibrationRun:
 
     def cases(self) -> dict[str, Case]:
         """Return what is to be timed in turns: chains, plain decoding among them, trees, and batches."""
-        batches = {f"batch {run.streams}": partial(self._batch, run) for run in self._batches}
-        return {"rounds": self._rounds, **batches}
+        cases: dict[str, Case] = {"rounds": self._rounds}
+        cases |= {f"batch {run.streams}": partial(self._batch, run) for run in self._batches}
+        return {name: partial(self._warmed, case) for name, case in cases.items()}
+
+    def _warmed(self, case: Case, number: int) -> Seconds:
+        """Time a case; the warm-up goes on, in other rounds, until a GPU has recorded what they call for."""
+        seconds = case(number)
+        if number:
+            return seconds
+        counts = [len(side) for side in self._contexts]
+        for more in range(1, 1 if self._on_host else MOST_WARM_UPS):
+            before = Recorded.fresh
+            case(more)
+            if Recorded.fresh == before:
+                break
+        for side, count in zip(self._contexts, counts, strict=True):
+            del side[count:]
+        return {}
 
     def play(self, number: int) -> None:
         """Time all cases once, for `profile`; number 0 only warms up."""

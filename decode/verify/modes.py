@@ -44,13 +44,18 @@ def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature:
         return name
     if isinstance(policy, LearnedPolicy):
         return policy.facts.verification
-    if temperature == 0.0 or not topology.limited(policy.max_depth).is_chain:
+    if temperature == 0.0 or not _reached(topology, policy).is_chain:
         return Match.name
     try:
         check_mode(Block(), policy, topology)
     except PolicyError:
         return Match.name
     return Block.name
+
+
+def _reached(topology: Topology, policy: StopPolicy) -> Topology:
+    """Return what of a topology a policy can draft; at least a level, so that plain decoding is verified as others are."""
+    return topology.limited(max(policy.max_depth, 1))
 
 
 def describe(name: str) -> str:
@@ -70,7 +75,7 @@ def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> No
         InputError: the tree is not of the mode's kind.
         PolicyError: the policy reads what the mode does not have, or would trim by what must not matter.
     """
-    if mode.chains_only and not topology.is_chain:
+    if mode.chains_only and not _reached(topology, policy).is_chain:
         raise InputError(f"--verification {mode.name}: expected a chain, not the tree {topology.name}; use rejection")
     names = [FEATURES[name] for name in policy.features]
     noisy = [f.name for f in names if f.name.startswith("noisy_")]

@@ -20,8 +20,8 @@ from ..attention import attending_grouped
 from ..cache import CachedModel
 from ..packed import PackedCall, Part
 from ..placement import is_placed
-from .memory import Answer, FixedLayer, Memory, Recorded, RecordedCall, RecordedPacked, keep_memory, take_memory
-from .recorder import Recorder
+from .memory import Answer, FixedLayer, Memory, RecordedCall, RecordedPacked, keep_memory, take_memory
+from .recorder import Recorded, Recorder, filled_up
 
 MOST_TOKENS = 64
 """Longest call that is recorded. Longer ones, and prompts, come in all lengths and gain little."""
@@ -94,7 +94,7 @@ class CudaGraphModel(CachedModel):
             return super().read(tokens, rows, mask, positions, stream)
         end = start + count
         # Trees come in all sizes: what fills one up is written behind it, where nothing is seen.
-        wide = self._sized(count) if mask is not None and rows == 0 else count
+        wide = filled_up(count) if mask is not None and rows == 0 else count
         wide = wide if start + wide <= self.capacity else count
         call = self._call(wide, rows, min(_seen(start + wide), self.capacity), mask is not None)
         call.tokens[:, :count] = self._known(tokens)
@@ -130,7 +130,7 @@ class CudaGraphModel(CachedModel):
     @staticmethod
     def _sized(count: int) -> int:
         """See `CachedModel`; the sizes that are recorded."""
-        return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
+        return filled_up(count)
 
     def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
         """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
@@ -164,7 +164,7 @@ class CudaGraphModel(CachedModel):
             self._memory.calls[key] = call
         return self._memory.calls[key]
 
-    def _answer(self, call: Recorded, forward: Callable[[], Answer]) -> Answer:
+    def _answer(self, call: Recorded[Answer], forward: Callable[[], Answer]) -> Answer:
         """Make a call; the first one recorded for an earlier `CudaGraphModel` is compared with what the model says now."""
         memory = self._memory
         answer = call.answer(memory.recorder, forward)

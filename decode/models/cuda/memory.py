@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from ..cache import token_bytes
 from ..kv_cache import KVCache, KVLayer
 from ..packed import PackedCall
-from .recorder import Recorder
+from .recorder import Recorded, Recorder
 
 Answer = tuple[Tensor, Tensor | None]
 """Logits and, if asked for, the last hidden states."""
@@ -51,24 +50,8 @@ class FixedLayer(KVLayer):
         return self.keys.narrow(2, 0, seen), self.values.narrow(2, 0, seen)
 
 
-@dataclass(kw_only=True)
-class Recorded:
-    """Calls of one shape: the first is made as it is, which warms up; the next is recorded, and played from then on."""
-
-    used: bool = False
-    play: Callable[[], Answer] | None = None
-    inherited: bool = False  # recorded for an earlier `CudaGraphModel`
-
-    def answer(self, recorder: Recorder, forward: Callable[[], Answer]) -> Answer:
-        """Make a call, whose tensors the next one of this shape writes to again."""
-        if self.play is None and self.used:
-            self.play = recorder.record(forward)
-        self.used = True
-        return forward() if self.play is None else self.play()
-
-
 @dataclass
-class RecordedCall(Recorded):
+class RecordedCall(Recorded[Answer]):
     """What calls of one shape read; `mask` and `positions` where they are not those of a text.
 
     `mask` is [B, 1, n, seen] boolean, `positions` [B, n].
@@ -83,7 +66,7 @@ class RecordedCall(Recorded):
 
 
 @dataclass
-class RecordedPacked(Recorded):
+class RecordedPacked(Recorded[Answer]):
     """What packed calls of one shape read."""
 
     call: PackedCall

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -53,3 +54,30 @@ class Recorder:
             return out
 
         return play
+
+
+@dataclass(kw_only=True)
+class Recorded(Generic[Out]):
+    """Calls of one shape: the first is made as it is, which warms up; the next is recorded, and played from then on.
+
+    Attributes:
+        fresh: calls of all shapes so far that were not merely played.
+    """
+
+    fresh: ClassVar[int] = 0
+    used: bool = False
+    play: Callable[[], Out] | None = None
+    inherited: bool = False  # recorded for an earlier `CudaGraphModel`
+
+    def answer(self, recorder: Recorder, forward: Callable[[], Out]) -> Out:
+        """Make a call, whose tensors the next one of this shape writes to again."""
+        if self.play is None:
+            Recorded.fresh += 1
+            self.play = recorder.record(forward) if self.used else None
+        self.used = True
+        return forward() if self.play is None else self.play()
+
+
+def filled_up(count: int) -> int:
+    """Return the next of the few sizes that are recorded: of tokens in a call, of rows that are read."""
+    return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8

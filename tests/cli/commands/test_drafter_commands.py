@@ -51,6 +51,13 @@ def test_a_drafter_is_trained_and_used_by_every_command(place: Path) -> None:
     assert answer.code == 0, answer.err
     names = [line["name"] for line in json.loads(answer.out)["lines"]]
     assert "fixed:2" in names and not any("assist" in name for name in names)
+    answer = cli(
+        "bench", *target, *test, *spec, "--policy", "fixed:2", "--tree", "2,2", "--temperature", "0.7", "--json"
+    )
+    assert answer.code == 0, answer.err
+    assert [line["same_text"] for line in json.loads(answer.out)["lines"]][:2] == [6, 6], (
+        "match, beside plain decoding too"
+    )
     for side in ("train", "test"):
         prompts = ("--prompts", place / f"{side}.jsonl", "--out", place / f"traces-{side}", "--depth", "3", "--quiet")
         answer = cli("collect", *target, *spec, *prompts)

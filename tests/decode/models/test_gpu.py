@@ -97,18 +97,22 @@ def test_a_pair_on_cuda_is_recorded_and_compact(pair_folder: Path) -> None:
 @torch.no_grad()
 def test_half_precision_in_parts_is_near_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past 2,048 slots, compact and recorded, beside the library's modules in float32."""
-    model = build_model(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2600).float()
+    model = build_model(head_dim=8, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2600).float()
     expected = CachedModel(copy.deepcopy(model), 2600, 48)
-    compact = CompactModel(model.cuda().bfloat16())
+    compact = CompactModel(model.cuda().half())
     found = CudaGraphModel(compact, 2600, 48)  # type: ignore[arg-type]
     divided, whole = [], attention_module.divided_attention
     monkeypatch.setattr(attention_module, "divided_attention", lambda *args: divided.append(1) or whole(*args))
     tokens = torch.randint(1, 48, (1, 2560), generator=torch.Generator().manual_seed(2))
+    off, all_of = [], []
     for first, end in (
         (0, 2500),
         *((at, at + 1) for at in range(2500, 2506)),
         *((at, at + 4) for at in range(2506, 2530, 4)),
     ):
         theirs, ours = expected.read(tokens[:, first:end]), found.read(tokens[:, first:end].cuda()).cpu()
-        assert float((theirs - ours).abs().max()) < 0.05 * float(theirs.abs().max())
+        off.append((theirs - ours)[0, -4:])
+        all_of.append(theirs[0, -4:])
+    # Half precision rounds to one part in 2,048, which two layers of weights as wild as these make 2% of.
+    assert float(torch.cat(off).norm()) < 0.06 * float(torch.cat(all_of).norm())
     assert divided

@@ -31,6 +31,7 @@ from known_costs import (
 )
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cuda.recorder import Recorded
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, measure_profile
 from specstop.decode.profile.carry_over import MEMORY
@@ -296,3 +297,20 @@ def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
     cases = run.cases()
     assert list(cases) == ["rounds", "batch 1", "batch 2"]
     assert {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY, TREE_DRAFTS}
+
+
+def test_a_gpu_is_warmed_up_until_calls_are_played(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
+
+    def rounds(number: int) -> dict[Any, Any]:
+        numbers.append(number)
+        Recorded.fresh += number < 3  # nothing new from the third on
+        run._contexts[0].append(1.0)
+        return {}
+
+    monkeypatch.setattr(run, "_rounds", rounds)
+    for run._on_host in (True, False):
+        for number in (0, 1):
+            run.cases()["rounds"](number)
+    assert numbers == [0, 1, 0, 1, 2, 3, 1]
+    assert len(run._contexts[0]) == 4, "those of more warm-ups are forgotten"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from oracle import Law, oracle_pair
 from specstop.decode.loop import Settings, Speculator
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 
@@ -88,3 +89,19 @@ def test_match_shows_tokens_and_asks_once() -> None:
     assert len(policy.shown) == sum(r.drafted > 0 for r in rounds) > 0
     for tree in policy.shown:
         assert np.array_equal(tree.tokens >= 0, tree.drawn)
+
+
+@pytest.mark.parametrize(
+    ("length", "tree", "mode"),
+    [
+        (0, "2,2,1", "match"),
+        (1, "2,2,1", "match"),
+        (1, "1,2,1", "block"),
+        (2, "1,2,1", "match"),
+        (0, "chain:2", "block"),
+    ],
+)
+def test_auto_goes_by_what_a_policy_reaches_of_a_tree(length: int, tree: str, mode: str) -> None:
+    speculator = build(FixedLength(length), "auto", tree)
+    assert speculator.mode.name == mode
+    assert speculator.generate([1, 2], 1).tokens

@@ -1,0 +1,232 @@
+"""Row summaries of logits on a device: recorded, so that a decision takes one launch and one wait.
+
+Reading a row is a dozen small operations. One by one the host takes longer to launch them than a small draft takes for a
+token, and what a decision costs is what stopping early has to save.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...policies.errors import PolicyError
+from ...policies.features import TOP, Drawn, Plan, Summary
+from ...policies.features.summary import NO_SCORES, Array
+from ..models.cuda.fused import fused
+from ..models.cuda.recorder import Recorded, Recorder, filled_up
+from ..models.cuda.transfer import upload
+
+LEAST = -87.0
+"""As in `kernels.rows`: what a masked token counts as below the largest."""
+
+BLOCKS, LONG = 1024, 1 << 14
+"""Blocks that a long row is cut into to find its largest, and from which length on."""
+
+MOST_ROWS, MOST_KEPT = 16, 32
+"""Rows of a reading that is recorded, and how many readings of different shapes are kept: 8 MB for 16 rows of 128k tokens.
+More rows are those of wide trees and large batches, beside which launches are little."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of rows, and all that a recording of it depends on.
+
+    Attributes:
+        rows, tokens: R and B.
+        ranks: how many of the largest logits, 1 at least.
+        spread: whether sums, entropies and the probabilities of tokens.
+        temperature: of the distribution that is sampled from; 1 where it is told.
+        noisy: how many of the largest scores; 0 = none.
+    """
+
+    rows: int
+    tokens: int
+    ranks: int
+    spread: bool
+    temperature: float
+    noisy: int
+
+    def read(self, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Tensor) -> Tensor:
+        """Return in one piece: of each row the largest logits, two numbers, and the largest scores; two of each token.
+
+        Args:
+            logits: [R, V] float32.
+            sampled, scores: [R, V], see `policies.features.summarise`; None = not read.
+            at: [B, 2] int64, the row and the id of each token.
+        """
+        top = largest(logits, self.ranks)
+        found, numbers = logits.new_zeros(self.rows, 2), logits.new_zeros(self.tokens, 2)
+        if self.spread:
+            owner, token = at.unbind(-1)
+            found, numbers = _spread(logits, top[:, :1], owner, token, self.temperature)
+            if sampled is not None:
+                numbers = torch.stack([numbers[:, 0], sampled[owner, token] - sampled.logsumexp(-1)[owner]], -1)
+        noisy = logits.new_zeros(self.rows, 0) if scores is None else largest(scores, self.noisy)
+        return torch.cat([part.flatten() for part in (top, found, noisy, numbers)])
+
+    def split(self, packed: Array) -> tuple[Array, Array, Array, Array]:
+        """Return what `read` has put into one piece."""
+        shapes = ((self.rows, self.ranks), (self.rows, 2), (self.rows, self.noisy), (self.tokens, 2))
+        parts = np.split(packed, np.cumsum([count * width for count, width in shapes[:-1]]))
+        top, found, noisy, numbers = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        return top, found, noisy, numbers
+
+
+def largest(rows: Tensor, count: int) -> Tensor:
+    """Return [R, count], the largest of each row in falling order.
+
+    They lie in the `count` blocks whose maxima are the largest: a long row is passed over once, and little is sorted.
+    """
+    if count == 1:
+        return rows.amax(-1, keepdim=True)
+    if rows.shape[-1] < LONG:
+        return rows.topk(count, -1).values
+    more = _padded(rows.shape[-1]) - rows.shape[-1]
+    blocks = (functional.pad(rows, (0, more), value=-torch.inf) if more else rows).unflatten(-1, (BLOCKS, -1))
+    held = blocks.amax(-1).topk(count, -1).indices[..., None].expand(-1, -1, blocks.shape[-1])
+    values: Tensor = blocks.gather(1, held).flatten(1).topk(count, -1).values
+    return values
+
+
+def _padded(vocabulary: int) -> int:
+    """Return how long rows are to be cut into equal blocks."""
+    return -(-vocabulary // BLOCKS) * BLOCKS if vocabulary >= LONG else vocabulary
+
+
+@fused
+def _spread(rows: Tensor, top: Tensor, owner: Tensor, token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return [R, 2] what sums and entropies rows have, and [B, 2] the log-probabilities of tokens, also at a temperature.
+
+    Args:
+        rows: [R, V] raw logits.
+        top: [R, 1] their largest.
+        owner, token: [B] rows and ids of the tokens.
+        temperature: see `Reading`.
+    """
+    # With d = logit - largest and Z = sum of e^d: log Z, and the entropy log Z - sum of e^d d / Z.
+    below = rows - top
+    least = below.clamp_min(LEAST)
+    weight = least.exp()
+    total = weight.sum(-1)
+    entropy = total.log() - (weight * least).sum(-1) / total
+    shaped = (below / temperature).exp().sum(-1).log()
+    # A token that is masked has probability 0, whatever it counts as in the sums.
+    own = rows[owner, token] - top[owner, 0]
+    logprob = torch.stack([own - total.log()[owner], own / temperature - shaped[owner]], -1)
+    return torch.stack([total.log(), entropy.clamp_min(0.0)], -1), logprob
+
+
+class Buffers(Recorded[Tensor]):
+    """What readings of one shape read, at the addresses that their recording has.
+
+    Args:
+        reading: what is read.
+        vocabulary: V.
+        sampled, scores: whether they are read.
+        device: where.
+    """
+
+    def __init__(self, reading: Reading, vocabulary: int, sampled: bool, scores: bool, device: torch.device) -> None:
+        super().__init__()
+        self._reading, wide = reading, _padded(vocabulary)
+
+        def rows() -> Tensor:
+            return torch.full((reading.rows, wide), -torch.inf, device=device)
+
+        self._logits, self._sampled, self._scores = rows(), rows() if sampled else None, rows() if scores else None
+        at = torch.zeros(reading.tokens, 2, dtype=torch.int64)
+        self._said, self._at = at.pin_memory() if device.type == "cuda" else at, at.to(device)
+
+    def read(
+        self, recorder: Recorder, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Array
+    ) -> Array:
+        """Return what `Reading.read` returns; of fewer rows and tokens than there is room for, the first ones count."""
+        for own, new in ((self._logits, logits), (self._sampled, sampled), (self._scores, scores)):
+            if own is not None and new is not None:
+                own[: len(new), : new.shape[1]] = new
+        self._said[: len(at)] = torch.from_numpy(at)
+        self._at.copy_(self._said, non_blocking=True)  # which nobody writes to before the answer is there
+        read = self._reading.read
+        packed = self.answer(recorder, lambda: read(self._logits, self._sampled, self._scores, self._at))
+        out: Array = packed.cpu().numpy()
+        return out
+
+
+KEPT: OrderedDict[object, Buffers] = OrderedDict()
+"""Buffers that nobody is reading, the latest last."""
+
+recorder = functools.cache(Recorder)
+"""Of a device: readings share a pool of memory, as they follow one another."""
+
+
+def _read(
+    reading: Reading, logits: Tensor, sampled: Tensor | None, scores: Tensor | None, at: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Return what is read of R rows and B tokens: [R, ranks], [R, 2], [R, noisy], [B, 2]."""
+    count, tokens = len(logits), len(at)
+    own = recorder(logits.device)
+    if not own.works or count > MOST_ROWS:
+        told, noise = (None if rows is None else rows.float() for rows in (sampled, scores))
+        return reading.split(reading.read(logits.float(), told, noise, upload(at, logits.device)).cpu().numpy())
+    reading = replace(reading, rows=filled_up(count), tokens=filled_up(tokens))
+    shape = logits.shape[-1], sampled is None, scores is None, logits.device
+    key = (
+        reading,
+        *shape,
+        torch.is_inference_mode_enabled(),
+    )  # what is made in that mode cannot be written to outside of it
+    # Taken out, so that a server's other threads read into buffers of their own.
+    buffers = KEPT.pop(key, None) or Buffers(reading, shape[0], sampled is not None, scores is not None, logits.device)
+    top, found, noisy, numbers = reading.split(buffers.read(own, logits, sampled, scores, at))
+    KEPT[key] = buffers
+    while len(KEPT) > MOST_KEPT:
+        KEPT.popitem(last=False)
+    return top[:count], found[:count], noisy[:count], numbers[:tokens]
+
+
+def on_device(
+    plan: Plan,
+    logits: Tensor,
+    drawn: Drawn,
+    temperature: float,
+    sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+    best: Array | None = None,
+) -> Summary:
+    """Return the summary of rows that lie on a device: a few operations there, and one copy to the host.
+
+    Args:
+        plan, logits, drawn, temperature, sampled, scores, best: see `policies.features.summarise`.
+
+    Raises:
+        PolicyError: noisy scores are needed, and there are none.
+    """
+    count, most = len(logits), 0
+    if plan.noisy and best is None:
+        if scores is None:
+            raise PolicyError(NO_SCORES)
+        # One more than the most siblings: margins are to the best score that was not drawn.
+        most = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
+    ranks, shaped = max(min(plan.ranks, logits.shape[-1]), 1), sampled if plan.sampled else None
+    heat = temperature if plan.sampled and shaped is None and temperature else 1.0
+    reading = Reading(count, len(drawn.ids), ranks, plan.spread, heat, most)
+    top, found, noisy, numbers = _read(reading, logits, shaped, scores if most else None, drawn.ids[:, :2])
+    if best is None:
+        best = _ranks(noisy, max(most, 2))
+    logprob = numbers.astype(np.float64)
+    path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
+    lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
+    return Summary(_ranks(top, TOP), found.astype(np.float64), best, np.concatenate([logprob, path, lead], 1))
+
+
+def _ranks(values: Array, width: int) -> Array:
+    """Return [R, width] float32, -inf behind the values."""
+    out = np.full((len(values), width), -np.inf, dtype=np.float32)
+    out[:, : values.shape[1]] = values
+    return out
