@@ -37,13 +37,14 @@ def typical(seconds: ArrayLike) -> float:
     return float(np.minimum(values, STALL * median).mean())
 
 
-def line(groups: Sequence[tuple[Sequence[float], ArrayLike]]) -> list[float]:
+def line(groups: Sequence[tuple[Sequence[float], ArrayLike]], enough: int | None = ENOUGH) -> list[float]:
     """Return the coefficients [C], none below 0, that the averages of groups are nearest to.
 
     Args:
-        groups: (counts [C], timings) of rounds that consisted of the same; larger groups weigh more, up to `ENOUGH`.
+        groups: (counts [C], timings) of rounds that consisted of the same.
+        enough: larger groups weigh more, up to so many timings; None = without bound.
     """
-    weight = np.sqrt([min(np.size(values), ENOUGH) for _, values in groups])
+    weight = np.sqrt([np.size(values) if enough is None else min(np.size(values), enough) for _, values in groups])
     x = np.array([counts for counts, _ in groups], dtype=np.float64) * weight[:, None]  # [G, C]
     y = np.array([typical(values) for _, values in groups]) * weight
     # Non-negative least squares, the simple form: the most negative column is left out and the rest fitted anew. The weights'
@@ -73,15 +74,18 @@ def rising(sides: Sequence[Groups]) -> list[Points]:
         return [()] * len(sides)
     knots = _knots(max(max(sizes) for sizes in every))
     # A round's calls were timed together, so their parts add up. No slope between knots is below 0, so the curve never falls.
-    per_call, *rises = line([(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()])
+    # Every timing counts: the sizes that come up most are knots, where the curve can go through what was timed.
+    calls = [(np.sum([_parts(n, knots) for n in sizes], 0), times) for sizes, times in every.items()]
+    per_call, *rises = line(calls, enough=None)
     known = [per_call + float(np.dot(rises, _parts(n, knots)[1:])) for n in knots]
 
     curves = []
     for side in sides:
-        # Timings over what the common curve says of them; a side that was never timed takes the curve as it is.
-        shares = [np.asarray(times) / said for sizes, times in side.items() if (said := _sum(sizes, knots, known))]
-        scale = typical(np.concatenate(shares)) if shares else 0.0
-        curves.append(tuple((n, (scale or 1.0) * seconds) for n, seconds in zip(knots, known, strict=True)))
+        # All timings over all that the common curve says of them; a side that was never timed takes the curve as it is.
+        told = sum(_sum(sizes, knots, known) * np.size(times) for sizes, times in side.items())
+        taken = sum(typical(times) * np.size(times) for times in side.values())
+        scale = taken / told if taken and told else 1.0
+        curves.append(tuple((n, scale * seconds) for n, seconds in zip(knots, known, strict=True)))
     return curves
 
 

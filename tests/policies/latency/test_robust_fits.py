@@ -66,3 +66,15 @@ def test_tables_go_on_as_they_rise_over_all() -> None:
     assert extended((1.0, 3.0), 1).tolist() == [1.0]
     assert extended((0.5,), 3).tolist() == [0.5, 0.5, 0.5]
     assert extended((3.0, 1.0), 3).tolist() == [3.0, 1.0, 1.0]
+
+
+def test_sizes_that_were_timed_often_are_priced_as_they_were() -> None:
+    """Off the line between them lie many sizes that came up once or twice, and hardly pull at them."""
+    often: dict[tuple[int, ...], list[float]] = {
+        (n,): [seconds] * 60 for n, seconds in ((1, 1.0), (32, 3.0), (63, 4.0))
+    }
+    seldom: dict[tuple[int, ...], list[float]] = {(n,): [4.2] * 2 for n in range(33, 60)}
+    (curve,) = rising([{**often, **seldom}])
+    assert [dict(curve)[n] for n in (1, 32, 63)] == [
+        pytest.approx(seconds, rel=0.11) for (seconds, *_) in often.values()
+    ]
