@@ -176,11 +176,8 @@ def _read(
         return reading.split(reading.read(logits.float(), told, noise, upload(at, logits.device)).cpu().numpy())
     reading = replace(reading, rows=filled_up(count), tokens=filled_up(tokens))
     shape = logits.shape[-1], sampled is None, scores is None, logits.device
-    key = (
-        reading,
-        *shape,
-        torch.is_inference_mode_enabled(),
-    )  # what is made in that mode cannot be written to outside of it
+    # What is made in inference mode cannot be written to outside of it.
+    key = reading, *shape, torch.is_inference_mode_enabled()
     # Taken out, so that a server's other threads read into buffers of their own.
     buffers = KEPT.pop(key, None) or Buffers(reading, shape[0], sampled is not None, scores is not None, logits.device)
     top, found, noisy, numbers = reading.split(buffers.read(own, logits, sampled, scores, at))
