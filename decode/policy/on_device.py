@@ -211,8 +211,8 @@ def on_device(
         # One more than the most siblings: margins are to the best score that was not drawn.
         most = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
     ranks, shaped = max(min(plan.ranks, logits.shape[-1]), 1), sampled if plan.sampled else None
-    heat = temperature if plan.sampled and shaped is None and temperature else 1.0
-    reading = Reading(count, len(drawn.ids), ranks, plan.spread, heat, most)
+    shaping = temperature if plan.sampled and shaped is None and temperature else 1.0
+    reading = Reading(count, len(drawn.ids), ranks, plan.spread, shaping, most)
     top, found, noisy, numbers = _read(reading, logits, shaped, scores if most else None, drawn.ids[:, :2])
     if best is None:
         best = _ranks(noisy, max(most, 2))
