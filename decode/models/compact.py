@@ -230,9 +230,8 @@ class CompactModel(nn.Module):
         states, more = [], x
         for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
             x, normed = layer.before.added(x, more) if number else (x, layer.before(x))
-            if (
-                output_hidden_states
-            ):  # those that the layer is given; all of them at once are gigabytes of a long prompt
+            # Only where they are asked for: all of them at once are gigabytes of a long prompt.
+            if output_hidden_states:
                 states.append(x)
             x, normed = layer.between.added(
                 x, self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask, causal)
