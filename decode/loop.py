@@ -177,6 +177,7 @@ class Speculator:
         if isinstance(self._drafter, Carries):
             self._drafter.renew()
 
+    @torch.inference_mode()
     def prepare(self, lengths: Sequence[int]) -> None:
         """Have a GPU record what chains in texts of these lengths call for, so that no round that is timed does."""
         self._source.reserve(max(lengths))

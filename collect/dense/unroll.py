@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...decode.models.cache import CachedModel, token_bytes
+from ...decode.models.cache import CachedModel
 from ...decode.models.compact import CompactModel
 from ...decode.models.hidden import hidden_width
+from ...decode.models.kv_cache import token_bytes
 from ...decode.models.pair import Pair
 from ...decode.topology import Topology, chain
 from ...decode.verify.given_text import DrawsAt

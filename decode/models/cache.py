@@ -43,14 +43,6 @@ def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
     return torch.where(mask, zero, torch.finfo(model.dtype).min / 2)
 
 
-def token_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes that a token takes in the cache of a model."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
-
-
 class CachedModel:
     """A causal language model and what it has read.
 
@@ -84,6 +76,7 @@ class CachedModel:
         self.vocabulary = vocabulary
         self.states: Tensor | None = None
         self._fewest = 2  # parts that are read as a packed call
+        self._reads_beyond = streams > 1  # slots that a text does not fill are read too, behind a mask
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
@@ -171,6 +164,8 @@ class CachedModel:
         kv.stream = stream  # that the layers write to
         start, count = kv.lengths[stream], tokens.shape[1]
         end = start + count
+        if start == 0 and self._reads_beyond:
+            kv.clear(stream)  # the text before may have ended in numbers that are not finite
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
         if mask is None and count <= _SLICED and not alone:
             # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].

@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .cuda.transfer import upload
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes that a token takes in the cache of a model."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
 
 
 @dataclass(slots=True)
@@ -102,6 +111,11 @@ class KVCache:
             self._shared.append(shared)
             free.extend(shared[layer] for layer in range(len(shared)))
         return free.pop()
+
+    def clear(self, stream: int) -> None:
+        """Overwrite a stream's states: behind a mask they count nothing, but nothing times a NaN is one."""
+        for shared in self._shared:
+            shared[:, stream].zero_()
 
     def move(self, stream: int, slots: Sequence[int], to: int) -> None:
         """Copy the states in a stream's `slots`, rising and none below `to`, to `to`, `to` + 1, ..., in all buffers."""

@@ -228,9 +228,6 @@ def load_pair(
                 f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
                 f"{len(other)}, not the same ones; choose a draft of the target's family"
             )
-    if where.type == "cuda":
-        # Of torch's kernels cuDNN's plans each new shape for up to half a second, and texts come in all lengths.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     # The draft first: the target is shared out among what memory it leaves.
     small = None if draft is None else load_model(sides[1], where, kind, attention)
     pair = join(load_model(sides[0], where, kind, attention, places), small, first)

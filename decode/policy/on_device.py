@@ -7,6 +7,7 @@ token, and what a decision costs is what stopping early has to save.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -159,10 +160,13 @@ class Buffers(Recorded[Tensor]):
 
 
 KEPT: OrderedDict[object, Buffers] = OrderedDict()
-"""Buffers that nobody is reading, the latest last."""
+"""Buffers of the last readings, the latest last."""
 
 recorder = functools.cache(Recorder)
 """Of a device: readings share a pool of memory, as they follow one another."""
+
+_READING = threading.Lock()
+"""Held until an answer is on the host: a server's other threads would read into the same memory."""
 
 
 def _read(
@@ -172,18 +176,19 @@ def _read(
     count, tokens = len(logits), len(at)
     own = recorder(logits.device)
     if not own.works or count > MOST_ROWS:
-        told, noise = (None if rows is None else rows.float() for rows in (sampled, scores))
-        return reading.split(reading.read(logits.float(), told, noise, upload(at, logits.device)).cpu().numpy())
+        weights, noise = (None if rows is None else rows.float() for rows in (sampled, scores))
+        return reading.split(reading.read(logits.float(), weights, noise, upload(at, logits.device)).cpu().numpy())
     reading = replace(reading, rows=filled_up(count), tokens=filled_up(tokens))
     shape = logits.shape[-1], sampled is None, scores is None, logits.device
     # What is made in inference mode cannot be written to outside of it.
     key = reading, *shape, torch.is_inference_mode_enabled()
-    # Taken out, so that a server's other threads read into buffers of their own.
-    buffers = KEPT.pop(key, None) or Buffers(reading, shape[0], sampled is not None, scores is not None, logits.device)
-    top, found, noisy, numbers = reading.split(buffers.read(own, logits, sampled, scores, at))
-    KEPT[key] = buffers
-    while len(KEPT) > MOST_KEPT:
-        KEPT.popitem(last=False)
+    told = sampled is not None, scores is not None
+    with _READING:
+        KEPT[key] = buffers = KEPT.pop(key, None) or Buffers(reading, shape[0], *told, logits.device)
+        while len(KEPT) > MOST_KEPT:
+            KEPT.popitem(last=False)
+        packed = buffers.read(own, logits, sampled, scores, at)
+    top, found, noisy, numbers = reading.split(packed)
     return top[:count], found[:count], noisy[:count], numbers[:tokens]
 
 

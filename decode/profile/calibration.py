@@ -100,7 +100,7 @@ def measure_profile(
     run = calibration(new_tokens=new_tokens)
     cases = {  # by `cost_name`: of policies that share one the last is timed, for all
         **run.cases(),
-        **decision_cases(pair, policies, prompts, run.settings, sizes=batch),
+        **run.warmed(decision_cases(pair, policies, prompts, run.settings, sizes=batch)),
     }
     return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
 
@@ -111,7 +111,8 @@ def _affordable(probe: CalibrationRun, most: int, effort: Effort, clock: Clock) 
     begun = clock()
     probe.play(1)
     a_token = (clock() - begun) / probe.settings.max_new_tokens
-    room = effort.budget_s / (effort.fewest + len(WARM_UPS))  # the warm-up comes out of it as well
+    warm_ups = len(WARM_UPS) if probe.on_host else MOST_WARM_UPS
+    room = effort.budget_s / (effort.fewest + warm_ups)  # the warm-up comes out of it as well
     return most if a_token * most <= room else min(most, max(SHORTEST, int(room / a_token)))
 
 
@@ -123,6 +124,10 @@ class CalibrationRun:
 
     Args:
         pair, prompts, depth, temperature, new_tokens, tree, shaping, batch, verification: as of `measure_profile`.
+
+    Attributes:
+        settings: of the texts.
+        on_host: whether nothing is recorded, so that a short warm-up is enough.
     """
 
     def __init__(
@@ -141,7 +146,7 @@ class CalibrationRun:
         self.settings = Settings(
             temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
         )
-        self._prompts, self._on_host = prompts, pair.device.type == "cpu"
+        self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)
         # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
@@ -165,15 +170,19 @@ class CalibrationRun:
         """Return what is to be timed in turns: chains, plain decoding among them, trees, and batches."""
         cases: dict[str, Case] = {"rounds": self._rounds}
         cases |= {f"batch {run.streams}": partial(self._batch, run) for run in self._batches}
-        return {name: partial(self._warmed, case) for name, case in cases.items()}
+        return self.warmed(cases)
 
-    def _warmed(self, case: Case, number: int) -> Seconds:
-        """Time a case; the warm-up goes on, in other rounds, until a GPU has recorded what they call for."""
+    def warmed(self, cases: Mapping[str, Case]) -> dict[str, Case]:
+        """Return cases whose warm-up goes on, in other rounds, until a GPU has recorded what they call for."""
+        return {name: partial(self._warm_or_time, case) for name, case in cases.items()}
+
+    def _warm_or_time(self, case: Case, number: int) -> Seconds:
+        """Time a case, or at number 0 warm it up."""
         seconds = case(number)
         if number:
             return seconds
         counts = [len(side) for side in self._contexts]
-        for more in range(1, 1 if self._on_host else MOST_WARM_UPS):
+        for more in range(1, 1 if self.on_host else MOST_WARM_UPS):
             before = Recorded.fresh
             case(more)
             if Recorded.fresh == before:

@@ -57,6 +57,7 @@ class Graphs:
     def __init__(self) -> None:
         self.recorded = self.played = 0
         self.pools: set[Any] = set()
+        self.stream = torch.device("cuda:0"), "first"
         self._current = [torch.device("cuda:0")]
         graphs = self
 
@@ -80,12 +81,27 @@ class Graphs:
     def graph_pool_handle(self) -> object:
         return object()
 
+    def make_stream(self, device: torch.device) -> tuple[torch.device, str]:
+        return device, "of a recorder"
+
+    def current_stream(self, device: torch.device) -> tuple[torch.device, str]:
+        return self.stream
+
+    def set_stream(self, stream: tuple[torch.device, str]) -> None:
+        self.stream = stream
+
     @contextlib.contextmanager
-    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Iterator[None]:
-        assert self._current[-1] == DEVICE
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        """As torch does, enter the stream that is recorded, and leave it only where the recording can be ended."""
+        assert self._current[-1] == DEVICE == stream[0]
         self.pools.add(pool)
-        with graph.tape:
-            yield
+        before, self.stream = self.stream, stream
+        try:
+            with graph.tape:
+                yield
+        except RuntimeError as error:
+            raise RuntimeError("operation failed due to a previous error during capture") from error
+        self.stream = before
         graph.tape.forget_results()
         self.recorded += 1
 
@@ -93,9 +109,10 @@ class Graphs:
 def simulate_graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """Have `recorder` record simulated graphs."""
     made = Graphs()
-    for name in ("device", "graph_pool_handle", "graph"):
+    for name in ("device", "graph_pool_handle", "graph", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", made.graph_class)
+    monkeypatch.setattr(torch.cuda, "Stream", made.make_stream)
     return made
 
 

@@ -62,6 +62,7 @@ class LayerReader:
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
         self._unread[stream], self._last[stream], self._length[stream], self._slot[stream] = [], None, 0, {}
+        self._cache.clear(stream)
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""

@@ -53,6 +53,10 @@ class LayerCache:
         """S."""
         return len(self._keys)
 
+    def clear(self, stream: int) -> None:
+        """Overwrite what a stream holds: what is masked is multiplied by 0, and a NaN stays one."""
+        self._keys[stream], self._values[stream] = 0, 0
+
     def grow(self, slots: int) -> None:
         """Have so many slots of each stream at least; what they hold stays."""
         more = slots - self.slots

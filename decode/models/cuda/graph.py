@@ -67,6 +67,7 @@ class CudaGraphModel(CachedModel):
         self._positions, self._position_at = memory.positions, memory.position_at
         self._cache = Cache(layers=list(memory.layers))
         self._kv.lengths[:] = [0] * self._kv.streams
+        self._reads_beyond |= memory.recorder.works
         # Not at the end of the process, when nobody comes for it.
         weakref.finalize(self, keep_memory, weakref.ref(model), memory).atexit = False
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache import token_bytes
-from ..kv_cache import KVCache, KVLayer
+from ..kv_cache import KVCache, KVLayer, token_bytes
 from ..packed import PackedCall
 from .recorder import Recorded, Recorder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ import torch
 from ....policies.errors import SpecstopWarning
 
 Out = TypeVar("Out")
+
+_RECORDING = threading.Lock()
+"""A process records one graph at a time."""
 
 
 class Recorder:
@@ -24,6 +28,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._device, self.works = device, device.type == "cuda"
         self._pool: Any = None
+        self._stream: Any = None  # torch's own lies on whichever device was the current one when it first recorded
 
     def record(self, run: Callable[[], Out]) -> Callable[[], Out] | None:
         """Return what does as `run` does and returns the very same tensors each time; None, with a warning, where it cannot.
@@ -31,22 +36,26 @@ class Recorder:
         `run` has been called before: by then kernels are chosen and their workspaces allocated. It must wait for nothing and
         read nothing back, so a model that does (experts that count their tokens, say) cannot be recorded.
         """
-        try:
-            with torch.cuda.device(self._device):
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                graph = torch.cuda.CUDAGraph()
+        with _RECORDING, torch.cuda.device(self._device):
+            before = torch.cuda.current_stream(self._device)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            self._stream = self._stream or torch.cuda.Stream(self._device)
+            graph = torch.cuda.CUDAGraph()
+            try:
                 # A server's other threads go on allocating while this one records.
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     out = run()
-        except RuntimeError as error:
-            self.works = False
-            reason = str(error).strip().partition("\n")[0]
-            warnings.warn(
-                f"calls on {self._device} cannot be recorded and run as they are, which is slower ({reason})",
-                SpecstopWarning,
-                stacklevel=2,
-            )
-            return None
+            except RuntimeError as error:
+                torch.cuda.set_stream(before)  # torch stays in the stream of a recording that it cannot end
+                self.works = False
+                # What ended it comes first; that it could not be ended, in its place.
+                reason = str(error.__context__ or error).strip().partition("\n")[0]
+                warnings.warn(
+                    f"calls on {self._device} cannot be recorded and run as they are, which is slower ({reason})",
+                    SpecstopWarning,
+                    stacklevel=2,
+                )
+                return None
 
         def play() -> Out:
             with torch.cuda.device(self._device):

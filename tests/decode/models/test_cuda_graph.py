@@ -29,7 +29,7 @@ from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.errors import SpecstopWarning
+from specstop.policies.errors import PairError, SpecstopWarning
 from tape import Graphs, recorder, simulate_graphs
 from transformers import PreTrainedModel
 from transformers.integrations import sdpa_attention
@@ -164,6 +164,45 @@ def test_what_cannot_be_recorded_says_so_once_and_runs_as_it_is(model: PreTraine
     ) as told:
         same(expected, readings(cache))
     assert len(told) == 1 and graphs.recorded == 0
+    assert graphs.stream[1] == "first", "the stream of the recording is left"
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_states_that_are_not_finite_end_with_their_text(
+    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, streams: int
+) -> None:
+    """Attention of a recording reads slots behind the text, too, with weight 0: nothing times NaN is NaN."""
+    for module in (model_source, drafters_module):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    pair = join(model, build_draft(model))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    good, bad = ([Request(ids, key) for key in range(streams)] for ids in ([3, 4, 5], [3, 4, 5, 6, 8, 9, 10, 7, 7]))
+    speculator = Speculator(pair, FixedLength(3), Settings(0.0, 12, ignore_eos=True), batch=streams)
+    texts = [text.tokens for text in speculator.run(good)]
+    with pytest.raises(PairError):
+        speculator.run(bad)
+    assert [text.tokens for text in speculator.run(good)] == texts and graphs.played
+    del speculator  # the next one takes over its memory
+    another = Speculator(pair, FixedLength(3), Settings(0.0, 12, ignore_eos=True), batch=streams)
+    assert [text.tokens for text in another.run(good)] == texts
+
+
+def test_what_is_recorded_ahead_serves_later_texts(
+    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (model_source, drafters_module):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    pair, settings = join(model, build_draft(model)), Settings(0.0, 20, ignore_eos=True)
+    texts = []
+    for depth, ahead in ((3, True), (6, False), (6, True)):
+        speculator = Speculator(pair, FixedLength(depth), settings)
+        if ahead:
+            speculator.prepare([10, 30])
+        texts.append(speculator.generate([3, 4, 5], 1).tokens)
+        buffers = speculator._source.target._kv._shared
+        assert buffers and not any(buffer.requires_grad for buffer in buffers)
+    assert texts[0] == texts[1] == texts[2]
 
 
 @torch.no_grad()
@@ -295,8 +334,8 @@ def test_recordings_share_a_pool_and_play_on_their_device(monkeypatch: pytest.Mo
     done: list[tuple[str, object]] = []
 
     @contextlib.contextmanager
-    def noted(what: str, *args: object, **more: object) -> Iterator[None]:
-        done.append((what, more.get("pool", args[0])))
+    def noted(what: str, first: object, **more: object) -> Iterator[None]:
+        done.append((what, (more["pool"], more["stream"]) if more else first))
         yield
 
     graph = SimpleNamespace(replay=lambda: done.append(("play", None)))
@@ -304,10 +343,12 @@ def test_recordings_share_a_pool_and_play_on_their_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "graph", functools.partial(noted, "record"))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", iter(["pool"]).__next__)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     device = torch.device("cuda:1")
     recorder = Recorder(device)
     plays = [recorder.record(lambda number=number: number) for number in (3, 4)]
-    assert done == [("device", device), ("record", "pool")] * 2
+    assert done == [("device", device), ("record", ("pool", "stream of cuda:1"))] * 2
     assert [play() for play in plays if play is not None] == [3, 4]
     assert done[4:] == [("device", device), ("play", None)] * 2
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_drafters import small_drafter
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.hf.generate import specstop_generate
-from specstop.decode.loop import Settings, Speculator
+from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import FixedLength
@@ -146,3 +147,21 @@ def test_collecting_ends_with_the_same_line(
     bad = with_target(pair, 12, math.nan) if role == "target" else with_draft(pair, 12, math.nan)
     with pytest.raises(PairError, match=f"^the {role}'s logits are not finite: "):
         collect(bad, prompts, tmp_path / "t", depth=3, max_new_tokens=20, shards=1, collector=collector)
+
+
+@pytest.mark.parametrize("kind", ["model", "layer", "ctc"])
+def test_the_next_texts_of_a_loop_are_right_after_one_that_was_not_finite(
+    plain_pair: Pair, prompt_ids: list[list[int]], kind: str
+) -> None:
+    """What a broken text leaves in the caches is behind masks, where a NaN would still be one."""
+    target = copy.deepcopy(plain_pair.target)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[7] = math.nan
+    pair = dataclasses.replace(plain_pair, target=target)
+    drafter = None if kind == "model" else small_drafter(kind, pair)
+    speculator = Speculator(pair, FixedLength(3), Settings(0.0, NEW, ignore_eos=True), batch=2, drafter=drafter)
+    good = [Request([token for token in ids[:4] if token != 7], key) for key, ids in enumerate(prompt_ids[:2])]
+    texts = [text.tokens for text in speculator.run(good)]
+    with pytest.raises(PairError):
+        speculator.run([Request([*range(8, 14), *[7] * 9], 0), Request([*range(8, 14), *[7] * 9], 1)])
+    assert [text.tokens for text in speculator.run(good)] == texts

@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+MUST_RECORD = pytest.mark.filterwarnings("error::specstop.policies.errors.SpecstopWarning")
+"""Calls that cannot be recorded would run as they are, with the same texts."""
+
 
 def pair_there() -> Pair:
     target = build_model()
@@ -34,6 +37,7 @@ def pair_there() -> Pair:
     return join(target.cuda(), draft.cuda())
 
 
+@MUST_RECORD
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("policy", [FixedLength(4), Confidence(0.3, 6)], ids=lambda p: p.name)
 @pytest.mark.parametrize("engine", ["plain", "compact"])
@@ -49,8 +53,10 @@ def test_text_on_cuda_is_that_of_plain_decoding(
         beside = Speculator(pair, policy, Settings(temperature, 24, tree=tree), batch=3)
         requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
         assert [list(text.tokens) for text in beside.run(requests)] == expected
+        assert any(call.play for call in beside._source.target._memory.packed.values()), "recorded"
 
 
+@MUST_RECORD
 @pytest.mark.parametrize("kind", [*DRAFTERS, "suffix", "lookup"])
 def test_drafters_on_cuda_leave_the_text_alone(kind: str, prompt_ids: list[list[int]]) -> None:
     pair = pair_there()
@@ -94,6 +100,7 @@ def test_a_pair_on_cuda_is_recorded_and_compact(pair_folder: Path) -> None:
     assert Compiled.works
 
 
+@MUST_RECORD
 @torch.no_grad()
 def test_half_precision_in_parts_is_near_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past 2,048 slots, compact and recorded, beside the library's modules in float32."""
@@ -115,4 +122,4 @@ def test_half_precision_in_parts_is_near_the_whole(monkeypatch: pytest.MonkeyPat
         all_of.append(theirs[0, -4:])
     # Half precision rounds to one part in 2,048, which two layers of weights as wild as these make 2% of.
     assert float(torch.cat(off).norm()) < 0.06 * float(torch.cat(all_of).norm())
-    assert divided
+    assert divided and any(call.play for call in found._memory.calls.values())

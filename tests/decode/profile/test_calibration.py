@@ -34,6 +34,7 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda.recorder import Recorded
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, measure_profile
+from specstop.decode.profile.calibration import _affordable
 from specstop.decode.profile.carry_over import MEMORY
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
@@ -309,8 +310,21 @@ def test_a_gpu_is_warmed_up_until_calls_are_played(pair: Pair, monkeypatch: pyte
         return {}
 
     monkeypatch.setattr(run, "_rounds", rounds)
-    for run._on_host in (True, False):
+    for run.on_host in (True, False):
         for number in (0, 1):
             run.cases()["rounds"](number)
     assert numbers == [0, 1, 0, 1, 2, 3, 1]
     assert len(run._contexts[0]) == 4, "those of more warm-ups are forgotten"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_budget_allows_for_the_warm_up(pair: Pair, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """A GPU may warm up for longer, so its texts are shorter: 10 repetitions, and 2 or 12 before them."""
+    probe = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=8)
+    probe.on_host, now = device == "cpu", [0.0]
+
+    def play(number: int) -> None:
+        now[0] += 4.0  # half a second a token
+
+    monkeypatch.setattr(probe, "play", play)
+    assert _affordable(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[0]) == {"cpu": 44, "cuda": 24}[device]
