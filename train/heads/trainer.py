@@ -31,14 +31,29 @@ LOGGERS = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "Wan
 
 
 class Report(Callback):
-    """Tells a `Progress` of each epoch."""
+    """Tells a `Progress` of each batch: an epoch of a large target's texts takes many minutes."""
 
     def __init__(self, task: str, progress: Progress, epochs: int) -> None:
         self.task, self.progress, self.epochs = task, progress, epochs
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Count the epoch."""
-        self.progress(self.task, trainer.current_epoch + 1, self.epochs)
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Begin, or go on after the epochs of a run that was cut off."""
+        self._tell(trainer, 0)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any) -> None:
+        """Count the batch."""
+        last = trainer.is_last_batch and trainer.current_epoch + 1 >= self.epochs
+        if not last:  # that one ends the task, below
+            self._tell(trainer, args[-1] + 1)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """End the task, early or not."""
+        done = trainer.current_epoch * int(trainer.num_training_batches)
+        self.progress(self.task, done, done)
+
+    def _tell(self, trainer: lightning.Trainer, batches: int) -> None:
+        each = int(trainer.num_training_batches)
+        self.progress(self.task, trainer.current_epoch * each + batches, self.epochs * each)
 
 
 def find_logger(name: str | None, folder: Path | None) -> Any:
@@ -125,7 +140,7 @@ def best_epoch(
         options: of the Trainer.
         folder: of checkpoints, where `options.resume` goes on from the last one.
         epochs: at most.
-        report: is told of each.
+        report: is told of each batch.
 
     Raises:
         InputError: as `make_trainer`; the checkpoint is not of such a run; or no epoch left a loss that is a number.
