@@ -117,7 +117,7 @@ def plan_run(
     check_limit("depth", depth, least=1)
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
-    topology = chain(depth) if tree is None else parse_tree(tree)
+    topology = chain(depth) if tree is None else parse_tree(tree).limited(depth)
     asked = len(prompts)
     new = max_new_tokens + tokens_beyond(pair, topology, collector if through is None else "live")
     prompts, ids = fit(prompts, pair.tokenizer, pair.readable - new, long)

@@ -322,6 +322,7 @@ class Speculator:
                 policy_s,
                 whole_s,
                 len(self._source.streams),
+                max((own.found.depth[place] for place in own.sent), default=0),
             )
         return records
 

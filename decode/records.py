@@ -22,6 +22,7 @@ class Round(NamedTuple):
         verify_s, policy_s: seconds of verification, of features and decisions.
         seconds: of the whole round.
         together: streams that shared it: one verification of the target for all.
+        deepest: depth of the tokens sent that lie deepest; of a chain that is `verified`.
     """
 
     anchor: int
@@ -39,6 +40,7 @@ class Round(NamedTuple):
     policy_s: float
     seconds: float
     together: int = 1
+    deepest: int = 0
 
     @property
     def outside_s(self) -> float:
@@ -120,11 +122,11 @@ class Tally:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def acceptance(self) -> list[tuple[int, float, int]]:
-        """Return (depth k, P(A >= k) among rounds that verified k, their number); cut rounds are left out."""
+        """Return (depth k, P(A >= k) among rounds that verified so deep, their number); cut rounds are left out."""
         rounds = [r for r in self.rounds if not r.cut]
         table = []
-        for depth in range(1, max((r.verified for r in rounds), default=0) + 1):
-            reached = [r for r in rounds if r.verified >= depth]
+        for depth in range(1, max((r.deepest for r in rounds), default=0) + 1):
+            reached = [r for r in rounds if r.deepest >= depth]
             table.append((depth, sum(r.accepted >= depth for r in reached) / len(reached), len(reached)))
         return table
 

@@ -133,13 +133,16 @@ class Topology:
 
     @cached_property
     def name(self) -> str:
-        """How `parse_tree` would be told: widths where they say it all, else the parent list."""
+        """How `parse_tree` would be told: widths where they say it all, a published name, else the parent list."""
         if self.roots > 1:  # alternatives are named as candidates for the next token, which is what they are
             return Topology([-1, *(parent + 1 for parent in self.parent)]).name
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
         # Widths also say that the rows of a level come in the order of their parents.
         if all(len(kinds) == 1 for kinds in widths) and list(self.parent) == sorted(self.parent):
             return ",".join(str(kinds.pop()) for kinds in widths) or "0"
+        for name, counts in NAMED.items():
+            if self.parent == from_counts(counts).parent:
+                return name
         return "parents:" + ",".join(str(parent - 1) for parent in self.parent[1:])
 
     @cached_property

@@ -125,7 +125,8 @@ def profile(
     _show(out, json)
     if not json:
         where = ("--for", through) if through else ()
-        next_step("train", "--traces", "TRACES", "--profile", out, *where, "--out", "policy")
+        rule = ("--rule", "gain") if tree else ()
+        next_step("train", "--traces", "TRACES", "--profile", out, *where, *rule, "--out", "policy")
 
 
 def _add_policies(

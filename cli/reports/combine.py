@@ -61,8 +61,14 @@ def combine(
         print_json(_facts(found))
         return
     _show(found, "test prompts" if held else "the prompts that were chosen on")
+    if found.spec in found.alone:
+        at = list(found.alone).index(found.spec)
+        next_step(
+            "train", "--traces", (first, other)[at], "--profile", (first_profile, other_profile)[at], "--out", "policy"
+        )
+        return
     draft = ("--draft", "D") if needs_draft(found.spec) else ()
-    next_step("collect", "--target", "T", *draft, "--drafter", found.spec)
+    next_step("collect", "--target", "T", *draft, "--drafter", found.spec, "--prompts", "PROMPTS", "--out", "traces")
 
 
 def _facts(found: BothChoice) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def _show(found: BothChoice, where: str) -> None:
     ]
     heads = ("policy", "first alone", "other alone", *(f"{sure:g}" for sure in sures))
     table("Tokens/s, the first one drafting from a chance of ... on", heads, rows)
-    alone = [(name, f"{rate:.0f}", "", "") for name, rate in found.alone.items()]
+    alone = [(name, f"{rate:.0f}", "", "") for name, rate in found.alone.items() if name != found.spec]
     chosen = (found.spec, f"{found.rate:.0f}", found.policy_name, found.over.text())
     table(f"On {where}", ("drafter", "tokens/s", "policy", "of the better one alone"), [*alone, chosen])
     output().print(f"Draft with --drafter {found.spec}")

@@ -24,7 +24,7 @@ from .sampling import told
 
 
 def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None = None) -> None:
-    """Warn where a learned policy was trained for another temperature, filter, verification or pair than a run has.
+    """Warn where a learned policy was trained for another temperature, filter, verification, pair or tree than a run has.
 
     Args:
         policy: any.
@@ -36,7 +36,8 @@ def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None 
     greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
     # Hashing looks through the models' weights: only for a policy that knows its pair.
     known = pair.fingerprint if pair is not None and isinstance(policy, LearnedPolicy) and policy.facts.pair else {}
-    tell_other_conditions(policy, Conditions(temperature, shaping, "" if greedy else name, known), "this run")
+    used = Conditions(temperature, shaping, "" if greedy else name, known, settings.topology.name)
+    tell_other_conditions(policy, used, "this run")
 
 
 def tell_if_unmeasured(

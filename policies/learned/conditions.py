@@ -28,12 +28,14 @@ class Conditions:
         shaping: what else changes the distribution that is sampled from: options of `decode.Shaping` by name.
         verification: whose acceptance counts; "" = any.
         pair: hashes of target, draft and tokenizer; empty = any.
+        tree: that rounds draft, as `decode.Topology.name` has it; "" = any.
     """
 
     temperature: float
     shaping: Mapping[str, Any] = field(default_factory=dict)
     verification: str = ""
     pair: Mapping[str, str] = field(default_factory=dict)
+    tree: str = ""
 
 
 def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
@@ -69,6 +71,9 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
     # One without a tokenizer, or a drafter that needs no draft, has fewer hashes.
     if apart := {name: hash for name, hash in facts.pair.items() if used.pair.get(name, hash) != hash}:
         differs["pair"] = apart, {name: used.pair[name] for name in apart}
+    tree = facts.metrics.get("tree")  # of a policy that chooses nodes
+    if used.tree and isinstance(tree, str) and tree != used.tree:
+        differs["tree"] = tree, used.tree
     return [(what, *sides) for what, sides in differs.items()]
 
 
@@ -81,8 +86,9 @@ def tell_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> N
         where: "these traces" or "this run", for the message.
     """
     for what, mine, theirs in other_conditions(policy, used):
+        remedy = f"; --tree {mine} drafts it" if what == "tree" else ""
         warnings.warn(
-            f"{policy.name} was trained for another {what} ({mine}) than {where} ({theirs})",
+            f"{policy.name} was trained for another {what} ({mine}) than {where} ({theirs}){remedy}",
             SpecstopWarning,
             stacklevel=4,
         )

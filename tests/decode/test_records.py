@@ -13,7 +13,9 @@ from specstop.policies.baselines.fixed import FixedLength
 
 def make_round(drafted: int, verified: int, accepted: int, cut: bool = False, committed: int = -1) -> Round:
     committed = accepted + 1 if committed < 0 else committed
-    return Round(1, 5, drafted, verified, accepted, committed, drafted, 1, cut, 0.25, 0.5, 1.0, 0.125, 2.0)
+    return Round(
+        1, 5, drafted, verified, accepted, committed, drafted, 1, cut, 0.25, 0.5, 1.0, 0.125, 2.0, deepest=verified
+    )
 
 
 GENERATIONS = [

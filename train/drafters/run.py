@@ -27,7 +27,7 @@ from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
-from ..heads.trainer import LAST, Report, best_epoch, work_folder
+from ..heads.trainer import LAST, Report, best_epoch, check_trainer, work_folder
 from .acceptance import acceptance
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
@@ -102,6 +102,7 @@ def train_drafter(
     begun = time.perf_counter()
     with work_folder(options) as folder:
         _claim_fit(folder, kind, depth, options)
+        check_trainer(options, folder)
         texts = record_texts(
             pair, list(zip(chosen, ids, strict=True)), folder / KEPT_STATES,
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,

@@ -125,6 +125,12 @@ def make_trainer(
     return trainer, best
 
 
+def check_trainer(options: FitOptions, folder: Path) -> None:
+    """Refuse options that no Trainer takes, before the work whose results it is to fit; `InputError` as `make_trainer`."""
+    with _quiet():
+        make_trainer(options, folder, 1)
+
+
 def best_epoch(
     module: lightning.LightningModule,
     data: lightning.LightningDataModule,
@@ -161,8 +167,12 @@ def best_epoch(
     except (RuntimeError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
         if again is None:
             raise
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--resume: {again} is not a checkpoint of such a run: {reason}") from None
+        # What torch says of a file that it cannot read is advice to unpickle it all the same.
+        unread = isinstance(error, pickle.UnpicklingError)
+        reason = "it is damaged" if unread else " ".join(str(error).split())[:200]
+        raise InputError(
+            f"--resume: {again} is not a checkpoint of such a run: {reason}; remove it to begin anew with what else is there"
+        ) from None
     if trainer.received_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.raise_signal(signal.SIGTERM)  # Lightning has kept it from the process, which it would have ended
     if stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,9 @@ def check_together(
 
 
 def check_fit(policy: StopPolicy, traces: Trace) -> None:
-    """Warn where a learned policy was trained for another temperature, filter, verification or pair."""
-    tell_other_conditions(policy, traces.header.conditions, "these traces")
+    """Warn where a learned policy was trained for another temperature, filter, verification, pair or tree."""
+    used = dataclasses.replace(traces.header.conditions, tree=traces.header.tree.name)
+    tell_other_conditions(policy, used, "these traces")
 
 
 def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ def joined_arrays(
     hidden: Sequence[str] | None = None,
     extra: Sequence[str] = (),
 ) -> TraceArrays:
-    """Read traces as one: the texts of each follow those of the one before; `temperature` is a column.
+    """Read traces of chains as one: the texts of each follow those of the one before; `temperature` is a column.
 
     A prompt that is in several traces keeps its id, so that splits by prompt keep its texts together.
 
@@ -44,13 +44,20 @@ def joined_arrays(
         extra: other columns to keep.
 
     Raises:
-        TraceError: they differ in more than temperature, seed and prompts.
+        TraceError: they differ in more than temperature, seed and prompts, or are of trees.
     """
     if not traces:
         raise TraceError("--traces: expected at least one trace")
+    first = traces[0]
     for other in traces[1:]:
-        check_alike(traces[0].header, other.header, str(traces[0].folder), str(other.folder))
-    return join_arrays([trace_arrays(trace, features, extra, hidden) for trace in traces])
+        check_alike(first.header, other.header, str(first.folder), str(other.folder))
+    joined = join_arrays([trace_arrays(trace, features, extra, hidden) for trace in traces])
+    if not joined.tree.is_chain:
+        raise TraceError(
+            f"--traces: {first.folder} is of a tree; give --rule gain, which learns the nodes to verify, or collect without "
+            "--tree"
+        )
+    return joined
 
 
 def check_alike(first: Header, second: Header, where: str, other: str, names: Sequence[str] = _ALIKE) -> None:
