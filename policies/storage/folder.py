@@ -305,8 +305,8 @@ def card(policy: LearnedPolicy) -> str:
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
         f"# {policy.name}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It never "
         f"changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n{_tables(facts.metrics)}"
-        f"Use: `specstop decode --policy <this folder>{_tree_option(facts.metrics)}`, or `specstop evaluate` to see what it gains on other traces "
-        "or hardware.\n"
+        f"Use: `specstop decode --policy <this folder>{_tree_option(facts.metrics)}`, or `specstop evaluate` to see what it "
+        "gains on other traces or hardware.\n"
     )
 
 
