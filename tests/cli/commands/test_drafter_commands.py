@@ -178,9 +178,16 @@ def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "words"),
-    [("suffix", "--drafter suffix"), ("suffix?sure=0.5+model", "--draft D --drafter 'suffix?sure=0.5+model'")],
+    [
+        ("suffix", "train --traces {traces} --profile {profile} --out policy"),
+        ("model", "train --traces {traces} --profile {profile} --out policy"),
+        (
+            "suffix?sure=0.5+model",
+            "collect --target T --draft D --drafter 'suffix?sure=0.5+model' --prompts PROMPTS --out traces",
+        ),
+    ],
 )
-def test_what_comes_after_combining_names_a_draft_model_where_the_choice_takes_one(
+def test_what_comes_after_combining_is_a_whole_command(
     spec: str, words: str, traces: dict[float, Trace], profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = BothChoice(
@@ -193,4 +200,6 @@ def test_what_comes_after_combining_names_a_draft_model_where_the_choice_takes_o
     given += [(f"--{side}-profile", tmp_path / "p.json") for side in ("first", "other")]
     answer = cli("combine", *(word for pair in given for word in pair), "--quiet")
     assert answer.code == 0, answer.err
-    assert f"Next: specstop collect --target T {words}\n" in answer.out
+    words = words.format(traces=traces[0.0].folder, profile=tmp_path / "p.json")
+    assert f"Next: specstop {words}\n" in answer.out
+    assert answer.out.count(f"│ {spec} ") == 1, "each drafter has one row"
