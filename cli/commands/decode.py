@@ -169,7 +169,7 @@ def show_tally(tally: Tally, title: str) -> None:
         ("tokens/s", f"{tally.tokens_per_s:.1f}"),
         ("tokens, seconds", f"{facts['tokens']}, {facts['seconds']:.2f}"),
         ("target calls", str(facts["target_calls"])),
-        ("mean tokens per target call", f"{tally.block_efficiency:.2f}"),
+        ("mean tokens of a text per target call", f"{tally.block_efficiency:.2f}"),
         ("drafted, verified, wasted", f"{facts['drafted']}, {facts['verified']}, {facts['wasted']}"),
         *(
             (f"time: {PHASES.get(phase, phase)}", f"{seconds:.2f} s, {percent(seconds, tally.seconds)}")

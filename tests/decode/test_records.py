@@ -57,6 +57,14 @@ def test_acceptance_leaves_out_cut_rounds_and_counts_those_that_verified_as_deep
     assert Tally.of(GENERATIONS[1:]).acceptance() == []
 
 
+def test_acceptance_in_a_tree_counts_depths_not_nodes(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    made = Speculator(pair, FixedLength(2), Settings(0.0, NEW, tree="3,2")).run([Request(p) for p in prompt_ids[:4]])
+    tally = Tally.of(made)
+    whole = sum(not r.cut for r in tally.rounds)
+    assert max(r.verified for r in tally.rounds) > 2
+    assert [(depth, count) for depth, _, count in tally.acceptance()] == [(1, whole), (2, whole)]
+
+
 def test_no_round_at_all_is_no_division_by_zero() -> None:
     tally = Tally()
     assert (tally.block_efficiency, tally.tokens_per_s, tally.acceptance()) == (0.0, 0.0, [])

@@ -47,6 +47,7 @@ def test_a_written_tree_has_the_rows_depth_and_width_it_says(text: str) -> None:
 def test_medusas_tree_is_the_published_one() -> None:
     """Its paths, as children are numbered by rank: the last child of each list, and the only ones four deep."""
     tree = parse_tree("medusa-63")
+    assert tree.name == "medusa-63", "in messages and files too, not as 63 parents"
 
     def path(row: int) -> tuple[int, ...]:
         parent = tree.parent[row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.sampling import Shaping
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.errors import TraceError
+from ...policies.errors import SpecstopWarning, TraceError
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from .records import HF_DEFAULT, TUNED
 from .whatif.records import check_apart_names
@@ -32,13 +33,25 @@ def check_together(
     shaping: Shaping | None,
     batches: bool,
 ) -> None:
-    """Refuse policies and traces that cannot be evaluated together."""
+    """Refuse policies and traces that cannot be evaluated together; warn of training traces of other rounds."""
     for policy in policies:
         check_policy(policy)
     check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
     wanted = traces.header.shaping if shaping is None else shaping.facts
     for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
         _check_sampled(option, trace, wanted)
+    apart = [
+        what
+        for what in ("pair", "temperature", "verification")
+        if train_traces is not None and getattr(train_traces.header, what) != getattr(traces.header, what)
+    ]
+    if train_traces is not None and apart:
+        warnings.warn(
+            f"--train-traces: {train_traces.folder} differs from --traces in {', '.join(apart)}: what is tuned there is for "
+            "other rounds",
+            SpecstopWarning,
+            stacklevel=3,
+        )
     if batches and not traces.header.has_every_anchor:
         raise TraceError(
             "--batch: expected dense traces, in which any round of a batch can be looked up; collect them so"

@@ -184,7 +184,7 @@ def _policies(
     if tuning is not None and replayable:
         tuned = tune_confidence(tuning, profile)
         note = f"threshold {tuned.threshold:g}, tuned on the training traces"
-        jobs.append((TUNED, "rule", tuned, note))
+        jobs.append((TUNED, "rule", tuned.limited(depth), note))
     for policy in policies:
         called = policy.shown_name
         policy, note = settle_for(policy, tuning if replayable else None, profile)

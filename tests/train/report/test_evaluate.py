@@ -29,8 +29,8 @@ from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.checks import load_traces
-from specstop.train.report.evaluate import evaluate
+from specstop.train.report.checks import check_together, load_traces
+from specstop.train.report.evaluate import _policies, evaluate
 from specstop.train.report.records import Line, Report
 from specstop.train.report.whatif.sweep import sweep
 from specstop.train.report.writing.files import FILES, to_markdown, write_report
@@ -67,6 +67,23 @@ def test_the_lines_are_those_promised(report: Report) -> None:
         ("confidence:0.7", "rule"),
         ("oracle bound", "bound"),
     ]
+
+
+def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
+    sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    jobs = _policies([], trace_arrays(sides[0]), full_profile, 1, False)
+    assert [(name, policy.max_depth) for name, _, policy, _ in jobs] == [("confidence, tuned", 1)]
+
+
+def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace]) -> None:
+    hotter = copy.copy(sides[0])
+    hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
+    with pytest.warns(SpecstopWarning, match="--train-traces: .* differs from --traces in temperature: "):
+        check_together(sides[1], hotter, [], None, False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_together(sides[1], sides[0], [], None, False)
 
 
 def test_plain_is_1_and_so_is_the_best_fixed_length(report: Report) -> None:

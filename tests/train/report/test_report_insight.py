@@ -16,6 +16,7 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
@@ -363,6 +364,20 @@ def test_a_policy_of_trees_has_a_report_without_reliability(tree_trace: Trace, p
     report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], detailed=True)
     assert report.details["reliability"] == ()
     assert report.details["subject"] == policy.name and report.details["losses"]
+
+
+def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile: Profile) -> None:
+    policy = train(tree_trace, profile, head="logistic", rule="gain", nodes=[1]).policy
+    with pytest.warns(
+        SpecstopWarning, match=r"trained for another tree \(1\) than these traces .*; --tree 1 drafts it"
+    ):
+        evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], sweep=False)
+
+
+@pytest.mark.parametrize("rule", [None, "survival"])
+def test_heads_of_chains_are_not_fitted_to_trees(rule: str | None, tree_trace: Trace, profile: Profile) -> None:
+    with pytest.raises(TraceError, match="is of a tree; give --rule gain"):
+        train(tree_trace, profile, rule=rule)
 
 
 def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile) -> None:
