@@ -40,21 +40,24 @@ def check_together(
     wanted = traces.header.shaping if shaping is None else shaping.facts
     for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
         _check_sampled(option, trace, wanted)
-    apart = [
-        what
-        for what in ("pair", "temperature", "verification")
-        if train_traces is not None and getattr(train_traces.header, what) != getattr(traces.header, what)
-    ]
-    if train_traces is not None and apart:
-        warnings.warn(
-            f"--train-traces: {train_traces.folder} differs from --traces in {', '.join(apart)}: what is tuned there is for "
-            "other rounds",
-            SpecstopWarning,
-            stacklevel=3,
-        )
+    if train_traces is not None:
+        _tell_apart(train_traces, traces)
     if batches and not traces.header.has_every_anchor:
         raise TraceError(
             "--batch: expected dense traces, in which any round of a batch can be looked up; collect them so"
+        )
+
+
+def _tell_apart(train_traces: Trace, traces: Trace) -> None:
+    """Warn where thresholds are tuned on rounds of another pair, temperature or verification."""
+    names = "pair", "temperature", "verification"
+    differ = [name for name in names if getattr(train_traces.header, name) != getattr(traces.header, name)]
+    if differ:
+        warnings.warn(
+            f"--train-traces: {train_traces.folder} differs from --traces in {', '.join(differ)}: what is tuned there is for "
+            "other rounds",
+            SpecstopWarning,
+            stacklevel=4,
         )
 
 

@@ -51,13 +51,12 @@ def joined_arrays(
     first = traces[0]
     for other in traces[1:]:
         check_alike(first.header, other.header, str(first.folder), str(other.folder))
-    joined = join_arrays([trace_arrays(trace, features, extra, hidden) for trace in traces])
-    if not joined.tree.is_chain:
+    if not first.header.tree.is_chain:
         raise TraceError(
             f"--traces: {first.folder} is of a tree; give --rule gain, which learns the nodes to verify, or collect without "
             "--tree"
         )
-    return joined
+    return join_arrays([trace_arrays(trace, features, extra, hidden) for trace in traces])
 
 
 def check_alike(first: Header, second: Header, where: str, other: str, names: Sequence[str] = _ALIKE) -> None:
