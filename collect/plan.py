@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..decode.drafters.base import carries
+from ..decode.drafters.depths import tell_if_cut
 from ..decode.drafters.find import find_drafter
 from ..decode.drafters.known import paths_of
 from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
-from ..decode.topology import chain, parse_tree
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import UNCHANGED, Shaping, check_processors
 from ..policies.contract import StopPolicy
@@ -75,7 +75,7 @@ def plan_run(
         prompts: with unique ids.
         target, draft: names for the header.
         depth: K of a chain.
-        tree: what `decode.topology.parse_tree` reads, in the place of a chain.
+        tree: what `decode.topology.parse_tree` reads; None = a chain, or the policy's own tree.
         temperature: 0 = greedy, else sampling with keyed noise.
         max_new_tokens: limit of each text.
         seed: of the streams.
@@ -117,16 +117,17 @@ def plan_run(
     check_limit("depth", depth, least=1)
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
-    topology = chain(depth) if tree is None else parse_tree(tree).limited(depth)
+    settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
+    settings = settings if policy is None else settings.for_policy(policy)
+    tell_if_cut(pair, depth, settings.tree)
+    topology = settings.topology
     asked = len(prompts)
     new = max_new_tokens + tokens_beyond(pair, topology, collector if through is None else "live")
     prompts, ids = fit(prompts, pair.tokenizer, pair.readable - new, long)
     if shards is not None and shards > len(prompts):
         raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
     check_processors(shaping.processors, pair.vocabulary)
-    settings = Settings(
-        temperature, max_new_tokens, topology.deepest, verification=verification, tree=tree, shaping=shaping
-    )
+    settings = replace(settings, max_depth=topology.deepest)
     widths = _widths(pair, check_hidden(hidden, "--hidden"))
     if through is None:
         chosen = choose_collector(

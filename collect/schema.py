@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from collections import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -43,6 +43,12 @@ _LATER: Mapping[int, Mapping[str, Any]] = {
 UNKNOWN, NO_TOKEN = -1, -2
 """In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
 node cannot be drawn."""
+
+_HASHES = ("pair", "prompts_hash")
+"""Fields that say nothing to people."""
+
+_SHOWN = 40
+"""Characters of a field in a message."""
 
 _WIDEST = 1 << 20
 HEADER_KEY = b"specstop"
@@ -154,6 +160,15 @@ class Header:
         fields = dataclasses.asdict(self)
         fields[_HIDDEN] = fields.pop("hidden")
         return json.dumps(fields, sort_keys=True)
+
+    def differing(self, other: Header, names: Iterable[str]) -> list[str]:
+        """Return in which of some fields two traces differ, with what either has: `temperature (0.0, 0.7)`."""
+        apart = [name for name in names if getattr(self, name) != getattr(other, name)]
+        return [name if name in _HASHES else f"{name} ({self._shown(name)}, {other._shown(name)})" for name in apart]
+
+    def _shown(self, name: str) -> str:
+        text = self.tree.name if name == "topology" else str(getattr(self, name))
+        return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
     def differences(self, other: Header) -> list[str]:
         """Return in what two runs differ whose rows do not belong into one trace; of the `facts` only precision counts."""

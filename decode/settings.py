@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StopStringCriteria
 
+from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
+from ..policies.learned.trees import TreeGain
 from ..policies.limits import check_limits
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
@@ -29,7 +31,7 @@ class Settings:
         fallback: drafts this many tokens once a policy has failed.
         ignore_eos: go on after the end-of-text token.
         verification: name of a mode (`modes.MODES`), or `auto`, the fastest lossless one (`modes.resolve_mode`).
-        tree: what `topology.parse_tree` reads; None = a chain.
+        tree: what `topology.parse_tree` reads; None = a chain, or the policy's own tree (`for_policy`).
         shaping: what else changes the distribution that is sampled from.
         stops: transformers' stopping criteria, asked after each committed token in order; the text is cut at the first
             that fires, that token included.
@@ -56,6 +58,20 @@ class Settings:
     def topology(self) -> Topology:
         """The tree that rounds may draft, no deeper than `max_depth`."""
         return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
+
+    def for_policy(self, policy: StopPolicy) -> Settings:
+        """Return the settings with the tree whose nodes a policy was trained to choose, where they name none."""
+        own = tree_of(policy)
+        return self if own is None or self.tree is not None else replace(self, tree=own.name)
+
+
+def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
+    """Return the tree that a policy was trained for, or with `priced_tree` the one that its decisions are priced in.
+
+    None of a policy of chains.
+    """
+    name = policy.facts.metrics.get(key) if isinstance(policy, TreeGain) else None
+    return parse_tree(name) if isinstance(name, str) else None
 
 
 class Stopwatch:

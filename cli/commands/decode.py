@@ -92,7 +92,7 @@ def decode(
         shaping=filters.shaping(),
         stops=stop_strings(pair, stop),
         drift=drift,
-    )
+    ).for_policy(rule)
     given = {p.id: p.text for p in chosen}  # they are shown as they were given
     kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
     mode = resolve_mode(verification, rule, settings.topology, temperature)

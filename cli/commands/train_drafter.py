@@ -60,8 +60,9 @@ def train_drafter(
     """Fit a drafter on the target's own texts and hidden states, and save it as a folder."""
     options = training.fit_options()
     from ...collect.prompts.read import apply_chat_template
-    from ...train.drafters.run import train_drafter as run
+    from ...train.drafters.run import check_asked, train_drafter as run
 
+    check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
     with progress_bars(quiet or json) as progress, config_saved(out):
         # As for lookup, no draft model stands beside the target; that of the demo pair is left alone.
         found = Models(target, drafter="lookup").find(progress)._replace(draft=None)

@@ -46,6 +46,8 @@ class Models:
         check_drafter(self.drafter)
         alone = self.target is not None and not needs_draft(self.drafter)
         if not alone and (self.target is None) != (self.draft is None):
+            if self.drafter != "model" and self.draft is None:
+                raise InputError(f"--draft: expected a draft model, which the drafter {self.drafter} reads")
             raise InputError(
                 "expected both --target and --draft, or neither for the demo pair; some drafters need no --draft "
                 "(--drafter suffix, medusa:PATH, ...)"

@@ -74,7 +74,7 @@ TREES = (
     "children by depth (4,2,2,1), fork:4x5, medusa-63 (Medusa's), ctc-released (with that drafter) or parents:-1,-1,0"
 )
 """What names a tree, for help texts (`decode.topology.parse_tree`)."""
-Tree = Annotated[str | None, typer.Option(help=f"Draft trees: {TREES}; default: a chain.")]
+Tree = Annotated[str | None, typer.Option(help=f"Draft trees: {TREES}; default: the policy's own, or a chain.")]
 MostDrafted = Annotated[
     int | None, typer.Option("--depth", help="Most tokens drafted in a round; default: as many as the policy drafts.")
 ]

@@ -187,7 +187,7 @@ def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) ->
     names = ", ".join(map(str, record)) or "nothing"
     return (
         f'--prompts: {where}: expected an object with a non-empty string "{name}", but it has {names}'
-        f"{close_match(name, map(str, record))}; {option} names another column"
+        f"{close_match(name, map(str, record))}; collect takes another one with {option}"
     )
 
 

@@ -66,7 +66,7 @@ def bench(
         pair: on which policies run.
         prompts: (id, token ids).
         policies: to compare.
-        settings: shared by all.
+        settings: shared by all, but for the tree of a policy that has one (`Settings.for_policy`).
         library: the same pair with the engine `plain`; given, transformers' `generate` and, where texts are decoded one by
             one, which is all that they can do, its assisted settings run too.
         profile: see `Speculator`.
@@ -80,12 +80,12 @@ def bench(
     if not prompts:
         raise InputError("bench: expected at least one prompt")
     settings, policies = settings or Settings(), [with_costs(policy, profile) for policy in policies]
+    runs: list[Runner] = [Speculator(pair, FixedLength(0), settings, profile, batch=batch)]
     for policy in policies:
-        tell_if_untrained(policy, settings, pair)
+        own = settings.for_policy(policy)
+        tell_if_untrained(policy, own, pair)
+        runs.append(Speculator(pair, policy, own, profile, batch=batch))
     tell_if_unmeasured(profile, policies, settings, pair.drafter)
-    runs: list[Runner] = [
-        Speculator(pair, policy, settings, profile, batch=batch) for policy in (FixedLength(0), *policies)
-    ]
     names = ["plain", *(policy.shown_name for policy in policies)]
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):

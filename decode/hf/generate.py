@@ -107,6 +107,7 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
     rule = with_costs(rule, profile)
+    settings = settings.for_policy(rule)
     tell_if_untrained(rule, settings)
     tell_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))

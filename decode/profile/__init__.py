@@ -2,7 +2,7 @@
 
 from .alone import measure_decision
 from .calibration import CalibrationRun, measure_profile
-from .decisions import add_decisions, device_of, is_asked, loop_decisions, streams_of, tree_of
+from .decisions import add_decisions, device_of, is_asked, loop_decisions, streams_of
 
 __all__ = [
     "CalibrationRun",
@@ -13,5 +13,4 @@ __all__ = [
     "measure_decision",
     "measure_profile",
     "streams_of",
-    "tree_of",
 ]  # fmt: skip

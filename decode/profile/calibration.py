@@ -23,6 +23,7 @@ from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
+from ..drafters.depths import tell_if_cut
 from ..loop import Speculator
 from ..models.cuda.recorder import Recorded
 from ..models.pair import Pair
@@ -90,6 +91,7 @@ def measure_profile(
     """
     check_limits(depth=depth, temperature=temperature)
     check_limit("depth", depth, least=1)
+    tell_if_cut(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(
         CalibrationRun, pair, prompts, depth=depth, temperature=temperature, tree=tree, shaping=shaping, batch=batch,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,10 @@ from ...policies.errors import SpecstopWarning
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
-from ...policies.learned.trees import TreeGain
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..settings import Settings
-from ..topology import Topology, parse_tree
+from ..topology import Topology
 from .alone import measure_decision
 from .batches import whole_rounds
 from .measuring import Case, Effort, Seconds, measure
@@ -33,15 +31,6 @@ def streams_of(profile: Profile) -> tuple[int, ...]:
     return tuple(sorted({1, *(profile.batch.sizes[-1:] if profile.batch else ())}))
 
 
-def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
-    """Return the tree that a policy was trained for, or with `priced_tree` the one that its decisions are priced in.
-
-    None of a policy of chains.
-    """
-    name = policy.facts.metrics.get(key) if isinstance(policy, TreeGain) else None
-    return parse_tree(name) if isinstance(name, str) else None
-
-
 def decision_case(
     pair: Pair,
     policy: StopPolicy,
@@ -51,10 +40,7 @@ def decision_case(
     profile: Profile | None,
 ) -> Case:
     """Return the case of a policy's decisions in the live loop, about as many texts side by side each time."""
-    tree = tree_of(policy)
-    if tree is not None and settings.tree is None:  # it decides about nodes of the tree that it was trained for
-        settings = dataclasses.replace(settings, tree=tree.name)
-    speculator = Speculator(pair, policy, settings, profile, batch=streams)
+    speculator = Speculator(pair, policy, settings.for_policy(policy), profile, batch=streams)
 
     def case(number: int) -> Seconds:
         seconds: dict[Key, list[float]] = defaultdict(list)

@@ -305,15 +305,9 @@ def card(policy: LearnedPolicy) -> str:
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
         f"# {policy.name}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It never "
         f"changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n{_tables(facts.metrics)}"
-        f"Use: `specstop decode --policy <this folder>{_tree_option(facts.metrics)}`, or `specstop evaluate` to see what it "
-        "gains on other traces or hardware.\n"
+        "Use: `specstop decode --policy <this folder>`, or `specstop evaluate` to see what it gains on other traces or "
+        "hardware.\n"
     )
-
-
-def _tree_option(metrics: Mapping[str, Any]) -> str:
-    """Return the option that drafts the tree whose nodes a policy chooses, if it does."""
-    tree = metrics.get("tree")
-    return f" --tree {tree}" if isinstance(tree, str) else ""
 
 
 def _tables(metrics: Mapping[str, Any]) -> str:

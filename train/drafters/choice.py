@@ -97,7 +97,7 @@ def paired(first: TraceArrays, other: TraceArrays) -> tuple[TraceArrays, TraceAr
         TraceError: the traces are not dense, of other prompts or settings, or have no text in common.
     """
     headers = first.header, other.header
-    differ = [name for name in _SAME if getattr(headers[0], name) != getattr(headers[1], name)]
+    differ = headers[0].differing(headers[1], _SAME)
     targets = {header.pair.get("target") for header in headers}
     if differ or len(targets) > 1 or not all(header.has_every_anchor for header in headers):
         what = ", ".join(differ) or ("target" if len(targets) > 1 else "collector: expected dense traces")

@@ -85,15 +85,10 @@ def train_drafter(
         InputError: an option is out of range, there are too few prompts, the engine hides the weights, or as `claim_folder`.
     """
     options = fit_options or FitOptions()
-    check_limits(depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    check_limit("depth", depth, least=1)
-    check_limit("max-new-tokens", max_new_tokens, least=depth + 3)
-    if kind not in KINDS:
-        raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
+    check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
     if pair.engines[0] != "plain":
         raise InputError("a drafter is trained beside the target's own weights: load the pair with --engine plain")
     _shape(pair, kind, depth)  # told before texts are recorded
-    claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
     if len(prompts) < 2:
         raise InputError("--prompts: expected two prompts at least, one of them to hold out")
     chosen, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, long)
@@ -123,6 +118,25 @@ def train_drafter(
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], told, metrics)
     save_drafter(trained, out)
     return trained
+
+
+def check_asked(
+    out: str | Path,
+    kind: str,
+    depth: int,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    options: FitOptions,
+    overwrite: bool,
+) -> None:
+    """Refuse what `train_drafter` can refuse before models are loaded; see there."""
+    check_limits(depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    check_limit("depth", depth, least=1)
+    check_limit("max-new-tokens", max_new_tokens, least=depth + 3)
+    if kind not in KINDS:
+        raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
+    claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
 
 
 def _claim_fit(folder: Path, kind: str, depth: int, options: FitOptions) -> None:

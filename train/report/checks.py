@@ -50,9 +50,7 @@ def check_together(
 
 def _tell_apart(train_traces: Trace, traces: Trace) -> None:
     """Warn where thresholds are tuned on rounds of another pair, temperature or verification."""
-    names = "pair", "temperature", "verification"
-    differ = [name for name in names if getattr(train_traces.header, name) != getattr(traces.header, name)]
-    if differ:
+    if differ := train_traces.header.differing(traces.header, ("pair", "temperature", "verification")):
         warnings.warn(
             f"--train-traces: {train_traces.folder} differs from --traces in {', '.join(differ)}: what is tuned there is for "
             "other rounds",

@@ -25,7 +25,8 @@ import torch
 
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
-from ...decode.profile import device_of, is_asked, measure_decision, streams_of, tree_of
+from ...decode.profile import device_of, is_asked, measure_decision, streams_of
+from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.atomic import cache_folder, read_json, write_json

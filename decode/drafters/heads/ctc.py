@@ -113,12 +113,15 @@ class CTCDrafter(LayerReader):
 
     Args:
         pair: whose target it is.
-        network: on the target's device; its `depth` is T, the most positions.
+        network: on the target's device.
+
+    Attributes:
+        most: T, its `depth`: the most positions, and the most tokens.
     """
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
-        self._ctc = network
-        self.beyond = network.shape.depth  # of one root; `_begin` has room made for those of several
+        self._ctc, self.most = network, network.shape.depth
+        self.beyond = self.most  # of one root; `_begin` has room made for those of several
         self._wide = pair.logits_dtype
         self._said: dict[int, _Said] = {}  # by stream, of this round
         super().__init__(pair, network)
@@ -127,7 +130,7 @@ class CTCDrafter(LayerReader):
         self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
     ) -> Proposal:
         """See `Drafter`."""
-        depth, most = found[0].depth[feeding[0][0]], self._ctc.shape.depth
+        depth, most = found[0].depth[feeding[0][0]], self.most
         if depth == 0:
             self._begin(streams, found, feeding)
         while short := [stream for stream in streams if self._drawn(stream) < most and self._reach(stream) <= depth]:
@@ -166,8 +169,7 @@ class CTCDrafter(LayerReader):
         """Read the roots, and draw the first position after each."""
         last, roots = self._read_places(streams, found, feeding)
         # A root and the positions after it each have a slot.
-        most = self._ctc.shape.depth
-        self._cache.grow(max(self._length[s] + most * len(own) for s, own in zip(streams, roots, strict=True)))
+        self._cache.grow(max(self._length[s] + self.most * len(own) for s, own in zip(streams, roots, strict=True)))
         for stream, state, rows, places in zip(streams, last, roots, feeding, strict=True):
             none = state.new_zeros(len(rows), 0, self._ctc.shape.vocabulary + 1, dtype=torch.float64)
             root = {place: at for at, place in enumerate(places)}

@@ -24,6 +24,9 @@ class HeadsDrafter:
     Args:
         pair: whose target it is.
         network: the heads, on the target's device.
+
+    Attributes:
+        most: the number of heads.
     """
 
     layers: tuple[int, ...] = (-1,)
@@ -31,7 +34,7 @@ class HeadsDrafter:
     reading = READS_NOTHING
 
     def __init__(self, pair: Pair, network: Heads) -> None:
-        self._network, self._device = network, pair.device
+        self._network, self._device, self.most = network, pair.device, network.shape.depth
         self._embedding = pair.target.get_input_embeddings()
         self._keeps = False
         self.reserve(1, 0)
@@ -64,7 +67,7 @@ class HeadsDrafter:
         """See `Drafter`; below the last head nothing is proposed."""
         head = found[0].depth[feeding[0][0]]
         counts = [len(places) for places in feeding]
-        if head >= self._network.shape.depth:
+        if head >= self.most:
             return nothing(sum(counts), self._before[streams[0]])
         states = [state for state in (self._before[stream] for stream in streams) if state is not None]
         hidden = torch.cat(states) if len(states) > 1 else states[0]

@@ -100,9 +100,30 @@ def test_what_comes_next_times_the_rounds_that_the_trace_holds(
     assert expected in answer.out
 
 
+def test_rounds_that_stay_shorter_than_asked_are_told_of(place: Path, tmp_path: Path) -> None:
+    target, heads = ("--target", place / "target", "--quiet"), ("--drafter", f"medusa:{tmp_path / 'heads'}")
+    fit = ("--kind", "medusa", "--depth", "2", "--epochs", "1", "--max-new-tokens", "12")
+    answer = cli("train-drafter", *target, *fit, "--prompts", place / "train.jsonl", "--out", tmp_path / "heads")
+    assert answer.code == 0, answer.err
+    short = f"{' '.join(heads)}: proposes 2 tokens at most, so that rounds of 3 stay shorter; give --depth 2"
+    cut = "--tree 2,1: has nodes down to depth 2, of which those deeper than 1 are left out; give --depth 2 for all"
+    for number, (asked, told) in enumerate({"2": [], "3": [short], "1 --tree 2,1": [cut]}.items()):
+        options = (*target, *heads, "--depth", *asked.split(), "--prompts", place / "test.jsonl")
+        few = ("--limit", "2", "--max-new-tokens", "6")
+        collected = cli("collect", *options, *few, "--out", tmp_path / f"t{number}")
+        measured = cli("profile", *options, "--repeats", "1", "--out", tmp_path / f"p{number}.json")
+        for answer in (collected, measured):
+            assert answer.code == 0, answer.err
+            assert [message for message in (short, cut) if message in answer.err] == told, answer.err
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
+        (
+            ("decode", "w7", "--drafter", "suffix+model"),
+            "--draft: expected a draft model, which the drafter suffix+model",
+        ),
         (("decode", "w7", "--drafter", "medusa:none"), "--drafter: none: expected the folder of a drafter, which does"),
         (("decode", "w7", "--drafter", "medusa"), "--drafter: expected model, lookup, lookup:LENGTH, suffix,"),
         (("train-drafter", "--kind", "eagle", "--out", "x"), "--kind: expected one of medusa, hydra, ctc, layer"),

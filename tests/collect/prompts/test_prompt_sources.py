@@ -97,9 +97,9 @@ def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "columns", "message"),
     [
-        ({"promt": "a"}, Columns(), "line 1: .*it has promt .did you mean 'promt'.*--column names another"),
-        ({"prompt": "a"}, Columns("text"), 'line 1: .*string "text", but it has prompt; --column'),
-        ({"prompt": "a"}, Columns(group="topic"), "--group names another column"),
+        ({"promt": "a"}, Columns(), "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with --column"),
+        ({"prompt": "a"}, Columns("text"), 'line 1: .*string "text", but it has prompt; collect takes another one with --column'),
+        ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with --group"),
         (
             {"prompt": "a"},
             Columns(completion="answer"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,15 @@ from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
+from specstop.decode.compare.bench import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
+from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, StopPolicy
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.build import LinearHead
 from specstop.policies.latency.profile import Profile
@@ -107,6 +112,25 @@ def test_training_leaves_a_folder_that_plays_the_same(
     assert torch.equal(replay(arrays, loaded, profile).log, replay(arrays, made.policy, profile).log)
     assert loaded.facts.provenance["tree"] == TREE and loaded.facts.rho > 0.0
     assert {row["depth"] for row in made.metrics["reliability"]} >= {2, 3}
+
+
+def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
+    trained: dict[float, Trained], pair: Pair, prompt_ids: list[list[int]]
+) -> None:
+    policy, prompts = trained[0.7].policy, [("p0", prompt_ids[0])]
+    own, chained = Settings(0.7, NEW), Settings(0.7, NEW, tree="chain:3")
+    assert own.for_policy(policy).tree == TREE and own.for_policy(FixedLength(3)) == own
+    assert chained.for_policy(policy) == chained
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = decode(pair, [prompt_ids[0]], policy, settings=own)[0]
+        lines = bench(pair, prompts, [policy, FixedLength(3)], settings=own, progress=silent)
+    named = decode(pair, [prompt_ids[0]], policy, settings=replace(own, tree=TREE))[0]
+    shapes = [[(r.drafted, r.verified, r.accepted, r.deepest) for r in one.rounds] for one in (made, named)]
+    assert shapes[0] == shapes[1] and any(drafted > deepest > 0 for drafted, _, _, deepest in shapes[0])
+    assert [line.same_text for line in lines] == [1, 1, 1]
+    with pytest.warns(SpecstopWarning, match=f"trained for another tree .{re.escape(TREE)}. than this run .1,1,1."):
+        decode(pair, [prompt_ids[0]], policy, settings=chained)
 
 
 def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(

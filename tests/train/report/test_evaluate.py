@@ -79,7 +79,7 @@ def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
 def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace]) -> None:
     hotter = copy.copy(sides[0])
     hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
-    with pytest.warns(SpecstopWarning, match="--train-traces: .* differs from --traces in temperature: "):
+    with pytest.warns(SpecstopWarning, match="--train-traces: .* differs from --traces in temperature \\(.*\\): "):
         check_together(sides[1], hotter, [], None, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

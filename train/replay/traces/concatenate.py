@@ -19,7 +19,7 @@ _ALIKE = (
     "pair", "vocabulary", "eos", "shaping", "verification", "label", "topology", "max_new_tokens", "collector", "texts",
     "mix", "draws", "off_text",
 )  # fmt: skip
-_INSTEAD = {"verification": ", all with --verification match where temperature 0 is among them"}
+_INSTEAD = ", all with --verification match where temperature 0 is among them"
 
 
 def temperatures(traces: Sequence[Trace]) -> tuple[float, ...]:
@@ -61,18 +61,12 @@ def joined_arrays(
 
 def check_alike(first: Header, second: Header, where: str, other: str, names: Sequence[str] = _ALIKE) -> None:
     """Refuse traces that differ in any of `names`: they cannot be one."""
-    for name in names:
-        mine, theirs = getattr(first, name), getattr(second, name)
-        if mine != theirs:
-            raise TraceError(
-                f"--traces: {where} and {other} differ in {name} ({_short(mine)}, {_short(theirs)}); "
-                f"expected one pair, recorded alike at several temperatures or on several prompts{_INSTEAD.get(name, '')}"
-            )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    if differ := first.differing(second, names):
+        instead = _INSTEAD if "verification" in differ[0] else ""
+        raise TraceError(
+            f"--traces: {where} and {other} differ in {differ[0]}; expected one pair, recorded alike at several temperatures "
+            f"or on several prompts{instead}"
+        )
 
 
 def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:

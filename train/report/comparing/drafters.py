@@ -137,7 +137,7 @@ def _held(fit: Both, held: Both) -> Both:
     """Return the traces that a choice is tested on, or raise `TraceError` where they are not of what it was made on."""
     for side, one, other in zip(("--first-test", "--other-test"), fit, held, strict=True):
         check_apart(side, other, "the traces to choose on", one)
-        if differ := [name for name in ALIKE if getattr(one.header, name) != getattr(other.header, name)]:
+        if differ := one.header.differing(other.header, ALIKE):
             raise TraceError(
                 f"{side}: expected traces recorded as those to choose on, but these differ: {', '.join(differ)}"
             )
