@@ -193,7 +193,7 @@ def collect(
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...collect.estimates import estimate
     from ...collect.plan import plan_run
-    from ...collect.processes import Place, read_place
+    from ...collect.processes import read_place
     from ...collect.prompts.read import apply_chat_template
     from ...policies.storage.registry import load_policy
 
@@ -208,9 +208,7 @@ def collect(
     if ray is not None:
         if dry_run or overwrite or repair or place.world > 1:
             raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
-        from ..ray_tasks import by_tasks
-
-        show_trace(by_tasks(out, ray, ray_tasks, resume, quiet or json), Place(), json)
+        _by_ray(out, ray, ray_tasks, resume, quiet, json)
         return
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
@@ -252,6 +250,14 @@ def collect(
         show_estimate(expected, place.world, json)
     elif trace is not None:
         show_trace(trace, place, json)
+
+
+def _by_ray(out: Path, ray: str, tasks: int | None, resume: bool, quiet: bool, json: bool) -> None:
+    """Collect by tasks of Ray."""
+    from ...collect.processes import Place
+    from ..ray_tasks import by_tasks
+
+    show_trace(by_tasks(out, ray, tasks, resume, quiet or json), Place(), json)
 
 
 def _verification(name: str, draft_greedy: bool) -> str:

@@ -111,20 +111,13 @@ def decode(
     )
     tally = Tally.of(generations)
     if json:
-        print_json(
-            {
-                **tally.summary(),
-                "verification": describe(mode),
-                "acceptance": tally.acceptance(),
-                "texts": [g.text for g in generations],
-            }
-        )
+        told = {"verification": describe(mode), "acceptance": tally.acceptance()}
+        print_json({**tally.summary(), **told, "texts": [g.text for g in generations]})
         return
     sys.stdout.write("\n" if kept else "")
-    if quiet:
-        return
-    sys.stdout.write("\n")
-    show_tally(tally, f"{rule.shown_name}, {describe(mode)}")
+    if not quiet:
+        sys.stdout.write("\n")
+        show_tally(tally, f"{rule.shown_name}, {describe(mode)}")
 
 
 class _Shown:

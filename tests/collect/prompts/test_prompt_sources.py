@@ -97,8 +97,12 @@ def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "columns", "message"),
     [
-        ({"promt": "a"}, Columns(), "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with --column"),
-        ({"prompt": "a"}, Columns("text"), 'line 1: .*string "text", but it has prompt; collect takes another one with --column'),
+        (
+            {"promt": "a"},
+            Columns(),
+            "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with --column",
+        ),
+        ({"prompt": "a"}, Columns("text"), '.*string "text", but it has prompt; collect takes another one with'),
         ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with --group"),
         (
             {"prompt": "a"},
