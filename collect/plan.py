@@ -119,7 +119,6 @@ def plan_run(
     _check_prompts(prompts, completions, long)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
     settings = settings if policy is None else settings.for_policy(policy)
-    tell_if_cut(pair, depth, settings.tree)
     topology = settings.topology
     asked = len(prompts)
     new = max_new_tokens + tokens_beyond(pair, topology, collector if through is None else "live")
@@ -140,6 +139,7 @@ def plan_run(
             policy, explore, batch, pair.target.dtype, [mix, completions, *widths, *shaping.facts, profile],
         )  # fmt: skip
         chosen = replace(chosen, carries=_remembers(pair, policy, through, shards))
+    tell_if_cut(pair, depth, settings.tree)
     told = _told(source, chosen.memory, len(prompts), asked, profile)
     if completions is not None:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
