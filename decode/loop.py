@@ -113,6 +113,7 @@ class Speculator:
         # Deferred roots are alternatives for the next token: the tree's first level, drawn from the target and not drafted.
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain
+        policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
         self._drafter, self._observer = drafter or find_drafter(pair.drafter, pair), observer
         self._sizes = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
         check_sizes(policy, self._sizes)
@@ -124,7 +125,8 @@ class Speculator:
             pair, self._drafter, self.mode, self.topology, self.settings, trimming, keeps, padded, source,
             batch,
         )  # fmt: skip
-        self._runner = MonitoredRunner(policy, profile, chain, self.settings.fallback, self.settings.drift, batch)
+        fallback = min(self.settings.fallback, self.topology.deepest)
+        self._runner = MonitoredRunner(policy, profile, chain, fallback, self.settings.drift, batch)
         alone = batch == 1 or profile is None or profile.batch is None
         priced = self._runner.observes and policy.reads_seconds and chain and alone
         if profile and priced and profile.max_depth < self.topology.deepest:
@@ -237,6 +239,7 @@ class Speculator:
         """
         source = self._source
         source.settings = self.settings
+        self._runner.restart()
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
         source.reserve(max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens)

@@ -309,7 +309,7 @@ class ModelSource:
         more = 0
         if len(streams) == 1 and sent <= len(self._padded):
             more = self._padded[sent - 1] + 1 - sent  # the table counts drafted tokens, `sent` the root too
-        return more if len(last.text.tokens) - 1 + len(last.sent) + more <= self._readable else 0
+        return more if last.base + len(last.sent) + more <= self._readable else 0
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """Append accepted paths, and the next roots unless they are deferred; compact both caches along the paths."""

@@ -43,8 +43,9 @@ def decode(
         seed: the other part; without effect at temperature 0.
         profile: see `Speculator`.
         drafter: proposes the candidates (`find_drafter`); the pair's by default.
-        batch: how many are decoded side by side; one that ends gives its place to the next. Under every lossless mode a
-            text is the same in any batch (where two tokens are equally likely, rounding may decide).
+        batch: how many are decoded side by side; one that ends gives its place to the next. Under `match` and `point`, and
+            at temperature 0, a text is the same in any batch (where two tokens are equally likely, rounding may decide);
+            under the other lossless modes its distribution is.
         on_text: called with (prompt number, new text) after each round, for streaming.
         on_end: called with the number of a prompt whose text has ended.
 

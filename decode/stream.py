@@ -145,9 +145,10 @@ class Stream:
         """Return this stream's share of a call for `places`."""
         return Turn(self.found, places, self.choices)
 
-    def prefixes(self, places: Sequence[int]) -> list[list[int]]:
-        """Return the text up to and with each place."""
-        return [[*self.text.tokens[: self.base], *self.found.tokens_to(place)] for place in places]
+    def prefixes(self, places: Sequence[int]) -> list[list[int] | None]:
+        """Return the text up to and with each place; None where it has ended there, and nothing is drawn after it."""
+        known = self.text.tokens[: self.base]
+        return [None if place in self.ended else [*known, *self.found.tokens_to(place)] for place in places]
 
     def select(self, rows: Sequence[bool] | None) -> None:
         """Send the candidates at these rows of the topology, roots included; None = all."""

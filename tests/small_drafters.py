@@ -19,6 +19,14 @@ CLASSES = {"medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "la
 DRAFTERS = (*TRAINED, "ctc-released")
 
 
+def output_weight(pair: Pair) -> torch.Tensor:
+    """Return the output layer [V, H] of a target; a compact one keeps no weight, but its products with units are that."""
+    layer = pair.target.get_output_embeddings()
+    if layer.weight is not None:
+        return layer.weight
+    return layer(torch.eye(pair.target.config.hidden_size, dtype=pair.target.dtype)).T.contiguous()
+
+
 def small_network(
     kind: str, hidden: int, vocabulary: int, output: torch.Tensor, depth: int = 3, noise: float = 0.1
 ) -> Any:
@@ -39,7 +47,7 @@ def small_drafter(
     kind: str, pair: Pair, depth: int = 3, noise: float = 0.1, place: Callable[[nn.Module], nn.Module] | None = None
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
-    output = pair.target.get_output_embeddings().weight.cpu().float()
+    output = output_weight(pair).cpu().float()
     made = KNOWN[kind]
     network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
     network = network.to(pair.target.dtype)

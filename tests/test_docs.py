@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -34,7 +35,7 @@ def place(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A folder as the guide wants it: `target`, `draft`, `train.jsonl` and `test.jsonl`."""
     for name in ("target", "draft"):
         shutil.copytree(pair_folder / name, tmp_path / name)
-    for side, count, seed in (("train", 14, 21), ("test", 6, 22)):
+    for side, count, seed in (("train", 8, 21), ("test", 4, 22)):
         lines = [json.dumps({"id": p.id, "prompt": p.text, "group": p.id[-1]}) for p in make_prompts(count, side, seed)]
         (tmp_path / f"{side}.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
@@ -97,6 +98,14 @@ def test_the_published_systems_run_as_their_table_says(plain_pair: Pair, place: 
         assert lossy or made["texts"] == plain["texts"], name
 
 
+@functools.cache
+def help_of(name: str) -> str:
+    """Return what a command's --help says: pages name the same ones."""
+    answer = cli(name, "--help")
+    assert answer.code == 0, f"specstop {name}"
+    return answer.out
+
+
 def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -108,19 +117,15 @@ def test_every_command_named_in_a_page_exists_with_its_options(page: Path) -> No
     consoles = [block for kind, block in BLOCK.findall(text) if kind == "console"]
     named = [words for block in consoles for words in commands(block) if words[0] == "specstop"]
     found += [(words[1], " ".join(words[2:])) for words in named]
-    helps: dict[str, str] = {}
     for name, rest in found:
-        if name not in helps:
-            answer = cli(name, "--help")
-            assert answer.code == 0, f"{page}: specstop {name}"
-            helps[name] = answer.out
+        said = help_of(name)
         for option in re.findall(r"--[a-z][a-z-]+", rest):
-            assert option in helps[name], f"{page}: specstop {name} {option}"
+            assert option in said, f"{page}: specstop {name} {option}"
 
 
 def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
     """Of a benchmark, at least; what other engines are started with is theirs (`deploy.md`)."""
-    pages = [cli("--help").out, *(cli(name, "--help").out for name in COMMANDS)]
+    pages = [cli("--help").out, *map(help_of, COMMANDS)]
     assert all("--config" in page and "--set" in page for page in pages[1:]), "options that every command has"
     known = set(re.findall(r"--[a-z][a-z-]+", " ".join(pages)))
     known |= set(re.findall(r"--[a-z][a-z-]+", " ".join(p.read_text() for p in (ROOT / "benchmarks").glob("*.py"))))

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -95,15 +102,15 @@ def specstop_generate(
     if text_streamer is not None and len(input_ids) > 1:
         raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
+    limit, ends = _limits(stopping_criteria or (), generation_config)
     settings = Settings(
         temperature,
-        generation_config.max_length - input_ids.shape[1],
+        limit - input_ids.shape[1],
         verification=verification,
         tree=tree,
         shaping=shaping,
         stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
     )
-    ends = end_tokens(generation_config.eos_token_id)
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = load_policy(policy) if isinstance(policy, str) else policy
     rule = with_costs(rule, profile)
@@ -150,6 +157,15 @@ def check_draft_model(draft: PreTrainedModel | None, drafter: str) -> None:
         raise InputError(
             f"specstop_generate: the drafter {drafter} takes no draft model; leave draft_model= or assistant_model= out"
         )
+
+
+def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> tuple[int, tuple[int, ...]]:
+    """Return the longest text and the ids that end it: a user's own criteria take the place of the configuration's."""
+    limit = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=config.max_length)
+    ends = [
+        token for one in criteria if isinstance(one, EosTokenCriteria) for token in one.eos_token_id.view(-1).tolist()
+    ]
+    return int(limit), tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
 
 
 def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Shaping, float]:

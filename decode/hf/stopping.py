@@ -98,7 +98,9 @@ class PolicyStoppingCriteria(StoppingCriteria):
         """Start a round; a text that does not continue the last one is a new sequence."""
         text = input_ids[0].tolist()
         known = len(self._text)
-        if not self._text or len(text) <= known or text[:known] != self._text:
+        # A round adds what it drafted and one token at most: a longer text is the next turn of a conversation.
+        goes_on = bool(self._text) and known < len(text) <= known + self._drafted + 1 and text[:known] == self._text
+        if not goes_on:
             self._state = checked_start(self.policy, 1, np.zeros(1, dtype=np.int64))
             self._history = History.start(1)
         else:
@@ -113,6 +115,8 @@ class PolicyStoppingCriteria(StoppingCriteria):
         # No row of the target's is known, and none is read: the ANCHOR features let through are of tokens and of the run.
         self._base = self._reader.base(self._history, self._temperature, torch.zeros(1, 1), [anchor]).features
         self._path: Array | None = None
+        if self.policy.first == 0:  # its answer is void, since the stock loop drafts one token at least
+            _, self._state = checked_keep(self.policy, draft_step(0, self._base.copy()), self._state)
 
     def _outcome(self, accepted: int) -> RoundOutcome:
         drafted, true = np.array([self._drafted]), np.array([True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,11 +123,14 @@ def attending_grouped(model: PreTrainedModel) -> contextlib.AbstractContextManag
     return _attending(model, GROUPED if own == "sdpa" else own)
 
 
-class _Call:
-    """The packed call that is being made; a model hands its attention no more than tensors."""
+class _Call(threading.local):
+    """The packed call that a thread is making; a model hands its attention no more than tensors."""
 
     packing: Packing
     eager = False
+
+
+_CALL = _Call()
 
 
 def packed_attention(
@@ -147,8 +151,8 @@ def packed_attention(
         attention_mask: [S, 1, n, slots] additive.
         scaling, kwargs: as of the model's own attention.
     """
-    packing, attend = _Call.packing.on(query.device), grouped_attention
-    if _Call.eager:  # what a model adds to it, as a bound on the scores, it has in its own module
+    packing, attend = _CALL.packing.on(query.device), grouped_attention
+    if _CALL.eager:  # what a model adds to it, as a bound on the scores, it has in its own module
         attend = sys.modules[type(module).__module__].eager_attention_forward
     out, _ = attend(module, packing.spread(query), key, value, attention_mask, scaling=scaling, **kwargs)
     return packing.gather(out), None
@@ -159,7 +163,7 @@ def attending_packed(model: PreTrainedModel, packing: Packing) -> contextlib.Abs
     # Setting a config twice takes 40 us, a fifteenth of a small draft's step.
     if getattr(model, "attends_packed", False):
         return contextlib.nullcontext()
-    _Call.packing, _Call.eager = packing, model.config.get_text_config()._attn_implementation == "eager"
+    _CALL.packing, _CALL.eager = packing, model.config.get_text_config()._attn_implementation == "eager"
     return _attending(model, PACKED)
 
 

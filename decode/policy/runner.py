@@ -169,6 +169,10 @@ class MonitoredRunner(PolicyRunner):
         self._watch = make_watch(self.policy, self._mode, self._chain)
         self._begun = False
 
+    def restart(self) -> None:
+        """Begin all streams anew with the next texts, unless the policy carries its state: a run may have been cut off."""
+        self._begun = self._begun and self.policy.carries
+
     def begin(self, rows: Array, keys: Array) -> None:
         """Go on to other texts in the streams `rows` [R], of `keys` [R]."""
         try:

@@ -142,7 +142,7 @@ class KeyedSource:
         self._key, self._vocabulary, self._dtype, self._device = key, vocabulary, dtype, device
         # Larger than the window, so that a block computed ahead never covers what the round may ask for again.
         self._size = window + 2 * _BLOCK
-        self._ring = torch.empty(self._size, vocabulary, dtype=dtype, device=device)
+        self._ring: Tensor | None = None  # not every mode asks for noise
         self._low = self._high = 0
 
     def categorical(self, probs: Tensor, round: int, node: int, purpose: Purpose) -> int:
@@ -158,6 +158,8 @@ class KeyedSource:
 
     def gumbel(self, position: int, count: int) -> Tensor:
         """Return [count, V]; see `Source`. Positions may go back by at most the window given."""
+        if self._ring is None:
+            self._ring = torch.empty(self._size, self._vocabulary, dtype=self._dtype, device=self._device)
         # Not kept any more, or with a gap between: begin anew from there.
         if position < self._low or position > self._high:
             self._low = self._high = position

@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -36,6 +37,7 @@ _KEEP_STATE = (
 
 
 _TRUNCATING = (
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     MinPLogitsWarper,
@@ -183,25 +185,26 @@ class Sampler:
         self._first_truncating = truncating[0] if truncating else len(processors)
         self._reads_tokens = not all(type(processor) in _OF_ROWS for processor in processors)  # exact types
 
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
         """Return [R, V] processed scores.
 
         Args:
             logits: [R, V] raw; left as they are.
-            prefixes: called for the R token lists that the rows continue, only if a processor wants them.
+            prefixes: called for the R token lists that the rows continue, only if a processor wants them. Rows of None stay
+                as they are: `generate` asks no processor what comes after the end, of which a grammar knows nothing.
         """
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
         if self._first_truncating < len(self._processors):
-            self.untruncated = torch.empty_like(logits)  # filled in by `_processed`
+            self.untruncated = logits.clone()  # filled in by `_processed`
         if not self._reads_tokens:
             nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
             return self._processed(nothing, logits, list(range(len(logits))))
-        lists = [[*self.padding, *prefix] for prefix in prefixes()]
-        out = torch.empty_like(logits)
+        lists = {row: [*self.padding, *prefix] for row, prefix in enumerate(prefixes()) if prefix is not None}
+        out = logits.clone()
         # Processors take a rectangle of ids, so rows of one length go together.
-        for length in sorted(set(map(len, lists))):
-            rows = [row for row, tokens in enumerate(lists) if len(tokens) == length]
+        for length in sorted(set(map(len, lists.values()))):
+            rows = [row for row, tokens in lists.items() if len(tokens) == length]
             ids = torch.tensor([lists[row] for row in rows], device=logits.device)
             out[rows] = self._processed(ids, logits[rows], rows)
         return out

@@ -44,21 +44,27 @@ def rounds(generation: Generation) -> list[tuple[int, ...]]:
 def same_in_batches(
     pair: Pair, prompt_ids: Sequence[list[int]], policy: StopPolicy, settings: Settings, drafter: str = "model"
 ) -> list[Generation]:
-    """Decode alone and in batches of several sizes, with others in other places, and compare texts and rounds."""
+    """Decode alone and in batches of several sizes, with others in other places, and compare texts and rounds.
+
+    Every size in one order of the texts, one of them in both: other neighbours, and the loop is used again.
+    """
     asked = requests(prompt_ids)
     alone = Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair)).run(asked)
-    for batch in (2, 3, len(asked)):
+    for batch, orders in ((2, (1,)), (3, (1, -1)), (len(asked), (-1,))):
         loop = Speculator(pair, policy, settings, drafter=find_drafter(drafter, pair), batch=batch)
-        made = loop.run(asked)
-        assert [g.tokens for g in made] == [g.tokens for g in alone]
-        assert [rounds(g) for g in made] == [rounds(g) for g in alone]
-        back = loop.run(asked[::-1])[::-1]  # other neighbours; the loop is used again
-        assert [g.tokens for g in back] == [g.tokens for g in alone]
+        for order in orders:
+            made = loop.run(asked[::order])[::order]
+            assert [g.tokens for g in made] == [g.tokens for g in alone]
+            assert [rounds(g) for g in made] == [rounds(g) for g in alone]
     return alone
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize(("mode", "tree"), MODES)
+GREEDY = (("match", None), ("match", "3,2,1"), ("rejection", "2,2"), ("block", None), ("target_init", "3,2"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "tree", "temperature"), [*((*mode, 0.7) for mode in MODES), *((*mode, 0.0) for mode in GREEDY)]
+)
 def test_a_text_is_the_same_in_any_batch(
     pair: Pair, prompt_ids: list[list[int]], mode: str, tree: str | None, temperature: float
 ) -> None:
@@ -67,8 +73,10 @@ def test_a_text_is_the_same_in_any_batch(
     assert len({len(g.tokens) for g in made}) > 1  # they end at different times, and others take their places
 
 
-@pytest.mark.parametrize("spec", ["confidence:0.3", "adaedl", "product:0.2"])
-@pytest.mark.parametrize("tree", [None, "3,2,1"])
+@pytest.mark.parametrize(
+    ("spec", "tree"),
+    [("confidence:0.3", None), ("confidence:0.3", "3,2,1"), ("adaedl", None), ("product:0.2", "3,2,1")],
+)
 def test_policies_that_stop_streams_at_different_depths_and_remember(
     pair: Pair, prompt_ids: list[list[int]], spec: str, tree: str | None
 ) -> None:
@@ -128,7 +136,7 @@ def test_a_draft_of_fewer_tokens_than_the_target_has(tokenizer: object, temperat
     pair = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)  # type: ignore[arg-type]
     assert pair.vocabulary == VOCABULARY + 8
     prompts = [[7, 8], [9], [VOCABULARY + 1, 7], [8, 9, 10]]
-    same_in_batches(pair, prompts, FixedLength(3), Settings(temperature, NEW, ignore_eos=True, verification="match"))
+    same_in_batches(pair, prompts, FixedLength(3), Settings(temperature, 14, ignore_eos=True, verification="match"))
 
 
 @pytest.mark.parametrize(

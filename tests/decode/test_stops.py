@@ -25,9 +25,10 @@ from transformers import MaxTimeCriteria, PreTrainedTokenizerFast, StoppingCrite
 TREES = [None, "3,2,1", "fork:2x5"]
 
 
-@pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
+@pytest.fixture(scope="module")
+def endless_pair(pair: Pair) -> Pair:
+    """The pair without an end of text, under its own forward."""
+    return dataclasses.replace(pair, eos=())
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,7 @@ def texts(generations: list[Generation]) -> list[list[int]]:
 
 
 def stock(pair: Pair, prompt: list[int], **options: object) -> list[int]:
+    """Return what the target's own `generate` writes."""
     ids = torch.tensor([prompt])
     out = pair.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, **options)
     return out[0, len(prompt) :].tolist()
@@ -73,16 +75,33 @@ def cut_inside(generations: list[Generation]) -> bool:
     return any(0 < g.rounds[-1].committed <= g.rounds[-1].accepted for g in generations if g.rounds)
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_a_stop_string_ends_the_text_as_in_generate(
-    models: Pair, letters: PreTrainedTokenizerFast, prompt_ids: list[list[int]], tree: str | None
-) -> None:
-    """One token, the end of one and the beginning of the next, and one that never comes."""
-    spoken = dataclasses.replace(models, tokenizer=letters)
-    whole = [stock(models, prompt) for prompt in prompt_ids]
+@pytest.fixture(scope="module")
+def whole(plain_pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
+    """Texts that nothing cuts."""
+    return [stock(plain_pair, prompt) for prompt in prompt_ids]
+
+
+@pytest.fixture(scope="module")
+def stopped_at(
+    plain_pair: Pair, letters: PreTrainedTokenizerFast, prompt_ids: list[list[int]], whole: list[list[int]]
+) -> tuple[list[str], list[list[int]]]:
+    """Strings: one token, the end of one and the beginning of the next, and one that never comes; and texts cut at them."""
     long = [letters.decode(text) for text in whole if len(text) > 10]
     strings = [long[0][7:10], long[1][8:9] + "Q", long[2][6:10]]
-    expected = [stock(models, p, stop_strings=strings, tokenizer=letters) for p in prompt_ids]
+    return strings, [stock(plain_pair, p, stop_strings=strings, tokenizer=letters) for p in prompt_ids]
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_stop_string_ends_the_text_as_in_generate(
+    models: Pair,
+    letters: PreTrainedTokenizerFast,
+    prompt_ids: list[list[int]],
+    whole: list[list[int]],
+    stopped_at: tuple[list[str], list[list[int]]],
+    tree: str | None,
+) -> None:
+    spoken = dataclasses.replace(models, tokenizer=letters)
+    strings, expected = stopped_at
     generations = generate(models, prompt_ids, Settings(0.0, NEW, tree=tree, stops=stop_strings(spoken, strings)))
     assert texts(generations) == expected
     stopped = [a for a, b in zip(expected, whole, strict=True) if len(a) < len(b)]
@@ -152,46 +171,49 @@ class EachToken(StoppingCriteria):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_a_criterion_is_asked_after_each_token_in_order(
-    twin: Pair, prompt_ids: list[list[int]], tree: str | None
+    twin: Pair, prompt_ids: list[list[int]], whole: list[list[int]], tree: str | None
 ) -> None:
-    for prompt in prompt_ids[::2]:
+    for prompt, expected in zip(prompt_ids[::2], whole[::2], strict=True):
         criterion = EachToken()
         text = generate(twin, [prompt], Settings(0.0, NEW, tree=tree, stops=(criterion,)))[0]
-        assert list(text.tokens) == stock(twin, prompt)
+        assert list(text.tokens) == expected
         last = text.tokens[-1] in twin.eos or len(text.tokens) == NEW  # the text has ended: nobody asks
         assert criterion.asked == [
             [*prompt, *text.tokens[: n + 1]] for n in range(len(text.tokens) - int(last))
         ]  # fmt: skip
 
 
-def test_the_first_of_several_criteria_that_fires_cuts_the_text(twin: Pair, prompt_ids: list[list[int]]) -> None:
-    prompt = next(p for p in prompt_ids if len(stock(twin, p)) > 8)
-    whole = stock(twin, prompt)
-    late, early = EachToken(whole[7]), EachToken(whole[3])
+def test_the_first_of_several_criteria_that_fires_cuts_the_text(
+    twin: Pair, prompt_ids: list[list[int]], whole: list[list[int]]
+) -> None:
+    prompt, expected = next(both for both in zip(prompt_ids, whole, strict=True) if len(both[1]) > 8)
+    late, early = EachToken(expected[7]), EachToken(expected[3])
     for stops in ((late, early), (early, late)):
         text = generate(twin, [prompt], Settings(0.0, NEW, stops=stops))[0]
-        assert list(text.tokens) == whole[: 1 + min(whole.index(whole[7]), whole.index(whole[3]))]
+        assert list(text.tokens) == expected[: 1 + min(expected.index(expected[7]), expected.index(expected[3]))]
     assert cut_inside([text])
 
 
-def test_a_criterion_may_end_the_text_at_its_first_token(twin: Pair, prompt_ids: list[list[int]]) -> None:
+def test_a_criterion_may_end_the_text_at_its_first_token(
+    twin: Pair, prompt_ids: list[list[int]], whole: list[list[int]]
+) -> None:
     class Now(StoppingCriteria):
         def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> bool:
             return True
 
     text = generate(twin, prompt_ids[:1], Settings(0.0, NEW, stops=(Now(),)))[0]
-    assert list(text.tokens) == stock(twin, prompt_ids[0])[:1]
+    assert list(text.tokens) == whole[0][:1]
     assert text.rounds == ()
 
 
-def test_a_time_limit_ends_the_text(twin: Pair, prompt_ids: list[list[int]]) -> None:
-    prompt = next(p for p in prompt_ids if len(stock(twin, p)) > 8)
+def test_a_time_limit_ends_the_text(twin: Pair, prompt_ids: list[list[int]], whole: list[list[int]]) -> None:
+    prompt, expected = next(both for both in zip(prompt_ids, whole, strict=True) if len(both[1]) > 8)
     for tree in TREES:
         settings = Settings(0.0, NEW, tree=tree, stops=(MaxTimeCriteria(0.5, initial_timestamp=0.0),))
-        assert list(generate(twin, [prompt], settings)[0].tokens) == stock(twin, prompt)[:1]
+        assert list(generate(twin, [prompt], settings)[0].tokens) == expected[:1]
         later = MaxTimeCriteria(3600.0)
         settings = Settings(0.0, NEW, tree=tree, stops=(later,))
-        assert list(generate(twin, [prompt], settings)[0].tokens) == stock(twin, prompt)
+        assert list(generate(twin, [prompt], settings)[0].tokens) == expected
 
 
 @pytest.mark.parametrize("tree", ["3,2,1", "fork:2x5", "parents:-1,-1,0,0,1,2,5"])
@@ -236,9 +258,11 @@ def test_stop_strings_need_text_and_a_tokenizer(pair: Pair) -> None:
             stop_strings(models, strings)
 
 
-def test_padding_is_seen_by_criteria_but_not_by_the_models(pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_padding_is_seen_by_criteria_but_not_by_the_models(
+    pair: Pair, prompt_ids: list[list[int]], whole: list[list[int]]
+) -> None:
     criterion = EachToken()
     settings = Settings(0.0, 4, stops=(criterion,))
     made = Speculator(pair, FixedLength(2), settings).generate(prompt_ids[3], padding=[0, 0])
-    assert list(made.tokens) == stock(pair, prompt_ids[3])[:4]
+    assert list(made.tokens) == whole[3][:4]
     assert criterion.asked[0] == [0, 0, *prompt_ids[3], made.tokens[0]]

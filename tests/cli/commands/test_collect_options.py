@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from commands import cli, files
+from commands import COMPACT, cli, files, loading_once
 from conftest import make_prompts
 from specstop.cli.commands.info import branch_rows
 from specstop.cli.options.prompts import Asked
@@ -21,6 +22,12 @@ from specstop.decode.models.pair import Pair
 from transformers import AutoTokenizer
 
 COUNT = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    with loading_once():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, pair_folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def collect(home: Path, pair_folder: Path) -> list[object]:
-    return ["collect", "--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64",
+    return ["collect", "--target", pair_folder / "target", "--draft", pair_folder / "draft", *COMPACT,
             "--prompts", home / "bench.jsonl", "--preset", "spec-bench", "--depth", 2, "--max-new-tokens", 5,
             "--shards", 4, "--json"]  # fmt: skip
 

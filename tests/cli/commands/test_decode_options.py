@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import cli
+from commands import cli, loading_once
 from conftest import VOCABULARY
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -18,6 +19,12 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 PROMPTS = ["w7 w8 w9 w7", "w20 w33 w9"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    with loading_once():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +53,17 @@ def expected(pair: Pair) -> dict[float, list[str]]:
     }
 
 
-@pytest.mark.parametrize("tree", ["4,2,2,1", "8", "fork:4x5", "parents:-1,-1,0,0,1,2,5", "chain:3"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("tree", "temperature"),
+    [
+        ("4,2,2,1", 0.0),
+        ("8", 0.7),
+        ("fork:4x5", 0.0),
+        ("parents:-1,-1,0,0,1,2,5", 0.7),
+        ("chain:3", 0.0),
+        ("chain:3", 0.7),
+    ],
+)
 def test_any_tree_gives_the_targets_text(
     models: list[str], expected: dict[float, list[str]], tree: str, temperature: float
 ) -> None:
@@ -109,17 +125,26 @@ OPTIONS: dict[str, list[object]] = {
 }
 
 
+HOT = ("--temperature", 1.5, "--verification", "match")
+MORE = [*PROMPTS, "w12", "w40 w41"]
+
+
+@pytest.fixture(scope="module")
+def bare(models: list[str]) -> dict[str, Any]:
+    """What is written without an option."""
+    return decoded(models, *HOT, prompts=MORE)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_sampling_option_changes_the_text_and_no_tree_does(models: list[str], name: str) -> None:
-    match = ["--temperature", 1.5, "--verification", "match"]
-    sampled = [*match, *OPTIONS[name]]
-    prompts = [*PROMPTS, "w12", "w40 w41"]
+def test_a_sampling_option_changes_the_text_and_no_tree_does(
+    models: list[str], bare: dict[str, Any], name: str
+) -> None:
+    sampled, prompts = [*HOT, *OPTIONS[name]], MORE
     made = decoded(models, *sampled, prompts=prompts)
     assert (
         decoded(models, *sampled, "--tree", "3,2", "--policy", "confidence:0.3", prompts=prompts)["texts"]
         == made["texts"]
     )
-    bare = decoded(models, *match, prompts=prompts)
     assert made["texts"] != bare["texts"]
     if name == "min-new":
         assert made["tokens"] == 14 * len(prompts)

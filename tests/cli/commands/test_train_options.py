@@ -21,10 +21,11 @@ def start(sides: tuple[Trace, Trace], full_profile: Profile, tmp_path_factory: p
 
 
 def test_the_tables_say_how_it_did(start: list[object], tmp_path: Path) -> None:
-    short = cli(*start, "--out", tmp_path / "short", "--rule", "survival", "--param", "C=0.5")
+    options = ["--rule", "survival", "--threshold", 0.45, "--param", "C=0.5"]
+    short = cli(*start, "--out", tmp_path / "short", *options, "--no-cross-fit")
     assert "held_out_ratio_to_best_fixed" in short.out and "accept_auc" not in short.out
     assert "Survival by depth" not in short.out and "(--verbose)" in short.out
-    answer = cli(*start, "--out", tmp_path / "p", "--rule", "survival", "--param", "C=0.5", "--verbose")
+    answer = cli(*start, "--out", tmp_path / "p", *options, "--verbose")
     assert answer.code == 0, answer.err
     assert "held_out_ratio_to_best_fixed" in answer.out and "accept_auc" in answer.out
     lines = answer.out.splitlines()

@@ -187,8 +187,9 @@ def places() -> dict[str, tuple[list[str], Callable[[], tuple[Any, str]], int]]:
     }
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("where", places())
+@pytest.mark.parametrize(
+    ("where", "number"), [(where, SIGNALS[at % len(SIGNALS)]) for at, where in enumerate(places())]
+)
 def test_a_signal_in_the_middle_of_a_command(
     where: str, number: signal.Signals, place: Path, sides: tuple[Trace, Trace], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, NEW, VOCABULARY, build_model, collect_traces
+from conftest import EOS, NEW, VOCABULARY, build_model
 from contract_policies import DEPTH
 from reference_features import Rows, compute
 from specstop.collect.dense.collector import Unroller, dense_rows
@@ -146,9 +146,10 @@ def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
     plain_pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], texts: dict[float, list[list[int]]],
     tmp_path: Path, temperature: float,
 ) -> None:  # fmt: skip
-    """Every seventh row, one full forward per node."""
-    scale, trace = temperature or 1.0, collect_traces(plain_pair, prompts, tmp_path)[temperature]
-    for (sequence, anchor), row in list(by_anchor(trace).items())[::7]:
+    """Every tenth row, one full forward per node."""
+    scale, options = temperature or 1.0, {"depth": DEPTH, "verification": "match", "max_new_tokens": NEW}
+    trace = collect(plain_pair, prompts, tmp_path, temperature=temperature, **options)
+    for (sequence, anchor), row in list(by_anchor(trace).items())[::10]:
         key, text = stream_key(0, f"p{sequence}"), texts[temperature][sequence]
         prefix = prompt_ids[sequence] + text[:anchor]
         logprob = torch.zeros(1, dtype=torch.float64)

@@ -17,6 +17,7 @@ from specstop.collect.dense.completions import given_noise, sampled_rows, target
 from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
+from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import gumbel, gumbel_given, stream_key
 from specstop.decode.verify.sampling import Shaping
@@ -34,11 +35,6 @@ FALSE_ALARM = 1e-5
 DRAWS = 40_000
 DEPTH, NEW, TEMPERATURE = 5, 24, 0.7
 TOP_P = Shaping(top_p=0.8, repetition_penalty=1.2)
-
-
-@pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
 
 
 def drawn(logits: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -101,11 +97,13 @@ def write(pair: Pair, prompt: list[int], limit: int, temperature: float, shaping
     generator, text = torch.Generator().manual_seed(seed), list[int]()
     processors = shaping.build(temperature, len(prompt), (EOS,), torch.device("cpu"))
     with torch.inference_mode():
+        model, unread = CachedModel(pair.target, len(prompt) + limit, pair.vocabulary), prompt
         while len(text) < limit and EOS not in text:
+            logits = model.read(torch.tensor([unread]), 1)[:, -1]
             ids = torch.tensor([[*prompt, *text]])
-            logits = pair.target(ids).logits[:, -1]
             scores = processors(ids, logits) if len(processors) else logits / temperature
             text.append(int(torch.multinomial(torch.softmax(scores[0], -1), 1, generator=generator)))
+            unread = text[-1:]
     return text
 
 
@@ -232,17 +230,18 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
     assert found[TEMPERATURE].texts == 60 and found[TEMPERATURE].impossible == 0
 
 
-def test_the_mean_and_its_error_are_those_of_a_plain_loop(pair: Pair) -> None:
-    assert pair.tokenizer is not None
+def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> None:
+    assert plain_pair.tokenizer is not None
     prompts = make_prompts(9, "loop", 51)
-    named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in prompts]
-    texts = {name: write(pair, ids, 12, 0.9, TOP_P, at) for at, (name, ids) in enumerate(named)}
+    named = [(p.id, plain_pair.tokenizer(p.text)["input_ids"]) for p in prompts]
+    texts = {name: write(plain_pair, ids, 12, 0.9, TOP_P, at) for at, (name, ids) in enumerate(named)}
     parts = []
     for name, prompt in named:
         for at, token in enumerate(texts[name]):
             ids = torch.tensor([[*prompt, *texts[name][:at]]])
             with torch.no_grad():
-                scores = TOP_P.build(0.9, len(prompt), (EOS,), torch.device("cpu"))(ids, pair.target(ids).logits[:, -1])
+                logits = plain_pair.target(ids).logits[:, -1]
+                scores = TOP_P.build(0.9, len(prompt), (EOS,), torch.device("cpu"))(ids, logits)
             p = torch.softmax(scores[0], -1)
             there = p[p > 0]
             parts.append((name, float(p[token].log() - (there * there.log()).sum())))
@@ -250,7 +249,7 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(pair: Pair) -> None:
     off = values - values.mean()
     sums = np.array([off[[owner == name for owner, _ in parts]].sum() for name, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
-    found = balance(pair, Settings(0.9, 12, shaping=TOP_P), named, texts, 12)
+    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P), named, texts, 12)
     assert (found.mean, found.standard_error) == pytest.approx((values.mean(), error), rel=1e-9)
     assert (found.texts, found.tokens) == (9, len(values))
 

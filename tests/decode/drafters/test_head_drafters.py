@@ -25,11 +25,6 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 SAME = {"atol": 1e-9, "rtol": 0.0}  # float64, in another order of operations
 
 
-@pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
-
-
 @pytest.fixture(scope="module")
 def plain(pair: Pair, prompt_ids: list[list[int]]) -> dict[float, list[list[int]]]:
     """The target's own texts of some prompts, by temperature."""
@@ -43,8 +38,13 @@ def states_of(pair: Pair, text: list[int]) -> torch.Tensor:
         return pair.target(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize("tree", [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [  # each on a chain and on one of two trees, in turn
+        *((kind, None) for kind in DRAFTERS),
+        *((kind, ("3,2,1", "parents:-1,-1,0,0,1,2,5")[at % 2]) for at, kind in enumerate(DRAFTERS)),
+    ],
+)
 def test_text_is_the_targets(
     pair: Pair, prompt_ids: list[list[int]], plain: dict[float, list[list[int]]], kind: str, tree: str | None
 ) -> None:
@@ -74,7 +74,7 @@ def test_other_modes_take_them_too(pair: Pair, prompt_ids: list[list[int]], kind
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 @torch.inference_mode()
-def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, kind: str) -> None:
+def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, plain_pair: Pair, kind: str) -> None:
     """Two rounds of three texts of different lengths, trees of which some streams are fed more places than others."""
     texts = [[5, 8, 5, 9], [6, 7, 30, 31, 32, 11, 9], [4, 3]]
     tree = parse_tree("2,2,1")
@@ -84,7 +84,7 @@ def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, kind: str) 
         drafter.reserve(len(streams), 40)
         out = [[] for _ in streams]
         for at, number in enumerate(streams):
-            drafter.committed(at, texts[number], states_of(pair, texts[number]))
+            drafter.committed(at, texts[number], states_of(plain_pair, texts[number]))
         for end in (20, 21):
             found = [Candidates.at([end], tree) for _ in streams]
             feeding = [[0] for _ in streams]
@@ -105,7 +105,7 @@ def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, kind: str) 
             for at, number in enumerate(streams):
                 path = [end, found[at].tokens[1]]
                 texts_now = [*texts[number], *([20, found[at].tokens[1]] if end == 21 else []), *path]
-                drafter.committed(at, path, states_of(pair, texts_now)[-2:])
+                drafter.committed(at, path, states_of(plain_pair, texts_now)[-2:])
         return out
 
     together = rounds([0, 1, 2])
@@ -115,12 +115,12 @@ def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, kind: str) 
 
 
 @torch.inference_mode()
-def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair: Pair) -> None:
+def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair: Pair, plain_pair: Pair) -> None:
     text, tree = [5, 8, 9, 7], parse_tree("2,1")
-    hidden = states_of(pair, text)[-1:]
+    hidden = states_of(plain_pair, text)[-1:]
     for kind in ("medusa", "hydra"):
         drafter = small_drafter(kind, pair)
-        drafter.committed(0, text, states_of(pair, text))
+        drafter.committed(0, text, states_of(plain_pair, text))
         found = Candidates.at([3], tree)
         drafter.propose([0], [found], [[0]])
         places = [found.add(0, 1, 30), found.add(0, 2, 31)]
@@ -157,14 +157,14 @@ def by_the_book(network: LayerNetwork, embedded: torch.Tensor, states: torch.Ten
 
 
 @torch.inference_mode()
-def test_the_layer_goes_on_from_the_targets_states_and_then_from_its_own(pair: Pair) -> None:
+def test_the_layer_goes_on_from_the_targets_states_and_then_from_its_own(pair: Pair, plain_pair: Pair) -> None:
     text, tree = [5, 8, 9, 7, 11], parse_tree("2,2,1")
     drafter = small_drafter("layer", pair)
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     drafter.reserve(1, 40)
     for old, new in (([], text), (text, [3, 30])):  # a first round, and one after two accepted tokens
         text = [*old, *new]
-        known = states_of(pair, text)
+        known = states_of(plain_pair, text)
         drafter.committed(0, new, known[len(old) :])
         found = Candidates.at([3], tree)
         assert drafter.backlog().tolist() == [len(new) + (0 if not old else 1)]
@@ -248,11 +248,11 @@ def test_positions_that_were_not_drawn_change_no_chance() -> None:
 
 
 @torch.inference_mode()
-def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair) -> None:
+def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair, plain_pair: Pair) -> None:
     text = [5, 8, 9, 7]
     drafter = small_drafter("ctc", pair, depth=4)
     drafter.reserve(1, 40)
-    drafter.committed(0, text, states_of(pair, text))
+    drafter.committed(0, text, states_of(plain_pair, text))
     found, blank = Candidates.at([3], parse_tree("2,2,1")), pair.vocabulary
     first, place, drawn = drafter.propose([0], [found], [[0]]), 0, [drafter._said[0].best.shape[1]]
     assert first.ids is not None and first.ids.shape == (1, 32)
@@ -274,7 +274,7 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair) -> None:
     while drafter._said[0].best.shape[1] < 4:
         drafter._go_on([0])
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
-    read, states = [*text[1:], 3], states_of(pair, text)
+    read, states = [*text[1:], 3], states_of(plain_pair, text)
     for position in range(4):
         embedded = network.embed(torch.tensor(read), embed)
         state = by_the_book(network, embedded, states)

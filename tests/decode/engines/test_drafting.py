@@ -21,11 +21,6 @@ from specstop.policies.errors import SpecstopWarning
 from specstop.policies.storage.registry import load_policy
 
 
-@pytest.fixture(scope="session")
-def pair(plain_pair: Pair) -> Pair:
-    return plain_pair
-
-
 @functools.cache
 def likeliest(model: torch.nn.Module, text: tuple[int, ...]) -> tuple[int, float]:
     """Return the likeliest next token and its probability, by a forward without a cache; many tests ask for the same."""
@@ -53,15 +48,17 @@ def of_model(pair: Pair, *args: object, **more: object) -> Asked:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request], named: bool) -> None:
+def test_each_draft_is_that_of_its_text_alone(
+    pair: Pair, plain_pair: Pair, requests: list[Request], named: bool
+) -> None:
     """Preempted, moved, aborted, trimmed, read in chunks: the draft never mistakes a request for another."""
     done: Counter[str] = Counter()
     for seed in range(3):
         tool = of_model(pair, load_policy("confidence:0.3"), seed, requests, named)
         tool.engine.run(tool.propose)
         done.update(tool.engine.counts)
-        for text, draft in tool.asked[:: 3 if named else 5]:
-            tokens, chances = greedy(pair.draft_model, text, K)
+        for text, draft in tool.asked[:: 5 if named else 9]:
+            tokens, chances = greedy(plain_pair.draft_model, text, K)
             stop = next((j + 1 for j, chance in enumerate(chances) if chance < 0.3), K)
             assert draft == tokens[:stop]
         assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
@@ -183,9 +180,9 @@ def _all(self, step, state):
     return step.alive.copy(), state
 
 
-def test_an_end_of_text_or_of_the_draft_s_room_ends_a_draft(pair: Pair) -> None:
+def test_an_end_of_text_or_of_the_draft_s_room_ends_a_draft(pair: Pair, plain_pair: Pair) -> None:
     text = [20, 21, 22]
-    tokens, _ = greedy(pair.draft_model, text, K)
+    tokens, _ = greedy(plain_pair.draft_model, text, K)
     for options, expected in (
         (Options(1, K, 128, eos=(tokens[1],)), tokens[: tokens.index(tokens[1]) + 1]),
         (Options(1, K, len(text) + K), tokens),
@@ -204,11 +201,11 @@ def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> 
 
 
 def test_a_cache_that_grows_reads_its_texts_again(
-    pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, plain_pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "_LEAST", 4)
     tool = of_model(pair, load_policy("fixed:3"), 2, requests[:6], True)
     tool.engine.run(tool.propose)
     assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3
     for text, draft in tool.asked[::3]:
-        assert draft == greedy(pair.draft_model, text, 3)[0]
+        assert draft == greedy(plain_pair.draft_model, text, 3)[0]

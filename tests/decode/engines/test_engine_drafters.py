@@ -25,8 +25,8 @@ DRAFTERS = ("model", "lookup", "lookup:1", "suffix", "suffix+model", "lookup?sur
 
 
 @pytest.fixture(scope="module")
-def requests(plain_pair: Pair) -> list[Request]:
-    return requests_of(plain_pair)
+def requests(pair: Pair) -> list[Request]:
+    return requests_of(pair)
 
 
 def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
@@ -46,16 +46,16 @@ def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
 
 
 @pytest.mark.parametrize("spec", DRAFTERS)
-def test_each_draft_is_that_of_its_text_alone(plain_pair: Pair, requests: list[Request], spec: str) -> None:
+def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request], spec: str) -> None:
     """Preempted, moved, aborted, trimmed, read in chunks: the drafter never mistakes a request for another."""
-    done, known = Counter[str](), find_drafter(spec, plain_pair)
+    done, known = Counter[str](), find_drafter(spec, pair)
     for seed in range(2):
-        rows = DrafterRows(find_drafter(spec, plain_pair), PLACES, K, plain_pair.vocabulary)
+        rows = DrafterRows(find_drafter(spec, pair), PLACES, K, pair.vocabulary)
         tool = Asked(rows, load_policy(f"confidence:{LEAST}"), seed, requests, named=bool(seed))
         tool.engine.run(tool.propose)
         done.update(tool.engine.counts)
-        for text, draft in tool.asked[:: 2 if spec == "lookup" else 5]:
-            assert draft == alone(known, text, plain_pair.vocabulary)
+        for text, draft in tool.asked[:: 2 if spec == "lookup" else 7]:
+            assert draft == alone(known, text, pair.vocabulary)
         assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
         assert len({len(draft) for _, draft in tool.asked}) > 2
     assert min(done.values()) > 1 and done["rounds"] > 40
@@ -63,23 +63,23 @@ def test_each_draft_is_that_of_its_text_alone(plain_pair: Pair, requests: list[R
 
 @pytest.mark.parametrize("spec", ["suffix", "suffix+model"])
 def test_a_drafter_that_is_given_more_room_is_told_its_texts_again(
-    plain_pair: Pair, requests: list[Request], spec: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, requests: list[Request], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drafters, "_LEAST", 4)
-    rows = DrafterRows(find_drafter(spec, plain_pair), PLACES, K, plain_pair.vocabulary)
+    rows = DrafterRows(find_drafter(spec, pair), PLACES, K, pair.vocabulary)
     tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 2, requests[:6], named=True)
     tool.engine.run(tool.propose)
-    known = find_drafter(spec, plain_pair)
+    known = find_drafter(spec, pair)
     assert len({(len(text) + K).bit_length() for text, _ in tool.asked}) > 2
     for text, draft in tool.asked[::3]:
-        assert draft == alone(known, text, plain_pair.vocabulary)
+        assert draft == alone(known, text, pair.vocabulary)
 
 
-def test_earlier_texts_are_drafted_from_if_asked(plain_pair: Pair, requests: list[Request]) -> None:
+def test_earlier_texts_are_drafted_from_if_asked(pair: Pair, requests: list[Request]) -> None:
     """One request after the other, the same text twice: the second time nearly all of it is a draft."""
     twice, rounds = [requests[0], Request("again", requests[0].prompt, requests[0].answer)], {}
     for keep in (0, 1):
-        rows = DrafterRows(find_drafter(f"suffix?keep={keep}", plain_pair), 1, K, plain_pair.vocabulary)
+        rows = DrafterRows(find_drafter(f"suffix?keep={keep}", pair), 1, K, pair.vocabulary)
         tool = Asked(rows, load_policy(f"fixed:{K}"), 0, twice, named=True, rows=1)
         tool.engine.places, tool.engine.gentle = 1, True
         tool.engine.run(tool.propose)
@@ -110,9 +110,9 @@ class Breaking(DrafterRows):
 
 
 @pytest.mark.parametrize("at", range(20, 26))
-def test_an_engine_outlives_its_drafter(plain_pair: Pair, requests: list[Request], at: int) -> None:
+def test_an_engine_outlives_its_drafter(pair: Pair, requests: list[Request], at: int) -> None:
     """Whatever call fails, it is said once, and the requests are finished without drafts."""
-    rows = Breaking(at, find_drafter("lookup", plain_pair), PLACES, K, plain_pair.vocabulary)
+    rows = Breaking(at, find_drafter("lookup", pair), PLACES, K, pair.vocabulary)
     tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 0, requests, named=True)
     with pytest.warns(SpecstopWarning, match=r"the drafter failed \(.*out of words.*\); nothing is drafted") as told:
         tool.engine.run(tool.propose)

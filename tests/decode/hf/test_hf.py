@@ -33,6 +33,7 @@ from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.run import train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 
 @pytest.fixture(scope="session")
@@ -87,11 +88,29 @@ def test_other_options_of_generate_are_honoured_greedily(pair: Pair, prompt_ids:
         {"max_length": 14, "max_new_tokens": None}, {"max_new_tokens": 1}, {"bad_words_ids": [[9], [30, 31]]},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [t for t in range(48) if t % 3 != batch]},
     ]  # fmt: skip
-    for options in cases:
-        for tree in (None, "3,2"):
-            assert torch.equal(
-                ours(pair, prompt_ids[4:7], tree=tree, **options), stock(pair, prompt_ids[4:7], **options)
-            )
+    # On a chain and a tree in turn: that processors see every branch is in `test_sampling.py`.
+    for at, options in enumerate(cases):
+        made = ours(pair, prompt_ids[4:7], tree=(None, "3,2")[at % 2], **options)
+        assert torch.equal(made, stock(pair, prompt_ids[4:7], **options))
+
+
+@pytest.mark.parametrize("tree", [None, "3,2"])
+def test_a_grammar_is_not_asked_what_comes_after_the_end(
+    pair: Pair, prompt_ids: list[list[int]], tree: str | None
+) -> None:
+    """`generate` asks for no token after the end of a text: a trie of whole texts has none there."""
+    prompt, told = prompt_ids[4], []
+
+    def allowed(batch: int, ids: Tensor) -> list[int]:
+        written = ids.tolist()[len(prompt) :]
+        told.append(written)
+        if EOS in written:
+            return []  # which transformers takes for an error
+        return [EOS] if len(written) == 5 else [t for t in range(48) if t != EOS]
+
+    made = ours(pair, [prompt], prefix_allowed_tokens_fn=allowed, tree=tree, draft_model=copy.deepcopy(pair.target))
+    assert max(map(len, told)) >= 5 and made[0, -1] == EOS
+    assert torch.equal(made, stock(pair, [prompt], prefix_allowed_tokens_fn=allowed))
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -112,19 +131,19 @@ def test_sampling_is_reproducible_by_torchs_seed_or_by_ours(pair: Pair, prompt_i
 
 
 @pytest.mark.parametrize(
-    ("options", "shaping"),
+    ("temperature", "options", "shaping"),
     [
-        ({}, Shaping()),
-        ({"top_k": 5}, Shaping(top_k=5)),
-        ({"top_p": 0.6}, Shaping(top_p=0.6)),
-        ({"min_p": 0.2}, Shaping(min_p=0.2)),
-        ({"top_k": 9, "top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 8},
+        (0.8, {}, Shaping()),
+        (1.0, {}, Shaping()),
+        (0.8, {"top_k": 5}, Shaping(top_k=5)),
+        (1.0, {"top_p": 0.6}, Shaping(top_p=0.6)),
+        (0.8, {"min_p": 0.2}, Shaping(min_p=0.2)),
+        (1.0, {"top_k": 9, "top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 8},
          Shaping(9, 0.8, 0.0, 1.4, 2, 8)),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("temperature", [0.8, 1.0])
 def test_sampling_options_are_those_of_the_loop(
-    pair: Pair, prompt_ids: list[list[int]], options: dict[str, Any], shaping: Shaping, temperature: float
+    pair: Pair, prompt_ids: list[list[int]], temperature: float, options: dict[str, Any], shaping: Shaping
 ) -> None:
     """The same key gives the same text through `generate` and through the settings of the command line."""
     for prompt in prompt_ids[3:5]:
@@ -177,6 +196,12 @@ def test_stopping_criteria_of_generate_are_asked(pair: Pair, prompt_ids: list[li
         for tree in (None, "2,2"):
             made = ours(pair, prompts, stopping_criteria=criteria, tree=tree)
             assert torch.equal(made, stock(pair, prompts, stopping_criteria=criteria))
+    text = stock(pair, prompts[:1])[0].tolist()
+    mine = (EosTokenCriteria(text[-6]), MaxLengthCriteria(len(text) - 4))  # in the place of the configuration's
+    for one in ([mine[0]], [mine[1]], [*mine]):
+        made = ours(pair, prompts[:1], stopping_criteria=StoppingCriteriaList(one))
+        assert torch.equal(made, stock(pair, prompts[:1], stopping_criteria=StoppingCriteriaList(one)))
+        assert made.shape[1] < len(text)
     soon = ours(pair, prompts, max_time=1e-9)
     assert soon.shape[1] == max(map(len, prompts)) + 1
 
@@ -338,6 +363,34 @@ def test_a_riding_policy_hears_how_its_rounds_went(endless: Pair, prompt_ids: li
     assert drafts[:6] == [1, 2, 3, 4, 5, 1]
     assert policy.outcomes == same.outcomes[: len(policy.outcomes)]
     assert any(0 < accepted < drafted for drafted, _, accepted in policy.outcomes)
+
+
+def test_the_next_turn_of_a_conversation_is_another_text(endless: Pair, prompt_ids: list[list[int]]) -> None:
+    riding = PolicyStoppingCriteria(Watching())
+    with riding.riding(endless.draft):
+        first = stock(endless, [prompt_ids[4]], assistant_model=endless.draft)[0].tolist()
+        before = list(riding.rounds)
+        stock(endless, [[*first, *prompt_ids[5]]], assistant_model=endless.draft)
+    again = PolicyStoppingCriteria(Watching())
+    with again.riding(endless.draft):
+        stock(endless, [[*first, *prompt_ids[5]]], assistant_model=endless.draft)
+    assert len(before) > 2 and riding.rounds == [*before, *again.rounds]
+
+
+class Settling(Watching):
+    """Settles at the root how much a round drafts: three tokens."""
+
+    first = 0
+
+    def keep(self, step: Any, state: State) -> tuple[Array, State]:
+        state = np.full(len(step.alive), 3) if step.depth == 0 else state
+        return super().keep(step, state)
+
+
+def test_a_policy_that_settles_at_the_root_is_asked_there(endless: Pair, prompt_ids: list[list[int]]) -> None:
+    begun = stock(endless, [prompt_ids[4]], max_new_tokens=3)[0].tolist()
+    _, drafts = assisted(endless, begun, Settling())
+    assert set(drafts[:-2]) == {3}
 
 
 def test_riding_leaves_the_assistant_as_it_was(pair: Pair, prompt_ids: list[list[int]]) -> None:

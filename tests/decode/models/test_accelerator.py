@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerator import DEVICE, Accelerator, to_device
 from conftest import EOS, VOCABULARY, build_draft, build_model
-from small_drafters import DRAFTERS, small_drafter
+from small_drafters import small_drafter
 from specstop.decode import Settings, Speculator, plain_texts
 from specstop.decode.loop import Request
 from specstop.decode.models.cuda.transfer import download, upload
@@ -58,10 +58,15 @@ def test_trees_give_the_same_text_there(pairs: tuple[Pair, Pair], mode: str) -> 
         assert device.count["reads"] <= 3 + (3 + 2) * len(generation.rounds), "once a level, twice a round"
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.parametrize(("tree", "batch"), [(None, 1), ("2,2,1", 2)])
+@pytest.mark.parametrize(
+    ("kind", "tree", "batch"),
+    [  # each kind, and the layer, which alone has a cache of what it proposed, on both; one CTC-drafter on either
+        *((kind, None, 1) for kind in ("hydra", "ctc", "layer")),
+        *((kind, "2,2,1", 2) for kind in ("medusa", "ctc-released", "layer")),
+    ],
+)
 def test_heads_draft_there_too(pairs: tuple[Pair, Pair], kind: str, tree: str | None, batch: int) -> None:
-    settings, requests = Settings(0.7, 10, tree=tree), [Request(PROMPT, 7), Request([7], 2)]
+    settings, requests = Settings(0.7, 8, tree=tree), [Request(PROMPT, 7), Request([7], 2)]
     here = Speculator(pairs[0], FixedLength(3), settings, batch=batch, drafter=small_drafter(kind, pairs[0]))
     expected = [text.tokens for text in here.run(requests)]
     with Accelerator(), torch.no_grad():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -36,8 +35,13 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]
+TREES = ["3,2,1", "parents:-1,-1,0,0,1,2,5"]
 KEY = 91
+
+
+def on_chain_and_tree(names: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Each on a chain and on one of the trees, in turn."""
+    return [(name, tree) for at, name in enumerate(names) for tree in (None, TREES[at % 2])]
 
 
 def allowed(batch: int, ids: Tensor) -> list[int]:
@@ -109,8 +113,7 @@ def generated(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
     return texts
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", GREEDY)
+@pytest.mark.parametrize(("name", "tree"), on_chain_and_tree(GREEDY))
 def test_greedy_text_is_that_of_generate_with_the_same_options(
     pair: Pair, prompt_ids: list[list[int]], generated: Texts, name: str, tree: str | None
 ) -> None:
@@ -174,16 +177,20 @@ def sampled(plain_pair: Pair, prompt_ids: list[list[int]]) -> Texts:
     return texts
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.fixture(scope="module")
+def bare(pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
+    """What is written by the same noise without processors, whatever is drafted."""
+    return speculate(pair, prompt_ids[1::3], FixedLength(4), Settings(HOT, NEW, verification="match"))
+
+
+@pytest.mark.parametrize(("name", "tree"), on_chain_and_tree(SAMPLED))
 def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(
-    pair: Pair, prompt_ids: list[list[int]], sampled: Texts, name: str, tree: str | None
+    pair: Pair, prompt_ids: list[list[int]], sampled: Texts, bare: list[list[int]], name: str, tree: str | None
 ) -> None:
     prompts, expected = prompt_ids[1::3], sampled(name)
     settings = Settings(HOT, NEW, tree=tree, shaping=SAMPLED[name][0])
     for policy in (FixedLength(4), Confidence(0.3)):
         assert speculate(pair, prompts, policy, settings) == expected
-    bare = speculate(pair, prompts, FixedLength(4), dataclasses.replace(settings, shaping=Shaping()))
     assert bare != expected, "the processors change the text"
 
 

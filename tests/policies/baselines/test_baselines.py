@@ -25,7 +25,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.splitmix import mix, shift
 from specstop.policies.state import arrays, take
 from specstop.policies.storage.registry import load_policy
-from specstop.policies.testing import PolicyTests, TreePolicyTests, play as play_some
+from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5
 RULES = ("heuristic", "heuristic-transient", "roc", "entropy", "adaedl", "maxprob", "product", "online", "bandit", "ddd",
@@ -213,8 +213,8 @@ def test_the_online_model_learns_what_is_true() -> None:
 @pytest.mark.parametrize("name", [*RULES, "bandit?kind=thompson&arms=heuristic:2,roc?samples=2,online,adaedl"])
 def test_states_and_answers_have_the_same_bits_whatever_the_number_of_streams(name: str, branches: int) -> None:
     policy = load_policy(name)
-    answers, state = play_some(policy, range(200), branches)
-    for some in ([0], [13], [199], list(range(3, 10))):
+    answers, state = play_some(policy, range(60), branches)
+    for some in ([0], [13], [59], list(range(3, 10))):
         said, alone = play_some(policy, some, branches)
         assert all(np.array_equal(one, all_[some]) for one, all_ in zip(said, answers, strict=True))
         ours_of_them = take(state, np.array(some))
@@ -227,19 +227,6 @@ def test_states_and_answers_have_the_same_bits_whatever_the_number_of_streams(na
                 width = min(one.shape[1], ours.shape[1])
                 one, ours = one[:, :width], ours[:, :width]
             assert one.dtype == ours.dtype and one.tobytes() == ours.tobytes()
-
-
-CHECKS = [name for name in dir(PolicyTests) if name.startswith("test_")]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_conforms_on_trees(name: str, check: str) -> None:
-    class Case(TreePolicyTests):
-        def make(self) -> StopPolicy:
-            return load_policy(name)
-
-    getattr(Case(), check)()
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def profiles() -> ModuleType:
 
 
 def test_damaged_profiles_are_refused_or_sane(profiles: ModuleType, tmp_path: Path) -> None:
-    seen, faults = profiles.attack(120, 7, tmp_path)
+    seen, faults = profiles.attack(40, 7, tmp_path)
     assert faults == []
-    assert sum(seen.values()) == 120
+    assert sum(seen.values()) == 40
     assert {name.split(":")[0] for name in seen} == {d.__name__ for d in profiles.DAMAGES}
 
 

@@ -35,7 +35,9 @@ def done(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory, few_draws:
     for side, seed in (("train", 21), ("test", 22)):
         lines = [json.dumps({"id": p.id, "prompt": p.text}) for p in make_prompts(30, side, seed)]
         (folder / "pair" / f"prompts-{side}.jsonl").write_text("\n".join(lines))
-    return demo(folder / "out", pair=folder / "pair", temperature=0.7, verification="match", sizes=SIZES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specstop.train.heads.kinds.mlp.EPOCHS", 6)  # nothing here hangs on how well it is fitted
+        return demo(folder / "out", pair=folder / "pair", temperature=0.7, verification="match", sizes=SIZES)
 
 
 def test_it_leaves_what_every_command_reads(done: Demo) -> None:

@@ -183,7 +183,7 @@ def test_a_drafter_learns_its_target(
 
 def test_acceptance_is_what_the_loop_accepts(alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path) -> None:
     """At every position of a greedy text: the round that begins there accepts as many tokens as the table counts."""
-    texts = list(record_texts(alone, few[:4], tmp_path / "texts", max_new_tokens=NEW, temperature=0.0))
+    texts = list(record_texts(alone, few[:2], tmp_path / "texts", max_new_tokens=NEW, temperature=0.0))
     for kind in TRAINED:
         drafter = small_drafter(kind, alone, DEPTH, noise=0.02)
         accepted: list[int] = []

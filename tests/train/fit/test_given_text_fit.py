@@ -26,6 +26,7 @@ from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
 from specstop.train.heads.calibration.logits import fit_kind, log_loss
+from specstop.train.heads.fitting import FitOptions
 from specstop.train.heads.rows import CHANCE_COLUMNS, Visits, fit_rows, label_columns
 from specstop.train.heads.soft_classes import constant, two_classes
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -92,7 +93,7 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
     plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    made = train(block[0], full_profile, head=head, out=tmp_path / head)
+    made = train(block[0], full_profile, head=head, out=tmp_path / head, fit=FitOptions(epochs=10))
     policy = load_policy_folder(tmp_path / head)
     assert (policy.facts.verification, policy.facts.label) == ("block", "block")
     assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features

@@ -59,10 +59,10 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
 
 @pytest.mark.parametrize(
     ("head", "rule"),
-    [  # every rule with the head that is fitted soonest, and two with each of the others
+    [  # every rule with the head that is fitted soonest, and one with each of the others
         *(("logistic", rule) for rule in ("derived", "survival", "step")),
-        *(("mlp", rule) for rule in ("derived", "survival")),
-        *(("xgboost", rule) for rule in ("derived", "step")),
+        ("mlp", "survival"),
+        ("xgboost", "derived"),
     ],
 )
 def test_a_trained_folder_replays_as_the_returned_policy(
@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
 ) -> None:
     for number, seed in enumerate((3, 3, 4)):
-        train(sides[0], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, fit=FEW_EPOCHS)
+        train(sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, fit=FEW_EPOCHS)
     first, second, third = (files(tmp_path / str(n)) for n in range(3))
     assert first == second
     assert first["weights.safetensors"] != third["weights.safetensors"]

@@ -287,11 +287,12 @@ def test_of_smaller_trees_the_fastest_is_kept(
 
     # Timed anew for each, the fastest would be a matter of luck.
     monkeypatch.setattr("specstop.train.fit.trees.fit.add_decisions", priced)
-    made = train(forest[0.7], profile, rule="gain", nodes=[1, 4], out=tmp_path / "policy", progress=silent)
+    options: dict[str, Any] = {"rule": "gain", "passes": 1, "progress": silent}
+    made = train(forest[0.7], profile, nodes=[1, 4], out=tmp_path / "policy", **options)
     arrays = trace_arrays(forest[0.7])
     best, _ = best_static_tree(arrays, profile)
     static = len(best.nodes)
-    alone = [train(forest[0.7], profile, rule="gain", nodes=[size], progress=silent).metrics for size in (1, 4)]
+    alone = [train(forest[0.7], profile, nodes=[size], **options).metrics for size in (1, 4)]
     as_large = subtree(arrays.tree, likeliest_nodes(arrays, static, best.max_depth)).name
     assert made.metrics["tree"] in {as_large, *(one["tree"] for one in alone)}
     assert made.metrics["held_out_tokens_per_s"] >= max(one["held_out_tokens_per_s"] for one in alone)

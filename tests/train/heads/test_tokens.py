@@ -85,20 +85,23 @@ def test_tokens_of_a_trace_are_the_ones_drawn_and_their_parents() -> None:
 def test_the_parent_token_can_be_asked_for_alone(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     few, every = trace_arrays(sides[0], ("above_token", "depth")), trace_arrays(sides[0])
     assert torch.equal(few.column("above_token"), every.column("above_token"))
-    policy = train(sides[0], full_profile, head="tokens", features=["drawn_token", "above_token", "depth"]).policy
+    names = ["drawn_token", "above_token", "depth"]
+    policy = train(sides[0], full_profile, head="tokens", features=names, cross_fit=False).policy
     assert replay(every, policy, full_profile).rate > 0.0
 
 
 def test_tokens_are_read_unless_told_otherwise(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    usual = train(sides[0], full_profile, head="tokens").policy.features
+    usual = train(sides[0], full_profile, head="tokens", cross_fit=False).policy.features
     assert set(TOKEN_FEATURES) < set(usual) and "top1" not in usual
-    named = train(sides[0], full_profile, head="tokens", features=("top1", "drawn_token")).policy.features
-    assert named == ("top1", "drawn_token")
+    asked = ("top1", "drawn_token")
+    assert train(sides[0], full_profile, head="tokens", features=asked, cross_fit=False).policy.features == asked
 
 
 def test_it_is_fitted_again_on_its_own_rounds(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     profile = full_profile.with_decisions({"tokens": 30e-6})
-    usual, once, twice = (train(sides[0], profile, head="tokens", passes=n).metrics for n in (None, 1, 2))
+    usual, once, twice = (
+        train(sides[0], profile, head="tokens", passes=n, cross_fit=False).metrics for n in (None, 1, 2)
+    )
     assert usual == twice != once
 
 

@@ -19,6 +19,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile
+from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import Trained, train
@@ -42,6 +43,12 @@ def both(pair: Pair, sides: tuple[Trace, Trace], tmp_path_factory: pytest.TempPa
 @pytest.fixture(scope="module")
 def trained(both: list[Trace], full_profile: Profile, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return train(both, full_profile, head="xgboost", out=tmp_path_factory.mktemp("several") / "p")
+
+
+@pytest.fixture(scope="module")
+def by_temperature(both: list[Trace], full_profile: Profile) -> LearnedPolicy:
+    """A policy whose head hangs on the temperature alone, so that a wrong one would show."""
+    return train(both, full_profile, features=("temperature", "depth"), rule="step", threshold=0.55).policy
 
 
 def test_joined_traces_replay_as_each_alone(both: list[Trace], profile: Profile) -> None:
@@ -98,11 +105,9 @@ def test_the_temperature_is_read_and_kept(trained: Trained, both: list[Trace]) -
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_live_decisions_read_the_temperature_as_replay_does(
-    pair: Pair, both: list[Trace], full_profile: Profile, temperature: float
+    pair: Pair, both: list[Trace], by_temperature: LearnedPolicy, full_profile: Profile, temperature: float
 ) -> None:
-    """With a head that hangs on the temperature alone, so that a wrong one would show."""
-    trace = next(t for t in both if t.header.temperature == temperature)
-    policy = train(both, full_profile, features=("temperature", "depth"), rule="step", threshold=0.55).policy
+    trace, policy = next(t for t in both if t.header.temperature == temperature), by_temperature
     arrays = trace_arrays(trace)
     log = replay(arrays, policy, full_profile).log.tolist()
     prompts = make_prompts(24, "fit", 21)[:6]
@@ -114,10 +119,10 @@ def test_live_decisions_read_the_temperature_as_replay_does(
         assert live == [line for line in log if line[0] == s]
 
 
-def test_heads_that_read_the_temperature_tell_them_apart(both: list[Trace], full_profile: Profile) -> None:
-    policy = train(both, full_profile, features=("temperature", "depth"), rule="step", threshold=0.55).policy
+def test_heads_that_read_the_temperature_tell_them_apart(by_temperature: LearnedPolicy) -> None:
     cold, warm = (
-        policy.probabilities(np.array([[temperature, 1.0]], dtype=np.float32), 1)[0] for temperature in TEMPERATURES
+        by_temperature.probabilities(np.array([[temperature, 1.0]], dtype=np.float32), 1)[0]
+        for temperature in TEMPERATURES
     )
     assert abs((cold - warm).item()) > 1e-3
 

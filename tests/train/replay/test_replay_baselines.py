@@ -58,8 +58,8 @@ CASES = [
     (spec, tree, t)
     for at, spec in enumerate(SPECS)
     for tree, t in ((None, 0.0), (None, 0.7), (TREE, 0.0), (TREE, 0.7))
-    # Those for trees everywhere; the others on a chain at one temperature, in turn, and on a tree at the other one.
-    if spec.startswith(FOR_TREES) or t == (0.0, 0.7)[(at + (tree is not None)) % 2]
+    # Those for trees on one at both temperatures; each on a chain at one, in turn, and the others on a tree at the other one.
+    if (tree and spec.startswith(FOR_TREES)) or t == (0.0, 0.7)[(at + (tree is not None)) % 2]
 ]
 
 

@@ -47,13 +47,13 @@ def test_the_closed_form_of_a_round_is_what_rounds_bring_on_average(coverage: Mo
 
 
 def test_a_sample_of_worlds_is_covered(coverage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """20 worlds: at 95% each, 15 or fewer hits of 20 in a row of figures happen once in 400; over rows they hang together."""
+    """10 worlds: at 95% each, 6 or fewer hits of 10 in a row of figures happen once in 900; over rows they hang together."""
     monkeypatch.setattr(coverage, "LENGTHS", np.array([12, 18, 28]))
-    found = [one for seed in range(20) for one in coverage.dense_world(seed)]
+    found = [one for seed in range(10) for one in coverage.dense_world(seed)]
     hits = {what: [f.covered for f in found if f.what == what] for what in {f.what for f in found}}
-    assert set(map(len, hits.values())) == {20}
+    assert set(map(len, hits.values())) == {10}
     assert len(hits) == 4
-    assert min(map(sum, hits.values())) >= 15, hits
+    assert min(map(sum, hits.values())) >= 7, hits
 
 
 def test_a_sample_of_live_worlds_is_covered_without_bias(coverage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

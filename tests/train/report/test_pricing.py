@@ -179,7 +179,8 @@ def test_noise_of_the_profile_widens_intervals_and_is_shown(
         timed_profile(full_profile, ["confidence"], pace=noise, jitter=noise, seed=2) for noise in (0.001, 0.6)
     )
     reports = [
-        evaluate(sides[1], profile, policies, out=tmp_path / str(at)) for at, profile in enumerate((quiet, busy))
+        evaluate(sides[1], profile, policies, out=tmp_path / str(at), sweep=False)
+        for at, profile in enumerate((quiet, busy))
     ]
     lines = [report.line("confidence:0.7") for report in reports]
     widths = [{part: ratio.high - ratio.low for part, ratio in line.parts.items()} for line in lines]
