@@ -50,7 +50,7 @@ _HASHES = ("pair", "prompts_hash")
 _SHOWN = 40
 """Characters of a field in a message."""
 
-_WIDEST = 1 << 20
+_WIDEST, _MOST_TOKENS = 1 << 20, 1 << 31
 HEADER_KEY = b"specstop"
 
 
@@ -204,6 +204,8 @@ class Header:
         for name, value in raw.items():
             if not _fits(value, kinds[name]):
                 raise TraceError(f"{where}: the header has {value!r} as {name}")
+        if raw["draws"] < 1 or not all(0 <= token < _MOST_TOKENS for token in raw["eos"]):
+            raise TraceError(f"{where}: the header has {raw['draws']} draws and the end tokens {str(raw['eos'])[:40]}")
         for name, width in raw["hidden"].items():
             if name not in HIDDEN_STATES or not 0 < width <= _WIDEST:
                 raise TraceError(

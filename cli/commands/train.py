@@ -161,7 +161,7 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
     told = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
     table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(told))
     for key, title in (
-        ("reliability", "Survival by depth, of prompts that neither head nor calibration has seen"),
+        ("reliability", "Survival by depth, of prompts that neither head nor calibration was fitted on"),
         ("trials", "Trials, replayed on prompts left out, the best first"),
     ):
         rows = metrics.get(key)

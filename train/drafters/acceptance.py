@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,21 @@ from .proposals import Module, positions, proposals
 from .texts import Batch, Text
 
 
+class Accepted(NamedTuple):
+    """What becomes of a drafter's greedy proposals.
+
+    Attributes:
+        shares: by depth, of all positions those whose first so many proposals are the tokens that follow.
+        tokens_a_call: of rounds of full depth from the first position on, each of which skips what it commits.
+    """
+
+    shares: list[float]
+    tokens_a_call: float
+
+
 @torch.no_grad()
-def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> list[float]:
-    """Return by depth the share of positions whose first so many proposals are the tokens that follow.
+def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Accepted:
+    """Return how much of what a drafter proposes is accepted.
 
     Args:
         network: of a drafter.
@@ -24,7 +36,18 @@ def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: M
         embedding, output: of the target.
     """
     hits = [right.cumprod(1) for right in right_proposals(network, texts, embedding, output)]
-    return torch.cat(hits).double().mean(0).tolist() if hits else []
+    if not hits:
+        return Accepted([], 1.0)
+    rounds = [round for own in hits for round in _rounds((own.sum(1) + 1).tolist())]
+    return Accepted(torch.cat(hits).double().mean(0).tolist(), sum(rounds) / len(rounds))
+
+
+def _rounds(committed: Sequence[int]) -> Iterator[int]:
+    """Yield what each round of a text commits, from what a round at every position would."""
+    at = 0
+    while at < len(committed):
+        yield committed[at]
+        at += committed[at]
 
 
 @torch.no_grad()

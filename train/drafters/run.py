@@ -22,12 +22,11 @@ from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy
 from ...policies.errors import InputError, SpecstopWarning, close_match
-from ...policies.files.atomic import read_json, write_json
 from ...policies.files.outputs import claim_folder
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
-from ..heads.trainer import LAST, Report, best_epoch, check_trainer, work_folder
+from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
@@ -42,9 +41,6 @@ HELD_OUT = 10
 
 KEPT_STATES = "texts"
 """The folder of recorded texts in a work folder."""
-
-FITTED = "fit.json"
-"""The file beside a checkpoint that says of which fit it is."""
 
 
 def train_drafter(
@@ -96,7 +92,10 @@ def train_drafter(
         raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
     begun = time.perf_counter()
     with work_folder(options) as folder:
-        _claim_fit(folder, kind, depth, options)
+        claim_fit(folder, {
+            "kind": kind, "depth": depth, "learning rate": options.learning_rate or RATE,
+            "batch size": options.batch_size or BATCH,
+        })  # fmt: skip
         check_trainer(options, folder)
         texts = record_texts(
             pair, list(zip(chosen, ids, strict=True)), folder / KEPT_STATES,
@@ -105,10 +104,10 @@ def train_drafter(
         recorded = time.perf_counter()
         fitted, held_out = _long_enough(texts, _shape(pair, kind, depth).depth)
         network = _fitted(pair, kind, depth, fitted, held_out, folder, seed, options, progress)
-        shares = acceptance(network, held_out, *_ends(pair))
+        accepted = acceptance(network, held_out, *_ends(pair))
     metrics = {
-        "acceptance": shares,
-        "tokens per target call": 1.0 + sum(shares),
+        "acceptance": accepted.shares,
+        "tokens per target call": accepted.tokens_a_call,
         "seconds to record": round(recorded - begun, 1),
         "seconds to fit": round(time.perf_counter() - recorded, 1),
     }
@@ -137,30 +136,6 @@ def check_asked(
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
     claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
-
-
-def _claim_fit(folder: Path, kind: str, depth: int, options: FitOptions) -> None:
-    """Write down what is fitted in a work folder.
-
-    Raises:
-        InputError: the checkpoint there is of another fit. Nothing in its weights tells one of fewer depths.
-    """
-    facts: dict[str, Any] = {
-        "kind": kind, "depth": depth, "learning rate": options.learning_rate or RATE,
-        "batch size": options.batch_size or BATCH,
-    }  # fmt: skip
-    # One of an earlier version has no such file, and is gone on from as it was then.
-    if (folder / LAST).exists() and (folder / FITTED).exists():
-        kept = read_json(folder / FITTED, "--checkpoints")
-        if not isinstance(kept, dict):
-            raise InputError(f"--checkpoints: expected an object in {folder / FITTED}, not {str(kept)[:80]!r}")
-        differ = [f"{name} {kept.get(name)}, not {value}" for name, value in facts.items() if kept.get(name) != value]
-        if differ:
-            raise InputError(
-                f"--resume: the checkpoint in {folder} is of a run with {'; '.join(differ)}; give the same, or choose "
-                "another --checkpoints"
-            )
-    write_json(folder / FITTED, facts)
 
 
 def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:

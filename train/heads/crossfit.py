@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from ...policies.heads.build import Head
 from ...policies.latency.profile import Profile
 from ...policies.learned.calibration import Calibrator
 from ...policies.progress import Progress, silent
+from ...policies.storage.safe_loading import digest
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states
@@ -31,6 +33,9 @@ from .rows import FitRows, Visits, fit_rows, known_chances, ranked_prompts, visi
 FOLDS = 4
 PARTS = 8
 """Parts of the prompts that calibration is cross-fitted over; they need no head of their own."""
+
+SCORED = 1 << 14
+"""Rounds at once whose hidden states are read, in single precision."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,19 @@ def fit_folds(
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
         work = options.checkpoints
         own = dataclasses.replace(options, checkpoints=None if work is None else work / f"fold-{fold}")
-        head, extra = fitter(kind)(FitTask(rows, held, names, seed, progress if total == 1 else silent, own))
+        told = progress if total == 1 else silent
+        head, extra = fitter(kind)(FitTask(rows, held, names, seed, told, own, _fit_of(arrays, folds, fold)))
         heads.append(head)
         files = files or extra
     progress(f"train {kind}", total, total)
     return FoldHeads(tuple(heads), folds, files, sum(map(len, parts)) - len(parts[0]))
+
+
+def _fit_of(arrays: TraceArrays, folds: Folds, fold: int) -> dict[str, str]:
+    """Return what the fit of a fold is of: a head that goes on from another one's weights may know the prompts held out."""
+    held = sorted({arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)})
+    trace = [arrays.header.to_json(), arrays.prompt_ids, int(arrays.text_tokens.sum())]
+    return {"traces": digest({"of": trace})[:16], "prompts held out": digest({"of": held})[:16]}
 
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
@@ -187,12 +200,12 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     logits = np.zeros((len(owner), arrays.depth + 1, 2))
     for fold, head in enumerate(fitted.heads):
         mine = owner == fold
-        row = visited.row[mine]
+        row, place = visited.row[mine], mine.nonzero()[:, 0].numpy()
         seen = seen_features(arrays, names, row, visited.history[mine]).numpy()
-        for depth in range(seen.shape[1]):
+        for depth, part in itertools.product(range(seen.shape[1]), torch.arange(len(row)).split(SCORED)):
             nodes = torch.tensor([depth - 1]) if depth else None
-            states = {name: seen_states(arrays.hidden_state(name), row, nodes)[:, 0] for name in head.sizes}
-            logits[mine.numpy(), depth] = head.scores(np.ascontiguousarray(seen[:, depth]), depth, states)
+            states = {name: seen_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
+            logits[place[part], depth] = head.scores(np.ascontiguousarray(seen[part, depth]), depth, states)
     # Parts of their own: where one head was fitted, all outputs are of one fold.
     numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
     parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.prompt_ids]), PARTS)

@@ -57,6 +57,7 @@ class FitTask:
         seed: of everything random.
         progress: see `Progress`.
         options: see `FitOptions`.
+        of: what tells this fit from another one in the same work folder (`trainer.claim_fit`), beside the options.
     """
 
     rows: FitRows
@@ -65,6 +66,7 @@ class FitTask:
     seed: int = 0
     progress: Progress = silent
     options: FitOptions = field(default_factory=FitOptions)
+    of: Mapping[str, Any] = field(default_factory=dict)
 
 
 Fitter = Callable[[FitTask], tuple[Head, dict[str, bytes]]]

@@ -17,7 +17,7 @@ from ...policies.errors import TraceError
 from .batches import Batches
 from .fitting import FitTask
 from .rows import FitRows
-from .trainer import MONITOR, Report, best_epoch, work_folder
+from .trainer import MONITOR, Report, best_epoch, claim_fit, work_folder
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -163,9 +163,11 @@ def train_module(
     module: lightning.LightningModule, data: lightning.LightningDataModule, task: FitTask, epochs: int, name: str
 ) -> dict[str, Tensor]:
     """Train a module and return its weights at the epoch with the least held-out loss; see `train_network`."""
+    report = Report(f"train {name}", task.progress, epochs)
+    asked = {"learning rate": task.options.learning_rate, "batch size": task.options.batch_size}
     with torch.random.fork_rng(), work_folder(task.options) as folder:
-        torch.manual_seed(task.seed)
-        return best_epoch(module, data, task.options, folder, epochs, Report(f"train {name}", task.progress, epochs))
+        claim_fit(folder, {"head": name, "seed": task.seed, "features": list(task.names), **asked, **task.of})
+        return best_epoch(module, data, task.options, folder, epochs, report, task.seed)
 
 
 class Perceptron(nn.Module):

@@ -7,7 +7,7 @@ import pickle
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from ...policies.errors import InputError, close_match
+from ...policies.files.atomic import read_json, write_json
 from ...policies.progress import Progress
 from .fitting import FitOptions
 
@@ -26,8 +27,30 @@ MONITOR = "held_out_loss"
 PATIENCE = 5
 LAST = "last.ckpt"
 
+FITTED = "fit.json"
+"""The file beside a checkpoint that says of which fit it is."""
+
 LOGGERS = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow": "MLFlowLogger"}
 """Short names; a class of `lightning.pytorch.loggers` serves as well."""
+
+
+class Patience(EarlyStopping):
+    """Early stopping that a resumed run remembers: Lightning restores how long it has waited, and trains an epoch more."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Stop at once where the run that is gone on from had stopped."""
+        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience
+
+
+class Reseed(Callback):
+    """Seeds each step by its number, so that a resumed run draws what it would have drawn (dropout, say)."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, *args: Any) -> None:
+        """Seed torch."""
+        torch.manual_seed(hash((self.seed, trainer.global_step)) % 2**63)
 
 
 class Report(Callback):
@@ -112,7 +135,7 @@ def make_trainer(
             devices=_devices(options.devices),
             precision=cast(Any, options.precision),  # it refuses what is none
             logger=logger,
-            callbacks=[best, EarlyStopping(MONITOR, patience=PATIENCE), *callbacks],
+            callbacks=[best, Patience(MONITOR, patience=PATIENCE), *callbacks],
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=str(folder),
@@ -138,6 +161,7 @@ def best_epoch(
     folder: Path,
     epochs: int,
     report: Report,
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Fit without advice on the console, and return the weights of the best epoch.
 
@@ -147,13 +171,14 @@ def best_epoch(
         folder: of checkpoints, where `options.resume` goes on from the last one.
         epochs: at most.
         report: is told of each batch.
+        seed: of what is drawn while it is fitted.
 
     Raises:
         InputError: as `make_trainer`; the checkpoint is not of such a run; or no epoch left a loss that is a number.
         KeyboardInterrupt: the run was interrupted, which Lightning would turn into the end of the process.
     """
     with _quiet():
-        trainer, best = make_trainer(options, folder, epochs, [report])
+        trainer, best = make_trainer(options, folder, epochs, [report, Reseed(seed)])
     again = str(folder / LAST) if options.resume and (folder / LAST).exists() else None
     stopped = False
     try:
@@ -214,6 +239,27 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(known, levels, strict=True):
             logger.setLevel(level)
+
+
+def claim_fit(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write down in a work folder of which fit its checkpoints are.
+
+    Raises:
+        InputError: the checkpoint there is of another fit, which nothing in its weights need tell.
+    """
+    # One of an earlier version has no such file, and is gone on from as it was then.
+    if (folder / LAST).exists() and (folder / FITTED).exists():
+        kept = read_json(folder / FITTED, "--checkpoints")
+        if not isinstance(kept, dict):
+            raise InputError(f"--checkpoints: expected an object in {folder / FITTED}, not {str(kept)[:80]!r}")
+        apart = {name: (str(kept.get(name)), str(value)) for name, value in facts.items() if kept.get(name) != value}
+        differ = [f"{name} {there[:40]}, not {here[:40]}" for name, (there, here) in apart.items()]
+        if differ:
+            raise InputError(
+                f"--resume: the checkpoint in {folder} is of a run with {'; '.join(differ)}; give the same, or choose "
+                "another --checkpoints"
+            )
+    write_json(folder / FITTED, facts)
 
 
 @contextmanager

@@ -43,3 +43,9 @@ def test_a_header_without_one_of_its_fields_is_refused(name: str) -> None:
 def test_what_is_no_header_is_refused(text: str | bytes) -> None:
     with pytest.raises(TraceError, match="here"):
         Header.from_json(text, "here")
+
+
+@pytest.mark.parametrize("changes", [{"draws": 0}, {"eos": [1 << 40]}, {"eos": [-1]}])
+def test_numbers_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(TraceError, match=r"here: the header has \d+ draws and the end tokens"):
+        Header.from_json(json.dumps({**json.loads(HEADER.to_json()), **changes}), "here")

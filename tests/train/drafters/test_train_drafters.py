@@ -174,7 +174,8 @@ def test_a_drafter_learns_its_target(
         torch.manual_seed(0)
         before = loss_of(new_network(alone, kind, DEPTH))(batch, *ends(alone))
         assert float(loss(batch, *ends(alone))) < 0.95 * float(before)
-    shares = acceptance(made.network, texts[-2:], *ends(alone))
+    shares, tokens = acceptance(made.network, texts[-2:], *ends(alone))
+    assert made.metrics["tokens per target call"] == pytest.approx(tokens) and tokens >= 1.0
     assert made.metrics["acceptance"] == pytest.approx(shares) and shares == sorted(shares, reverse=True)
     drafter = find_drafter(f"{kind}:{tmp_path / 'drafter'}", alone)
     text = Speculator(alone, FixedLength(2), Settings(0.0, 8), drafter=drafter).generate(few[0][1])
@@ -187,15 +188,22 @@ def test_acceptance_is_what_the_loop_accepts(alone: Pair, few: list[tuple[Prompt
     for kind in TRAINED:
         drafter = small_drafter(kind, alone, DEPTH, noise=0.02)
         accepted: list[int] = []
+        rounds: list[int] = []
         deepest = drafter._network.shape.depth
         for text in texts:
             tokens, last = text.tokens.tolist(), len(text.tokens) - 1 - deepest
+            next_round = text.prompt  # where one begins after the one before
             for at in range(text.prompt, last + 1):
                 run = Speculator(alone, FixedLength(deepest), Settings(0.0, deepest + 2), drafter=drafter)
                 run._source.eos = frozenset()
                 accepted.append(run.generate(tokens[:at]).rounds[0].accepted)
+                if at == next_round:
+                    rounds.append(accepted[-1] + 1)
+                    next_round += rounds[-1]
         expected = [sum(a >= depth for a in accepted) / len(accepted) for depth in range(1, deepest + 1)]
-        assert acceptance(drafter._network, texts, *ends(alone)) == pytest.approx(expected), kind
+        found = acceptance(drafter._network, texts, *ends(alone))
+        assert found.shares == pytest.approx(expected), kind
+        assert found.tokens_a_call == pytest.approx(sum(rounds) / len(rounds)), kind
         assert expected[0] > 0
 
 
@@ -210,7 +218,7 @@ def test_texts_too_short_to_compare_all_depths_are_left_out(
     for size in range(3, least + 1):
         cut = Text(texts[0].tokens[:size], 1, True, texts[0].states[:size])
         found = acceptance(network, [cut], *ends(alone))
-        assert len(found) == (0 if size < least else network.shape.depth), size
+        assert len(found.shares) == (0 if size < least else network.shape.depth), size
         if size < least:
             assert acceptance(network, [*texts, cut], *ends(alone)) == whole
         else:

@@ -18,6 +18,7 @@ from specstop.train.fit.plan import Plan
 from specstop.train.fit.tuning.search import SearchOptions, group_folds, search, train_best
 from specstop.train.fit.tuning.study import JOURNAL, STARTUP, Study
 from specstop.train.fit.tuning.trials import HeadSpace, SpecSpace, Trial, spec_of
+from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
@@ -185,3 +186,15 @@ def test_a_policy_that_does_not_exist_is_a_trial_with_its_reason(arrays: TraceAr
     assert [trial.name for trial in wrong] == ["confidnce?threshold=0.2"]
     assert "did you mean" in wrong[0].error
     assert found.best.rule == "survival"
+
+
+def test_a_search_among_other_choices_is_another_one(
+    arrays: TraceArrays, full_profile: Profile, tmp_path: Path
+) -> None:
+    """More trials of a spec have other values between its ends, which optuna refuses under the same name."""
+    made = []
+    for number, heads in ((1, ("logistic",)), (2, ("logistic", "xgboost"))):
+        options = SearchOptions(number, heads, ("survival",), ("confidence?threshold=0.1..0.9",), folds=2)
+        fit = FitOptions(checkpoints=tmp_path, resume=number > 1)
+        made.append(search(Plan("", name="", fit=fit), arrays, full_profile, (0.7,), options))
+    assert [len(found.trials) for found in made] == [2, 4] and not any(t.error for t in made[1].trials)

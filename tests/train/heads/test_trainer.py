@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from specstop.policies.progress import Progress, silent
 from specstop.train import StopHeadModule, TraceDataModule
 from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.fitting import FitOptions, FitTask, fitter
+from specstop.train.heads.kinds.resnet import ResNet
+from specstop.train.heads.networks import Recipe, seeded, train_network
 from specstop.train.heads.rows import FitRows
 from specstop.train.heads.trainer import find_logger, make_trainer
 from synthetic import NAMES, synthetic_rows
@@ -32,6 +35,11 @@ def fit_network(rows: FitRows, held_out: FitRows, options: FitOptions, progress:
     """Return the head `mlp`."""
     head, _ = fitter("mlp")(FitTask(rows, held_out, NAMES, progress=progress, options=options))
     return head
+
+
+def columns_of(rows: FitRows) -> tuple[torch.Tensor, ...]:
+    """Columns as they come with the flag of depth 0, labels, and which are known."""
+    return torch.cat([rows.features, (rows.depth == 0).float()[:, None]], 1), rows.labels, rows.known
 
 
 def same(first: MLPHead, second: MLPHead) -> bool:
@@ -96,6 +104,60 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(parts: tuple[FitRows
     assert same(again, whole)
 
 
+def test_a_run_that_had_stopped_early_is_not_trained_on(
+    parts: tuple[FitRows, FitRows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another fold of it was cut off: going on must leave this one as it is."""
+    monkeypatch.setattr("specstop.train.heads.trainer.PATIENCE", 1)
+    options = FitOptions(epochs=40, checkpoints=tmp_path, learning_rate=0.1)
+    stopped = fit_network(*parts, options)
+    epochs = []
+    for _ in range(3):
+        again = fit_network(*parts, dataclasses.replace(options, resume=True))
+        assert same(again, stopped)
+        epochs.append(torch.load(tmp_path / "last.ckpt", weights_only=True)["epoch"])
+    assert epochs[0] == epochs[1] == epochs[2] < 38
+
+
+def test_what_is_left_out_in_an_epoch_is_the_same_in_a_resumed_run(
+    parts: tuple[FitRows, FitRows], tmp_path: Path
+) -> None:
+    class Noisy(ResNet):
+        def forward(self, columns: torch.Tensor, *states: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.dropout(columns), *states)
+
+    def killed(task: str, done: int, total: int) -> None:
+        if done == total * 4 // 5:
+            raise KeyboardInterrupt
+
+    def fit(folder: str, progress: Progress = silent, resume: bool = False) -> dict[str, torch.Tensor]:
+        options = FitOptions(epochs=5, checkpoints=tmp_path / folder, batch_size=256, resume=resume)
+        network, (fit, held) = seeded(Noisy, 0, [4], 8, 1, 0.5), map(columns_of, parts)
+        task = FitTask(*parts, NAMES, progress=progress, options=options)
+        return dict(train_network(network, fit, held, task, Recipe(), "noisy"))
+
+    whole = fit("whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit("cut", killed)
+    again = fit("cut", resume=True)
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+def test_a_run_is_not_gone_on_from_as_another(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
+    """Weights of the same shapes may know the prompts that are held out now."""
+    options = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512)
+    task = FitTask(*parts, NAMES, options=options, of={"prompts held out": "a"})
+    fitter("mlp")(task)
+    resumed = dataclasses.replace(task, options=dataclasses.replace(options, resume=True))
+    for change, why in (
+        ({"seed": 1}, "seed 0, not 1"),
+        ({"of": {"prompts held out": "b"}}, "prompts held out a, not b"),
+    ):
+        with pytest.raises(InputError, match=f"--resume: the checkpoint in .* is of a run with {why}; give the same"):
+            fitter("mlp")(dataclasses.replace(resumed, **change))
+    fitter("mlp")(resumed)
+
+
 def test_a_work_folder_in_use_is_not_mixed_up(parts: tuple[FitRows, FitRows], tmp_path: Path) -> None:
     options = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512)
     fit_network(*parts, options)
@@ -107,7 +169,7 @@ def test_a_work_folder_in_use_is_not_mixed_up(parts: tuple[FitRows, FitRows], tm
         fit_network(*parts, wider)
     (tmp_path / "last.ckpt").write_bytes(b"cut off")
     with pytest.raises(InputError, match="is not a checkpoint of such a run: it is damaged; remove it"):
-        fit_network(*parts, FitOptions(epochs=1, checkpoints=tmp_path, resume=True))
+        fit_network(*parts, FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512, resume=True))
 
 
 def test_training_stops_early(tmp_path: Path) -> None:

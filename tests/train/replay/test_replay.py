@@ -255,3 +255,22 @@ def test_a_trace_with_a_missing_anchor_is_refused(traces: dict[float, Trace]) ->
     rows = trace.rows.select([i for i in range(len(trace.rows)) if i != 3])
     with pytest.raises(TraceError, match="misses anchors"):
         trace_arrays(Trace(trace.folder, trace.header, rows))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("accepted_length", -1, "has accepted lengths beyond 0 to"),
+        ("accepted_length", DEPTH + 1, "has accepted lengths beyond 0 to"),
+        ("tokens", None, "has rows without tokens"),
+        ("top1", None, "has rows without top1"),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused(
+    traces: dict[float, Trace], column: str, value: int | None, message: str
+) -> None:
+    """An accepted length of -1 would commit nothing, for ever."""
+    trace = traces[0.0]
+    rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
+    with pytest.raises(TraceError, match=f"--traces: .* {message}.*; collect it again"):
+        trace_arrays(Trace(trace.folder, trace.header, rows))

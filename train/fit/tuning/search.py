@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,9 @@ def search(
     total = sum(space.count for space in spaces.values())
     progress("tune", 0, total)
     for name, space in spaces.items():
-        study = Study(f"{name} {validation.digest()}", space, plan.seed, plan.fit.checkpoints, plan.fit.resume)
+        study = Study(
+            f"{name} {validation.digest(space.choices)}", space, plan.seed, plan.fit.checkpoints, plan.fit.resume
+        )
         study.run(validation.measure, space.count, functools.partial(_told, progress, len(done), total))
         done += study.trials()
         study.draw()
@@ -222,11 +224,13 @@ class CrossValidation:
     parts: Sequence[tuple[list[int], list[int]]]
     grids: Sequence[Sequence[Replayed]]
 
-    def digest(self) -> str:
-        """Return what tells this search from one on other traces, another profile, other features or folds."""
+    def digest(self, choices: Mapping[str, Sequence[Any]]) -> str:
+        """Return what tells this search from one among other choices, on other traces, or fitted otherwise."""
+        fit = self.plan.fit
         read = (
             self.arrays.header.to_json(), list(self.arrays.prompt_ids), int(self.arrays.text_tokens.sum()),
-            self.profile.to_dict(), self.plan.features, self.plan.seed, self.plan.fit.params, len(self.parts),
+            self.profile.to_dict(), self.plan.features, self.plan.seed, fit.params, len(self.parts), choices,
+            fit.epochs, fit.batch_size, fit.learning_rate,
         )  # fmt: skip
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

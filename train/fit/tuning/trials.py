@@ -109,6 +109,11 @@ class HeadSpace:
         if unknown:
             raise InputError(f"--head: expected some of {', '.join(HEAD_KINDS)}, not {unknown[0]!r}")
 
+    @property
+    def choices(self) -> Mapping[str, Sequence[str]]:
+        """What is chosen among, whatever the number of trials."""
+        return {"head": self.heads, "rule": self.rules}
+
     def first(self) -> list[dict[str, Any]]:
         """Return what is tried first: each head under each rule, with its own hyper-parameters."""
         return [{"rule": rule, "head": head, "drawn": False} for rule in self.rules for head in self.heads]

@@ -122,6 +122,8 @@ def _descend(
         return found
 
     fit, held = sides
+    if not bool(held[2].any()):  # where all short texts end in their first round nothing is left to stop early by
+        held = fit
     each = -(-len(fit[1]) // BATCH)
     # Of few rows an epoch is few steps: more epochs make up for it.
     epochs = max(EPOCHS, -(-LEAST_STEPS // each))

@@ -222,7 +222,8 @@ def trace_arrays(
         hidden: hidden states that will be asked for; by default every recorded one, since none is read before.
 
     Raises:
-        TraceError: a dense sequence misses an anchor, or one is there twice; a hidden state is not recorded.
+        TraceError: a dense sequence misses an anchor, or one is there twice; a hidden state is not recorded; a row lacks a
+            value or has an impossible one.
     """
     header, order = trace.header, Order.read(trace)
     wanted = _wanted(header, features)
@@ -243,6 +244,9 @@ def trace_arrays(
     ids, groups = read_texts(trace, ("prompt_id", "group"), order.of[order.start])
     # Hidden states are kept in the order of the file; all else is put in order as it is read.
     index = None if (order.of[1:] > order.of[:-1]).all() else torch.from_numpy(order.of)
+    deepest, accepted = header.tree.deepest, read["accepted_length"]
+    if len(accepted) and not 0 <= int(accepted.min()) <= int(accepted.max()) <= deepest:
+        raise TraceError(f"--traces: {trace.folder} has accepted lengths beyond 0 to {deepest}; collect it again")
     draws = (order.key % header.draws).tolist()  # a text's sequences follow one another
     made = TraceArrays(
         header=header,

@@ -71,6 +71,9 @@ def read_columns(
         kinds: of the numbers, by column; None = as stored.
         place: [N], where each row goes; None = they stay in their order.
         into: what columns are written to, in place of new arrays.
+
+    Raises:
+        TraceError: a row lacks one.
     """
     schema, given = arrow_schema(trace.header), into or {}
     rows = trace.row_count if place is None else len(place)
@@ -85,6 +88,8 @@ def read_columns(
         here = rows_here if place is None else place[rows_here]
         for name, out in made.items():
             part = batch.column(name)
+            if part.null_count:
+                raise TraceError(f"--traces: {trace.folder} has rows without {name}; collect it again")
             flat = part.flatten() if pa.types.is_fixed_size_list(part.type) else part
             values = flat.to_numpy(zero_copy_only=False)  # arrow packs booleans as bits
             out[here] = values.reshape(len(batch), *out.shape[1:])
