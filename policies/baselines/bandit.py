@@ -94,6 +94,8 @@ class Bandit(StopPolicy):
 
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy with every arm limited; see `StopPolicy.limited`."""
+        if self.max_depth <= depth:
+            return self
         other = copy.copy(self)  # with the name that the user gave it
         other.arms = tuple(arm.limited(depth) for arm in self.arms)
         other.max_depth = max(arm.max_depth for arm in other.arms)

@@ -73,7 +73,7 @@ def test_rows_are_those_of_a_search_without_cache(
     keys = [stream_key(0, prompt.id) for prompt in prompts]
     texts = plain_texts(plain_pair, prompt_ids, keys, NEW + topology.deepest, temperature).tokens
     second = deep = 0
-    for row in numpy_rows(trace)[::9]:
+    for row in numpy_rows(trace)[::6]:
         s, anchor = int(row["sequence"]), int(row["anchor"])
         ahead = texts[s][anchor:]
         slow = search(plain_pair, topology, prompt_ids[s] + texts[s][:anchor], ahead, temperature, keys[s])
