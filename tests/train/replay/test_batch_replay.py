@@ -296,11 +296,11 @@ def test_a_batch_of_one_is_replay_of_single_streams(arrays: dict[float, TraceArr
 def test_the_rule_for_batches_is_worth_the_rate_of_its_fastest_replay(
     sides: tuple[Trace, Trace], timed: Profile, tmp_path: Path
 ) -> None:
-    made = train(sides[1], timed, rule="batch", out=tmp_path / "p").policy
+    made = train(sides[0], timed, rule="batch", out=tmp_path / "p").policy
     assert isinstance(made, BatchStop) and [size for size, _ in made.rule.rates] == [2, 4]
     assert made.profile.decision(made.cost_name).each > 0.0 and made.profile.same_costs(timed.to_dict())
     assert load_policy_folder(tmp_path / "p").rule.to_dict() == made.rule.to_dict()
-    seen = trace_arrays(sides[1])
+    seen = trace_arrays(sides[0])
     again = settle_batch(made, seen, made.profile)
     bare = for_batches(made, rule=BatchRule(made.send))
     for size, times in again.rule.rates:
