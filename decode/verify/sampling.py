@@ -196,7 +196,7 @@ class Sampler:
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
         if self._first_truncating < len(self._processors):
-            self.untruncated = torch.empty_like(logits)  # filled in by `_processed`; where nothing is drawn it stays void
+            self.untruncated = torch.empty_like(logits)  # filled in by `_processed`
         if not self._reads_tokens:
             nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
             return self._processed(nothing, logits, list(range(len(logits))))
