@@ -40,8 +40,8 @@ from specstop.train.fit.trees.solve import solve_tree, tree_seconds
 from specstop.train.fit.tuning.settled import settle
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
-from specstop.train.replay.run import replay
-from specstop.train.replay.traces.arrays import seen_features, trace_arrays, typical_context
+from specstop.train.replay.run import Replayed, replay, replay_many
+from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays, typical_context
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
 from specstop.train.report.evaluate import evaluate
 
@@ -341,6 +341,24 @@ def test_no_decision_begins_after_the_deepest_depth_that_was_reached(
     short = policy.with_rule(policy.rule.changed(acceptance=policy.rule.acceptance[:2], first=1))
     solved, rate = solve_tree(short, trace_arrays(forest[0.7]), profile)
     assert rate > 0.0 and solved.rule.first <= 2
+
+
+def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
+    forest: dict[float, Trace], profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: dict[int, set[str]] = {}
+
+    def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Replayed]:
+        for policy in policies:
+            assert isinstance(policy, TreeGain)
+            played.setdefault(id(policy.head), set()).update(arrays.prompt_ids)
+        return replay_many(arrays, policies, costs)
+
+    monkeypatch.setattr("specstop.train.fit.rates.replay_many", watched)
+    made = train(forest[0.0], profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1, folds=3).policy
+    assert isinstance(made, TreeGain) and id(made.head) not in played  # it is measured on the fold that nothing rests on
+    one, other = played.values()
+    assert one and other and not one & other
 
 
 def test_traces_that_cannot_be_replayed_are_refused(

@@ -22,6 +22,7 @@ from ...replay.bounds.static_tree import best_static_tree, drafted_alone
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays
 from ..plan import Plan
+from ..rates import left_out_rates
 from .calibrate import fit_paths, sibling_shares
 from .rows import rank_acceptance, tree_rows
 from .scores import tree_scores
@@ -74,8 +75,9 @@ def fit_tree(
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
-        policy, rate = solve_tree(policy, fit_side, profile)
-        # The next pass is fitted on prompts played by heads that have not seen them, under one rule.
+        # As the next pass is fitted: on prompts played by heads that have not seen them, under one rule.
+        rates = left_out_rates(arrays, folds, policies, profile)
+        policy, rate = solve_tree(policy, fit_side, profile, rates=rates)
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
     mine = replay(held_side, policy, profile).rate

@@ -10,8 +10,8 @@ from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
 from ....policies.learned.trees import TreeGain
 from ....policies.rules.trees import MOST_NODES
-from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, typical_context
+from ..rates import Rates, replayed_rates
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 """Shares of the mean acceptance that are tried."""
@@ -59,7 +59,11 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[st
 
 
 def solve_tree(
-    policy: TreeGain, arrays: TraceArrays, profile: Profile, firsts: Sequence[int] = FIRST
+    policy: TreeGain,
+    arrays: TraceArrays,
+    profile: Profile,
+    firsts: Sequence[int] = FIRST,
+    rates: Rates | None = None,
 ) -> tuple[TreeGain, float]:
     """Solve rho of a tree policy by Dinkelbach's iteration: assume a rate, replay, assume the rate that came out.
 
@@ -71,11 +75,13 @@ def solve_tree(
         arrays: training traces, never the evaluated ones.
         profile: what rounds cost.
         firsts: depths of the first decision that are tried.
+        rates: of policies; by default on `arrays`.
 
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
     """
     seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
+    rates = rates or replayed_rates(arrays, profile)
     best, best_rate = policy, 0.0
 
     def settled(**changes: Any) -> None:
@@ -85,7 +91,7 @@ def solve_tree(
         rho = best_rate or rule.rate
         for _ in range(ROUNDS):
             candidate = policy.with_rule(rule.changed(rate=rho, **seconds, **changes))
-            rate = replay(arrays, candidate.limited(arrays.depth), profile).rate
+            (rate,) = rates([candidate])
             if rate > best_rate:
                 best, best_rate = candidate, rate
             if abs(rate - rho) < SETTLED * rho:
@@ -101,7 +107,7 @@ def solve_tree(
     # From the highest on, which reads the fewest branches: the first one that does no harm is taken.
     for floor in FLOORS:
         candidate = policy.with_rule(best.rule.changed(floor=floor))
-        rate = replay(arrays, candidate.limited(arrays.depth), profile).rate
+        (rate,) = rates([candidate])
         if rate >= (1.0 - UNHARMED) * best_rate:
             return candidate, rate
     return best, best_rate

@@ -71,7 +71,7 @@ def solve_rate(
         profile: what rounds cost.
         acceptance: a_1..a_K of the training traces.
         firsts: depths of the first decision that are tried.
-        rates: of policies, but of trees; by default on `arrays`.
+        rates: of policies; by default on `arrays`.
 
     Returns:
         The policy under the fastest rule met, and its rate in tokens per second.
@@ -80,7 +80,7 @@ def solve_rate(
         PolicyError: `acceptance` ends before the policy does.
     """
     if isinstance(policy, TreeGain):
-        return solve_tree(policy, arrays, profile, firsts=firsts)
+        return solve_tree(policy, arrays, profile, firsts, rates)
     if len(acceptance) < policy.max_depth:
         raise PolicyError(
             f"{policy.name}: expected the mean acceptance at {policy.max_depth} depths to solve the derived rule with, got "
