@@ -227,7 +227,7 @@ class Run:
             )
             profile = profile.with_measured_decisions(self.decision(quick, subtree(arrays.tree, nodes).name))
             choice = choose_tree(plan, arrays, folds, profile, sizes)
-            if best is None or choice.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
+            if best is None or choice.policy.facts.rho > best.policy.facts.rho:
                 best = choice
         assert best is not None
         profile = profile.with_measured_decisions(self.decision(best.policy, subtree(arrays.tree, best.nodes).name))

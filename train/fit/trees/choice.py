@@ -1,4 +1,4 @@
-"""Which tree a policy should draft: policies fitted on sub-trees of the recorded one, the fastest on held-out prompts."""
+"""Which tree a policy should draft: policies are fitted on sub-trees of the recorded one, and the fastest is kept."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ def choose_tree(
     depth: int | None = None,
     progress: Progress = silent,
 ) -> TreeChoice:
-    """Return the policy of the sub-tree that is fastest on the prompts held out.
+    """Return the policy of the sub-tree whose rule was settled at the highest rate, on prompts that its heads did not see.
 
+    The prompts of the first fold have no part in that, so that what is measured on them holds for the one that is chosen.
     What is drawn and not verified takes time too, so that a smaller tree may serve better than all that was recorded. Where
     several are tried, one as large as the best static tree is tried as well: where little is worth deciding that is the one.
 
@@ -72,7 +73,7 @@ def choose_tree(
             progress("choose a tree", done, len(trees))
         part = arrays if nodes is whole else on_subtree(arrays, nodes)
         found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, progress))
-        if best is None or found.metrics["held_out_tokens_per_s"] > best.metrics["held_out_tokens_per_s"]:
+        if best is None or found.policy.facts.rho > best.policy.facts.rho:
             best = found
     if len(trees) > 1:
         progress("choose a tree", len(trees), len(trees))
