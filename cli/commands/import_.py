@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..console.output import print_json, table
+from ...policies.errors import InputError
+from ..console.output import next_step, print_json, table
 from ..options.config import config_saved
-from ..options.shared import Json, Out, Overwrite
+from ..options.models import Models
+from ..options.shared import Dtype, Json, Out, Overwrite
 
 
 def import_(
     weights: Annotated[Path, typer.Argument(help="The .pt, .bin or .safetensors file, or a folder with one.")],
     out: Out,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Target of Medusa's heads, which become the folder of a drafter. Default: a policy is imported."
+        ),
+    ] = None,
+    dtype: Dtype = "float32",
     layout: Annotated[
-        str, typer.Option(help="dynasd-soft, dynasd-hard, specdec, or auto: by the tensors' names.")
+        str, typer.Option(help="Of a policy: dynasd-soft, dynasd-hard, specdec, or auto: by the tensors' names.")
     ] = "auto",
     threshold: Annotated[
         float | None,
@@ -33,7 +42,18 @@ def import_(
     overwrite: Overwrite = False,
     json: Json = False,
 ) -> None:
-    """Bring a released head (DynaSD, SpecDec++) into a policy folder. No code of the file is run."""
+    """Bring a released stop head (DynaSD, SpecDec++) into a policy folder, or with --target Medusa's heads into a drafter's.
+
+    No code of the file is run.
+    """
+    if target is not None:
+        given = {"layout": layout != "auto", "threshold": threshold, "depth": depth, "name": name}
+        if odd := [f"--{key}" for key, value in given.items() if value] + ["--rejection-weight"] * (
+            rejection_weight != 1
+        ):
+            raise InputError(f"{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
+        _drafter(weights, out, target, dtype, overwrite, json)
+        return
     from ...train.released.convert import import_weights
 
     with config_saved(out):
@@ -59,3 +79,22 @@ def import_(
         print_json({"path": str(done.path), **facts})
     else:
         table(f"{done.path}: {policy.name}", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
+
+
+def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool, json: bool) -> None:
+    """Import Medusa's heads."""
+    from ...train.released.medusa import import_medusa
+
+    with config_saved(out):
+        models = Models(target, drafter="lookup", dtype=dtype, engine="plain")
+        trained = import_medusa(weights, models.open(models.find()), out, overwrite=overwrite)
+    network: Any = trained.network
+    depth = network.shape.depth
+    facts = {"kind": trained.kind, "depth": depth, **trained.provenance}
+    if json:
+        print_json({"path": str(out), **facts})
+        return
+    table(f"{out}: a {trained.kind} drafter", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
+    next_step(
+        "collect", "--target", target, "--drafter", f"{trained.kind}:{out}", "--depth", trained.network.shape.depth
+    )

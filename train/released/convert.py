@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ...policies.limits import check_limits
 from ...policies.rules.base import Rule
 from ...policies.rules.chains import AnyFork, Threshold
 from ...policies.storage.folder import DEEPEST, save_policy
-from .state_dicts import find_weights, read_state
+from .state_dicts import find_weights, named, read_state
 
 LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")
 DYNASD_DEPTH = 5
@@ -133,7 +133,9 @@ def find_layout(state: Mapping[str, Array], where: str) -> str:
     if all(_BLOCK.fullmatch(key) for key in state):
         return "specdec"
     odd = [key for key in state if not (_LAYER.fullmatch(key) or _BLOCK.fullmatch(key))] or list(state)
-    raise PolicyError(f"{where}: the layout is not known, for {_named(odd)}; expected {', '.join(LAYOUTS)}")
+    raise PolicyError(
+        f"{where}: the layout is not known, for {named(odd)}; expected {', '.join(LAYOUTS)}, or Medusa's heads with --target"
+    )
 
 
 def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
@@ -193,11 +195,6 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
 
 def _same(wanted: set[str], state: Mapping[str, Array], what: str) -> None:
     if unknown := sorted(set(state) - wanted):
-        raise PolicyError(f"weights: unknown: {_named(unknown)}; {what}")
+        raise PolicyError(f"weights: unknown: {named(unknown)}; {what}")
     if missing := sorted(wanted - set(state)):
-        raise PolicyError(f"weights: missing: {_named(missing)}; {what}")
-
-
-def _named(names: Sequence[str], most: int = 6) -> str:
-    shown = ", ".join(repr(name[:60]) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+        raise PolicyError(f"weights: missing: {named(missing)}; {what}")

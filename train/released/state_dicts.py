@@ -10,7 +10,7 @@ import io
 import pickle
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +28,34 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Trying to (?:load|call) (?:unsupported )?(?:GLOBAL )?([\w.]+)")
 
 
-def find_weights(path: Path) -> Path:
-    """Return the file of weights: `path`, or the one in the folder `path`; an `InputError` where there is none."""
+def find_weights(path: Path, files: Sequence[str] = FILES, most: int = MOST_DATA) -> Path:
+    """Return the file of weights: `path`, or one of `files` in the folder `path`.
+
+    Raises:
+        InputError: there is none.
+        PolicyError: it has more than `most` bytes.
+    """
     if path.is_dir():
-        for name in FILES:
+        for name in files:
             if (path / name).is_file():
                 path = path / name
                 break
         else:
-            raise InputError(f"expected {' or '.join(FILES)} in the folder {path}, which has neither")
+            raise InputError(f"expected {' or '.join(files)} in the folder {path}, which has neither")
     if not path.is_file():
         raise InputError(f"expected a file of weights, but {path} does not exist")
-    if path.stat().st_size > MOST_DATA:
-        raise PolicyError(f"{path.name} has {path.stat().st_size} bytes; expected at most {MOST_DATA}")
+    if path.stat().st_size > most:
+        raise PolicyError(f"{path.name} has {path.stat().st_size} bytes; expected at most {most}")
     return path
 
 
-def read_state(raw: bytes, path: Path) -> dict[str, Array]:
+def read_state(raw: bytes, path: Path, most: int = MOST_DATA) -> dict[str, Array]:
     """Return the state dict as float32 arrays; nothing of a pickle but tensors is built.
 
     Args:
         raw: the file.
         path: its name, for messages; `.safetensors` says its format.
+        most: bytes of the largest tensor.
 
     Raises:
         PolicyError: it is damaged, or holds anything but a state dict of tensors of numbers.
@@ -76,8 +82,14 @@ def read_state(raw: bytes, path: Path) -> dict[str, Array]:
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
             raise PolicyError(f"{path.name}: {key[:80]!r} is no plain tensor")
         # Counted as float32: an expanded view in a small file may stand for any number of elements.
-        if not value.dtype.is_floating_point or value.numel() * 4 > MOST_DATA:
+        if not value.dtype.is_floating_point or value.numel() * 4 > most:
             raise PolicyError(
                 f"{path.name}: {key[:80]!r} is {value.dtype} of {list(value.shape)}, which no such head has"
             )
     return {key: value.detach().float().contiguous().numpy() for key, value in found.items()}
+
+
+def named(names: Sequence[str], most: int = 6) -> str:
+    """Return names of tensors for a message, the first few of them."""
+    shown = ", ".join(repr(name[:60]) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

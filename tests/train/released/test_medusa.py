@@ -1,0 +1,146 @@
+"""Medusa's released heads as a drafter's folder: the numbers of the released module, and one line for what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from commands import cli, model_options
+from conftest import NEW
+from specstop.decode import Settings, decode, with_drafter
+from specstop.decode.drafters.folder import load_drafter
+from specstop.decode.models.pair import Pair
+from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.errors import InputError, PolicyError
+from specstop.train.released.medusa import PREFIX, import_medusa
+from torch import Tensor, nn
+
+HEADS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.linear(x))
+
+
+def released(pair: Pair, *, own: bool = True, blocks: int = 1) -> nn.ModuleList:
+    """Return heads as they were released: with output layers of their own, or, later, with the target's."""
+    torch.manual_seed(0)
+    size = pair.target.config.hidden_size
+    return nn.ModuleList(
+        nn.Sequential(
+            *[Block(size) for _ in range(blocks)], *([nn.Linear(size, pair.vocabulary, bias=False)] if own else [])
+        )
+        for _ in range(HEADS)
+    ).double()
+
+
+def saved(state: dict[str, Tensor], folder: Path, name: str = "medusa_lm_head.pt") -> Path:
+    state = {key: value.float().contiguous() for key, value in state.items()}
+    (safetensors.torch.save_file if name.endswith("safetensors") else torch.save)(state, folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("form", ["file", "folder", "whole"])
+def test_the_heads_say_what_the_released_ones_say(plain_pair: Pair, tmp_path: Path, own: bool, form: str) -> None:
+    heads = released(plain_pair, own=own)
+    (tmp_path / "released").mkdir()
+    if form == "whole":  # a checkpoint of the target and its heads
+        state = {PREFIX + key: value for key, value in heads.state_dict().items()}
+        weights = saved({**state, "model.norm.weight": torch.ones(4)}, tmp_path / "released", "model.safetensors")
+    else:
+        file = saved(heads.state_dict(), tmp_path / "released")
+        weights = file if form == "file" else file.parent
+    made = import_medusa(weights, plain_pair, tmp_path / "drafter")
+    loaded = load_drafter(tmp_path / "drafter")
+    assert (
+        made.kind == loaded.kind == "medusa" and loaded.provenance["imported from"] == weights.name
+    ) or form == "folder"
+    network: Any = loaded.network_for(plain_pair)
+    hidden = torch.randn(5, plain_pair.target.config.hidden_size, dtype=torch.float64)
+    for number, head in enumerate(heads):
+        expected = head.float()(hidden.float()).double()
+        expected = expected if own else plain_pair.target.lm_head(expected)
+        found = network.logits(number, network.state(number, hidden, None))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_imported_drafts_and_the_text_is_the_targets(
+    pair: Pair, pair_folder: Path, prompt_ids: list[list[int]], tmp_path: Path
+) -> None:
+    weights, target = saved(released(pair).state_dict(), tmp_path), pair_folder / "target"
+    answer = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--json", "--dtype", "float64")
+    assert answer.code == 0, answer.err
+    facts = json.loads(answer.out)
+    assert (facts["kind"], facts["depth"], facts["for the target"]) == ("medusa", HEADS, str(target))
+    assert "medusa" in cli("info", tmp_path / "d").out
+    drafted = with_drafter(pair, f"medusa:{tmp_path / 'd'}")
+    settings = Settings(0.7, NEW, max_depth=HEADS)
+    made = decode(drafted, prompt_ids[:3], FixedLength(HEADS), settings=settings)
+    plain = decode(pair, prompt_ids[:3], FixedLength(0), settings=settings)
+    assert [one.tokens for one in made] == [one.tokens for one in plain]
+    assert any(round.drafted == HEADS for one in made for round in one.rounds)
+    shown = cli("import", weights, "--target", target, "--out", tmp_path / "d", "--overwrite")
+    assert f"--drafter medusa:{tmp_path / 'd'} --depth {HEADS}" in shown.out, shown.err
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w6 w7 w8"}\n')
+    options = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
+    at = options.index("--draft")
+    options[at : at + 2] = ["--drafter", f"medusa:{tmp_path / 'd'}", "--max-new-tokens", "9"]
+    answer = cli("decode", *options)
+    assert answer.code == 0, answer.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"0.0.linear.bias": None}, r"missing: '0.0.linear.bias'"),
+        ({"1.1.weight": None}, r"missing: '1.1.weight'"),
+        ({"7.0.linear.weight": torch.zeros(1)}, r"missing: .*'3.0.linear.weight'"),
+        ({"0.1.linear.weight": torch.zeros(1)}, r"unknown: '0.1.linear.weight'; Medusa's heads have one block"),
+        (
+            {"2.1.weight": torch.zeros(5, 16)},
+            r"2.1.weight has the shape \[5, 16\] where this target's heads have \[48, 16\]",
+        ),
+    ],
+)
+def test_other_tensors_are_refused_by_name(
+    plain_pair: Pair, tmp_path: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    state = {**released(plain_pair).state_dict(), **change}
+    weights = saved({key: value for key, value in state.items() if value is not None}, tmp_path)
+    with pytest.raises((InputError, PolicyError), match=message):
+        import_medusa(weights, plain_pair, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+class Evil:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_command_that_cannot_be_is_one_line(pair: Pair, pair_folder: Path, tmp_path: Path) -> None:
+    weights, target = saved(released(pair).state_dict(), tmp_path), pair_folder / "target"
+    torch.save({"0.0.linear.weight": Evil(tmp_path / "mark")}, tmp_path / "evil.pt")
+    for command, message in [
+        ((weights,), "or Medusa's heads with --target"),
+        ((weights, "--target", target, "--threshold", "0.4"), "--threshold: a drafter has none"),
+        ((tmp_path / "evil.pt", "--target", target), "holds more than tensors"),
+        ((tmp_path / "none", "--target", target), "does not exist"),
+        ((pair_folder, "--target", target), "medusa_lm_head.safetensors or medusa_lm_head.pt in the folder"),
+    ]:
+        answer = cli("import", *command, "--out", tmp_path / "d")
+        assert answer.code == 2 and answer.err.count("\n") == 1 and message in answer.err, answer.err
+    assert not (tmp_path / "mark").exists() and not (tmp_path / "d").exists()
