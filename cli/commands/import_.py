@@ -95,6 +95,4 @@ def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool,
         print_json({"path": str(out), **facts})
         return
     table(f"{out}: a {trained.kind} drafter", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
-    next_step(
-        "collect", "--target", target, "--drafter", f"{trained.kind}:{out}", "--depth", trained.network.shape.depth
-    )
+    next_step("collect", "--target", target, "--drafter", f"{trained.kind}:{out}", "--depth", depth)
