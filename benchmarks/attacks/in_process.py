@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -13,8 +14,12 @@ from collections.abc import Iterator
 from typing import NamedTuple, TextIO
 from unittest import mock
 
+import typer.main
 from specstop.cli.console.interrupt import SIGNALS
 from specstop.cli.main import run
+
+_built = functools.cache(typer.main.get_command)
+"""Typer makes all commands anew of their functions each time, a tenth of a second; a process of its own runs one."""
 
 
 class Answer(NamedTuple):
@@ -36,6 +41,7 @@ def cli(*args: object, stdout: TextIO | None = None) -> Answer:
         _signals_kept(),
         mock.patch.object(sys, "argv", ["specstop", *map(str, args)]),
         mock.patch.dict(os.environ),
+        mock.patch.object(typer.main, "get_command", _built),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(stdout or out),
         contextlib.redirect_stderr(err),

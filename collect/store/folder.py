@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -195,7 +196,8 @@ class Trace:
         """All rows in memory."""
         import datasets  # brings pandas, which replay has no use for
 
-        return datasets.Dataset(datasets.table.InMemoryTable(self.table()))
+        # Without one the whole table would be pickled for its hash. Rows in memory have no files of `map` to be found again by.
+        return datasets.Dataset(datasets.table.InMemoryTable(self.table()), fingerprint=secrets.token_hex(8))
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Return only these columns of all rows, so that a large trace need not fit into memory whole."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
 from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 
@@ -19,6 +21,7 @@ ISOTONIC_GAIN = 0.005
 LEAST = 20
 """Rows below which nothing is fitted."""
 
+_LOG_RANGE = (math.log(0.1), math.log(10.0))  # of temperatures
 _MOST_KNOTS = 64
 _MOST_ROWS = 100_000  # that quantiles are taken of
 _EDGE = 1e-3
@@ -55,10 +58,11 @@ def fit_kind(kind: str, logits: Array, labels: Array) -> Calibrator:
     if kind == "identity" or _says_nothing(labels):
         return Calibrator()
     if kind == "temperature":
-        # For one number a grid will do: it needs no start and cannot run away.
-        grid = np.logspace(-1.0, 1.0, 81)
-        losses = [log_loss(expit(logits / t), labels) for t in grid]
-        return Calibrator(kind, float(grid[np.argmin(losses)]))
+        # The loss is convex in the temperature's inverse; between bounds it cannot run away.
+        found = minimize_scalar(
+            lambda at: log_loss(expit(logits / np.exp(at)), labels), bounds=_LOG_RANGE, method="bounded"
+        )
+        return Calibrator(kind, float(np.exp(found.x)))
     return Calibrator(kind, knots=_isotonic(logits, labels))
 
 

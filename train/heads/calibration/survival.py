@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 from scipy.special import expit, logit
-from sklearn.isotonic import IsotonicRegression
 
 from ....policies.learned.calibration import Calibrator
 from ....policies.learned.survival import KNOTS, STARTS, SurvivalMaps, unchanged
@@ -175,14 +175,16 @@ def _table(bend: Callable[[Array], Array], product: Array) -> Array:
 def _isotonic(product: Array, labels: Array) -> Array:
     """Return the knots of an isotonic fit to the means of bins of equal mass, level outside them."""
     order = np.argsort(product, kind="stable")
-    parts = np.array_split(order, max(2, min(MOST_BINS, len(order) // PER_BIN)))
+    bins = max(2, min(MOST_BINS, len(order) // PER_BIN))
+    first = np.arange(bins) * len(order) // bins
+    rows = np.diff(first, append=len(order))
     # Rounded, so that bins of one and the same value count as one.
-    x = np.array([round(float(product[part].mean()), 9) for part in parts])
-    y = [float(labels[part].mean()) for part in parts]
-    fit = IsotonicRegression(y_min=_EDGE, y_max=1.0 - _EDGE, out_of_bounds="clip").fit(
-        x, y, sample_weight=[len(part) for part in parts]
-    )
-    knots = np.stack([np.maximum.accumulate(x), np.maximum.accumulate(fit.predict(x))])
+    means = np.add.reduceat(product[order], first) / rows
+    true = np.add.reduceat(labels[order].astype(np.float64), first)
+    x, which = np.unique(np.round(means, 9), return_inverse=True)
+    weight = np.bincount(which, rows)
+    y = isotonic_regression(np.bincount(which, true) / weight, weights=weight).x
+    knots = np.stack([x, np.clip(y, _EDGE, 1.0 - _EDGE)])
     # All tables have KNOTS knots, so that they stack; MOST_BINS is fewer.
     level = np.repeat(knots[:, -1:], KNOTS - len(x), 1)
     table: Array = np.clip(np.concatenate([knots, level], 1), 0.0, 1.0).astype(np.float32)
