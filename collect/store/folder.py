@@ -196,7 +196,7 @@ class Trace:
         """All rows in memory."""
         import datasets  # brings pandas, which replay has no use for
 
-        # Without one the whole table would be pickled for its hash. Rows in memory have no files of `map` to be found again by.
+        # Without a fingerprint the whole table would be pickled for one, and rows in memory leave no files to be found again.
         return datasets.Dataset(datasets.table.InMemoryTable(self.table()), fingerprint=secrets.token_hex(8))
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:

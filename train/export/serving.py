@@ -29,8 +29,8 @@ _ALWAYS = (
     "What runs outside the models is paid once a step for the whole batch; reading prompts, once by each request.",
     "Steps cost what they cost in the loop of specstop that the profile was measured through. The engine's kernels, "
     "graphs and scheduler are others: ratios carry over better than rates.",
-    "A length or rule that the held-out prompts put clearly below plain decoding, or below a fixed length, was not taken: that "
-    "much of the choice is theirs.",
+    "A length or rule that the held-out prompts put clearly below plain decoding, or below a fixed length, was not taken: "
+    "that much of the choice is theirs.",
 )
 """Of every figure by batch size."""
 
