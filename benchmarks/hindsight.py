@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from specstop.collect.schema import NO_TOKEN
 from specstop.policies.contract import DraftStep
 from specstop.policies.heads.base import Array
 from specstop.policies.latency.profile import Profile
@@ -137,7 +138,8 @@ def policy_survival(policy: LearnedPolicy, arrays: TraceArrays, visited: Visits)
     asked = policy.with_rule(Threshold("survival", 0.0))
     columns = [values[0] for values in survivals(asked, seen[:, : policy.max_depth + 1])]
     temperature = arrays.column("temperature")[visited.row].numpy()
-    return Scored(np.stack(columns, 1), arrays.accepted[visited.row].numpy(), temperature)
+    there = (arrays.tokens[visited.row] != NO_TOKEN).numpy()
+    return Scored(np.stack(columns, 1), arrays.accepted[visited.row].numpy(), temperature, there)
 
 
 def survivals(policy: LearnedPolicy, seen: Array) -> Iterator[Array]:

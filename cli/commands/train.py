@@ -62,8 +62,11 @@ def train(
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
     param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
     folds: Annotated[
-        int, typer.Option(help="Number of parts that the prompts are split into; the first one stays held out.")
-    ] = 4,
+        int | None,
+        typer.Option(
+            help="Number of parts that the prompts are split into; the first one stays held out.", show_default="4"
+        ),
+    ] = None,
     passes: Annotated[
         int | None,
         typer.Option(
@@ -115,18 +118,20 @@ def train(
     with progress_bars(quiet or json) as progress, config_saved(out):
         opened = [load_traces(path) for path in traces]
         if tune is not None:
-            single = [threshold, *hidden, mixed, host, nodes or None]
-            if any(value is not None for value in single):
+            single = [threshold, *hidden, mixed, host, nodes or None, passes, folds]
+            if any(value is not None for value in single) or not cross_fit:
                 raise InputError(
-                    "--tune: leave out --threshold, --hidden, --mixed, --for and --nodes; it finds thresholds by itself"
+                    "--tune: leave out --threshold, --hidden, --mixed, --for, --nodes, --passes, --folds (--tune-folds) and "
+                    "--no-cross-fit; it finds thresholds by itself"
                 )
             trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
         else:
             from ...train.fit.run import train as run
 
+            common |= {} if folds is None else {"folds": folds}
             trained = run(
                 opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, hidden=hidden or None,
-                folds=folds, passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
+                passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
                 host=host, nodes=_whole_numbers(nodes), progress=progress, **common,
             )  # fmt: skip
     if json:

@@ -26,7 +26,7 @@ class Training:
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate of a network, at its peak.")] = None
     accelerator: Annotated[str, typer.Option(help="Where Lightning trains networks: cpu, gpu, mps or auto.")] = "cpu"
     devices: Annotated[
-        str, typer.Option(help="Devices that Lightning trains on: a count, a list such as 0,1, or auto.")
+        str, typer.Option(help="The device that Lightning trains on: 1, or which one with a comma, such as 3,")
     ] = "1"
     precision: Annotated[
         str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")

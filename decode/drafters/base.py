@@ -112,6 +112,17 @@ def lacks(drafter: object) -> list[str]:
 
 
 @runtime_checkable
+class Bounded(Protocol):
+    """A drafter that knows no more than so many tokens ahead, such as one head for each depth.
+
+    Attributes:
+        most: their number.
+    """
+
+    most: int
+
+
+@runtime_checkable
 class Prepares(Protocol):
     """A drafter that has something to do once, ahead of the rounds that are timed."""
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Protocol, runtime_checkable
 
 from ...policies.errors import SpecstopWarning
 from ..models.pair import Pair
 from ..topology import parse_tree
+from .base import Bounded
 from .find import find_drafter
 from .known import reads_states
-
-
-@runtime_checkable
-class Bounded(Protocol):
-    """A drafter that knows no more than so many tokens ahead, such as one head for each depth.
-
-    Attributes:
-        most: their number.
-    """
-
-    most: int
 
 
 def tell_if_cut(pair: Pair, depth: int, tree: str | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from ...policies.contract import Array
 from ..candidates import Candidates
 from ..models.pair import Pair
-from .base import Carries, Drafter, Prepares, Proposal, carries
+from .base import Bounded, Carries, Drafter, Prepares, Proposal, carries
 
 SURE = 0.5
 """Chance of the likeliest next token from which on the first drafter takes a round (`train.drafters.choice` fits it)."""
@@ -31,6 +31,8 @@ class EitherDrafter:
 
     def __init__(self, pair: Pair, first: Drafter, other: Drafter, sure: float = SURE) -> None:
         self._first, self._other, self._vocabulary = first, other, pair.vocabulary
+        if isinstance(other, Bounded):
+            self.most = other.most  # in its rounds
         self._least = sure - ROUNDING
         self.layers, self.readable = other.layers, min(first.readable, other.readable)
         self.carries = carries(first) or carries(other)

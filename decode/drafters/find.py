@@ -12,10 +12,11 @@ from ...policies.storage.specs import check_options, parameters, read_number
 from ..models.pair import Pair
 from .base import Drafter, lacks
 from .either import EitherDrafter
-from .folder import TrainedDrafter, load_drafter
+from .folder import drafter_identity
 from .known import BUILTINS, TRAINED, needs_draft, read_known, takes_draft, unknown
 from .model import ModelDrafter
 from .names import Named, as_input
+from .shared import shared_network
 from .suffix import file_hash
 
 
@@ -71,7 +72,7 @@ def _alone(named: Named, pair: Pair) -> Drafter:
     if named.kind in TRAINED:
         if not named.value or named.options:
             raise unknown(named)
-        return _trained(named.kind, named.value, pair)
+        return TRAINED[named.kind].build(pair, shared_network(named.kind, named.value, pair))
     point = PLUGINS.find(named.kind)
     if named.kind in BUILTINS:
         build, options = BUILTINS[named.kind].build, _with_value(named, where)
@@ -110,7 +111,7 @@ def _identity(named: Named, pair: Pair) -> str:
     if named.kind == "model":
         return pair.fingerprint["draft"]
     if named.kind in TRAINED:
-        own = load_drafter(str(named.value)).identity
+        own = drafter_identity(str(named.value))
         return own if named.kind == TRAINED[named.kind].network else f"{named.kind}:{own}"
     options, value = dict(named.options), None
     if named.kind in BUILTINS:
@@ -124,24 +125,3 @@ def _identity(named: Named, pair: Pair) -> str:
     own = named.kind + ("" if value is None else f":{value}") + ("?" + "&".join(told) if told else "")
     draft = "+" + pair.fingerprint["draft"] if takes_draft(named.kind) else ""
     return own + draft + ("" if named.other is None else "+" + _identity(named.other, pair))
-
-
-def load_named(kind: str, path: str) -> TrainedDrafter:
-    """Return what the folder of a spec such as `medusa:PATH` holds; `kind` is a key of `TRAINED`.
-
-    Raises:
-        InputError: see `load_drafter`, or it is of another kind.
-    """
-    trained = load_drafter(path)
-    if trained.kind != TRAINED[kind].network:
-        raise InputError(f"--drafter: {path} holds a drafter of the kind {trained.kind}: write {trained.kind}:{path}")
-    return trained
-
-
-def _trained(kind: str, path: str, pair: Pair) -> Drafter:
-    trained = load_named(kind, path)
-    try:
-        network = trained.network_for(pair)
-    except InputError as error:
-        raise InputError(f"--drafter: {path}: {error}") from None
-    return TRAINED[kind].build(pair, network)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -39,7 +39,12 @@ from ..models.pair import Pair
 from .heads.layer_network import CTCNetwork, LayerNetwork
 from .heads.networks import HydraHeads, MedusaHeads, Shape
 
+T = TypeVar("T")
+
 DRAFTER_SCHEMA = 1
+IDENTITY = 16
+"""Characters of a folder's hash by which a drafter is known."""
+
 DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE = "drafter.json", "weights.safetensors", "README.md"
 KINDS: Mapping[str, Callable[[Shape], nn.Module]] = {
     network.kind: network for network in (MedusaHeads, HydraHeads, CTCNetwork, LayerNetwork)
@@ -130,11 +135,25 @@ def load_drafter(path: str | Path) -> TrainedDrafter:
     Raises:
         InputError: a file is missing, was changed, or is not what `drafter.json` says.
     """
+    return _strictly(path, _read)
+
+
+def drafter_identity(path: str | Path) -> str:
+    """Return the `identity` of the drafter in a folder, without a look at its weights.
+
+    Raises:
+        InputError: as `load_drafter`, but for the weights.
+    """
+    return _strictly(path, lambda folder: str(_facts(folder)["sha256"])[:IDENTITY])
+
+
+def _strictly(path: str | Path, read: Callable[[Path], T]) -> T:
+    """Return what is read of a folder; all that may be wrong with it is an `InputError`."""
     folder = Path(os.path.expanduser(path))
     try:
         if not folder.is_dir():
             raise InputError("expected the folder of a drafter, which does not exist")
-        return _read(folder)
+        return read(folder)
     except (InputError, PolicyError) as error:
         raise InputError(f"--drafter: {path}: {error}") from None
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
@@ -142,7 +161,8 @@ def load_drafter(path: str | Path) -> TrainedDrafter:
         raise InputError(f"--drafter: {path}: {DRAFTER_FILE} lacks or mangles {reason}") from None
 
 
-def _read(folder: Path) -> TrainedDrafter:
+def _facts(folder: Path) -> dict[str, Any]:
+    """Return what `drafter.json` says, once its keys, types and checksum are in order."""
     if not (folder / DRAFTER_FILE).exists():
         raise InputError(f"expected the file {DRAFTER_FILE}, which does not exist")
     raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
@@ -158,11 +178,18 @@ def _read(folder: Path) -> TrainedDrafter:
         raise InputError(f"{DRAFTER_FILE} is not as it was written (its checksum differs); train or copy it again")
     if raw["kind"] not in KINDS:
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, not {raw['kind']!r}")
+    return raw
+
+
+def _read(folder: Path) -> TrainedDrafter:
+    raw = _facts(folder)
     # Built without memory, the checked tensors assigned: nothing is allocated for sizes that the file does not bear out.
     with torch.device("meta"):
         network = KINDS[raw["kind"]](Shape.read(raw["shape"]))
     network.load_state_dict(_checked_weights(folder, raw["files"], network.state_dict()), assign=True)
-    return TrainedDrafter(raw["kind"], network, raw["target"], raw["provenance"], raw["metrics"], raw["sha256"][:16])
+    return TrainedDrafter(
+        raw["kind"], network, raw["target"], raw["provenance"], raw["metrics"], raw["sha256"][:IDENTITY]
+    )
 
 
 def _checked_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

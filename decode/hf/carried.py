@@ -21,9 +21,9 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import load_policy_folder
 from ...policies.storage.registry import load_policy
 from ...policies.storage.safe_loading import MOST_DATA
-from ..drafters.find import load_named
 from ..drafters.folder import TrainedDrafter
 from ..drafters.known import TRAINED, check_drafter, paths_of, read_known
+from ..drafters.shared import load_named
 
 DRAFTER = "drafter"
 """The folder of a trained drafter in the export, and what stands for it in the spec that is carried."""

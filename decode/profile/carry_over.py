@@ -78,6 +78,7 @@ def charged(measured: Measurements) -> tuple[Measurements, float]:
     rounds = {(what, side): _round_line(timings, what, side) for what in VERIFYING.values() for side in CONTEXTS}
     most = {side: _longest_chain(timings, rounds[ROUND, side], side) for side in CONTEXTS}
     share = _share(timings, rounds)
+    first = {side: typical(timings.groups(FIRST, side).get((1,), ())) for side in CONTEXTS}
     out: dict[Key, Series] = {}
     for key, series in measured.series.items():
         if key.what in VERIFYING:
@@ -89,7 +90,9 @@ def charged(measured: Measurements) -> tuple[Measurements, float]:
                 made = _scaled(series, share, lost)
             else:  # as after its like, however long: the other parts of a tree's round need then bear nothing
                 after = min(base + more * verified, most[key.of])
-                made = _moved(series, share * (after - min(lost, most[key.of])))
+                # The first draft step is priced as that of a chain, which bears its share already.
+                borne = first[key.of] / (1.0 - share) if verified else 0.0
+                made = _moved(series, share * (after - min(lost, most[key.of]) - borne))
             # One series a size, after whatever rounds; repetition stays with repetition.
             out[alike] = tuple(a + b for a, b in zip(out[alike], made, strict=True)) if alike in out else made
         elif key.what == PLAIN:

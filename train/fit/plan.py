@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
@@ -63,6 +63,19 @@ def check_plan(plan: Plan) -> None:
     for wanted in plan.features:
         feature(wanted)
     check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)
+
+
+def check_used(rule: str | None, cross_fit: bool, options: FitOptions) -> None:
+    """Refuse what a rule has no use for, and would leave out without a word."""
+    if rule in ("continuation", "gain") and not cross_fit:
+        raise InputError(f"--no-cross-fit: the rule {rule} deals the prompts by itself; leave it out")
+    usual, odd = FitOptions(), ""
+    if rule == "continuation":
+        names = (field.name for field in fields(options))
+        odd = next((name for name in names if getattr(options, name) != getattr(usual, name)), "")
+    if odd:
+        option = "param" if odd == "params" else odd.replace("_", "-")
+        raise InputError(f"--{option}: the rule continuation fits its values in a manner of its own; leave it out")
 
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from ..replay.traces.checking import tell_other_rounds
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
 from .fit_rule import RULES, is_tuned, passing_rule, ruled
-from .plan import Plan, check_plan, default_features, without_noise
+from .plan import Plan, check_plan, check_used, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_rates
 from .trained import Trained, claimed, facts_of
@@ -116,6 +116,7 @@ def train(
     tell_other_rounds(profile, opened[0].header)
     if nodes and (rule != "gain" or min(nodes) < 1):
         raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
+    check_used(rule, cross_fit, fit or FitOptions())
     if rule == "continuation" and mixed is not None:
         raise InputError("--mixed: the rule continuation is fitted on the rounds of --traces; leave it out")
     if host is not None:
@@ -266,11 +267,9 @@ def _fitted(
     grid = [] if arrays.header.mix else fixed_grid(arrays, profile)
     visited = reference = _reference(arrays, grid)
     for turn in range(plan.passes or plan.head_spec.passes):
-        work = plan.fit.checkpoints
-        options = dataclasses.replace(plan.fit, checkpoints=work / f"pass-{turn}" if work is not None else None)
         fitted = fit_folds(
-            arrays, folds, plan.features, visited, plan.head, seed=plan.seed, options=options, every=plan.cross_fit,
-            progress=progress, mixed=mixed,
+            arrays, folds, plan.features, visited, plan.head, seed=plan.seed, options=plan.fit.below(f"pass-{turn}"),
+            every=plan.cross_fit, progress=progress, mixed=mixed,
         )  # fmt: skip
         if arrays.header.mix:
             break

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...collect.schema import NO_TOKEN
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.heads.build import Head
@@ -134,17 +135,15 @@ def fit_folds(
             rows = mixed_rows(mixed, mine, names, head_spec(kind).lag)
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
-        work = options.checkpoints
-        own = dataclasses.replace(options, checkpoints=None if work is None else work / f"fold-{fold}")
-        told = progress if total == 1 else silent
-        head, extra = fitter(kind)(FitTask(rows, held, names, seed, told, own, _fit_of(arrays, folds, fold)))
+        own, told = options.below(f"fold-{fold}"), progress if total == 1 else silent
+        head, extra = fitter(kind)(FitTask(rows, held, names, seed, told, own, fit_of(arrays, folds, fold)))
         heads.append(head)
         files = files or extra
     progress(f"train {kind}", total, total)
     return FoldHeads(tuple(heads), folds, files, sum(map(len, parts)) - len(parts[0]))
 
 
-def _fit_of(arrays: TraceArrays, folds: Folds, fold: int) -> dict[str, str]:
+def fit_of(arrays: TraceArrays, folds: Folds, fold: int) -> dict[str, str]:
     """Return what the fit of a fold is of: a head that goes on from another one's weights may know the prompts held out."""
     held = sorted({arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)})
     trace = [arrays.header.to_json(), arrays.prompt_ids, int(arrays.text_tokens.sum())]
@@ -176,6 +175,7 @@ class Outputs:
         temperature: [R].
         lag: depths whose `accept` is not scored (`Head.lag`).
         chances: [R, K + 1, 2] of acceptance, where they are known (`rows.known_chances`).
+        there: [R, K] whether x_1..x_K were drawn: a drafter may know no token. None = all of them.
     """
 
     logits: Array
@@ -184,6 +184,7 @@ class Outputs:
     temperature: Array
     lag: int = 0
     chances: Array | None = None
+    there: Array | None = None
 
     @property
     def soft(self) -> Array | None:
@@ -214,7 +215,7 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
     chances = known_chances(arrays, visited)
     return Outputs(
         logits, length.numpy(), part.numpy(), temperature.numpy(), fitted.heads[0].lag,
-        None if chances is None else chances.numpy(),
+        None if chances is None else chances.numpy(), (arrays.tokens[visited.row] != NO_TOKEN).numpy(),
     )  # fmt: skip
 
 
@@ -263,6 +264,8 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
     # were accepted; `next` of x_{j + 1}, given x_1..x_j.
     drawn = (length >= depths - outputs.lag - 1) & (depths > outputs.lag)
     known = (length >= depths) & (depths < logits.shape[1] - 1)
+    there = np.ones((len(length), logits.shape[1] - 1), dtype=bool) if outputs.there is None else outputs.there
+    drawn[:, 1:] &= there
     fold = np.broadcast_to(outputs.fold[:, None], drawn.shape)
     maps: list[Calibrator] = []
     metrics: dict[str, Any] = {}
@@ -274,10 +277,11 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
         calibrator = Calibrator() if as_they_are else fit_calibrator(found, known_labels, owner)
         maps.append(calibrator)
         metrics |= _scores(name, calibrator, found, labels, owner)
-    products = Products(_cross_fitted(maps[0], outputs, drawn), outputs.length, outputs.fold)
+    products = Products(_cross_fitted(maps[0], outputs, drawn), outputs.length, outputs.fold, there)
     fitted = products_as_they_are(products) if as_they_are else fit_survival(products)
     metrics["survival_maps"] = ", ".join(fitted.kinds)
-    return Calibrated(maps[0], maps[1], fitted, Scored(fitted.held_out, outputs.length, outputs.temperature), metrics)
+    scored = Scored(fitted.held_out, outputs.length, outputs.temperature, there)
+    return Calibrated(maps[0], maps[1], fitted, scored, metrics)
 
 
 def _scores(name: str, calibrator: Calibrator, logits: Array, labels: Array, fold: Array) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +45,10 @@ class FitOptions:
     def __post_init__(self) -> None:
         check_limits(epochs=self.epochs, batch_size=self.batch_size, learning_rate=self.learning_rate)
         check_params(self.params)
+
+    def below(self, *names: str) -> FitOptions:
+        """Return them with a work folder below this one, for one of several fits; without one they are the same."""
+        return self if self.checkpoints is None else replace(self, checkpoints=self.checkpoints.joinpath(*names))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...collect.schema import Header
+from ...collect.schema import NO_TOKEN, Header
 from ...policies.errors import TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ..replay.run import Replayed
@@ -140,6 +140,8 @@ def fit_rows(
     length = arrays.accepted[visited.row][:, None]
     # [R, K + 1]; the first rejection is a row of `accept`, and after it the chances would be of something else.
     use = (length >= depth - 1) & (depth <= arrays.depth - lag)
+    # No policy is asked about a token that the drafter does not know.
+    use[:, 1:] &= arrays.tokens[visited.row] != NO_TOKEN
     known = (length >= depth) & (depth < arrays.depth)
     soft, chances = soft_labels(arrays, visited), known_chances(arrays, visited)
     return FitRows(

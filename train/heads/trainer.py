@@ -122,7 +122,7 @@ def make_trainer(
         callbacks: further ones.
 
     Raises:
-        InputError: no such accelerator, device or precision.
+        InputError: no such accelerator, device or precision, or more than one device.
     """
     # Without a version counter the last checkpoint is always called `LAST`, which is what `--resume` looks for.
     best = ModelCheckpoint(folder, monitor=MONITOR, save_last=True, enable_version_counter=False)
@@ -145,6 +145,10 @@ def make_trainer(
     except (ValueError, RuntimeError, TypeError, ImportError, MisconfigurationException) as error:
         said = " ".join(str(error).split())[:300]
         raise InputError(f"--accelerator, --devices, --precision: {said}") from None
+    if trainer.num_devices > 1:  # each would be shown all batches: rows are read in a stream that nothing deals out
+        raise InputError(
+            f"--devices: expected one device, not {trainer.num_devices}; give 1, or which one with a comma, such as 3,"
+        )
     return trainer, best
 
 
@@ -211,14 +215,14 @@ def best_epoch(
 
 
 def _devices(text: str) -> Any:
-    """Return what a Trainer takes: a count, a list of numbers written 0,1, or "auto"."""
+    """Return what a Trainer takes: a count, numbers written with a comma, or "auto"."""
     if text.lstrip("-").isdigit():
         return int(text)
     if "," in text:
         try:
             return [int(part) for part in text.split(",") if part]
         except ValueError:
-            raise InputError(f"--devices: expected a count, numbers such as 0,1, or auto, not {text!r}") from None
+            raise InputError(f"--devices: expected 1, or which one with a comma, such as 3, but got {text!r}") from None
     return text
 
 

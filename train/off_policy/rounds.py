@@ -187,7 +187,9 @@ class _Drawn(RecordedRounds):
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
         """See `RoundSource`."""
         self.unseen = np.zeros(len(self.row), dtype=bool)
-        return super().begin()
+        *begun, limit = super().begin()
+        # An engine drafts past the limit of a text, too.
+        return (*begun, np.maximum(limit, self._drawn[self.row].sum(1)))
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `RoundSource`."""

@@ -84,13 +84,13 @@ def medusa_tensors(state: Mapping[str, Array], pair: Pair, where: str) -> dict[s
     if odd := [key for key, match in matches.items() if match is None]:
         raise PolicyError(f"{where}: unknown: {named(odd)}; Medusa's heads have one block and one output layer each")
     heads = 1 + max(int(match[1]) for match in matches.values() if match)
+    if heads > MOST_DEPTH:
+        raise PolicyError(f"{where}: has a head numbered {heads - 1}; expected at most {MOST_DEPTH} of them")
     shared = not any(key.endswith(".1.weight") for key in state)
     hidden, vocabulary = hidden_width(pair.target), pair.vocabulary
     shapes = {"0.linear.weight": (hidden, hidden), "0.linear.bias": (hidden,)}
     shapes |= {} if shared else {"1.weight": (vocabulary, hidden)}
-    if missing := [
-        f"{i}.{part}" for i in range(min(heads, MOST_DEPTH)) for part in shapes if f"{i}.{part}" not in state
-    ]:
+    if missing := [f"{i}.{part}" for i in range(heads) for part in shapes if f"{i}.{part}" not in state]:
         raise PolicyError(f"{where}: missing: {named(missing)}; Medusa's heads are numbered from 0")
     for i in range(heads):
         for part, wanted in shapes.items():

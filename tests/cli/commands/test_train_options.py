@@ -85,6 +85,8 @@ def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> N
         (["--resume"], "--resume: give the work folder"),
         (["--policy", "fixed:4"], "--policy: policies are compared with --tune N"),
         (["--tune", 2, "--threshold", 0.4], "--tune: leave out --threshold"),
+        (["--tune", 2, "--passes", 3], "--tune: leave out --threshold"),
+        (["--tune", 2, "--no-cross-fit"], "--tune: leave out --threshold"),
         (["--tune", 0], "--tune: expected 1 trial or more"),
         (["--param", "C"], "--param: expected key=value, not 'C'"),
         (["--param", "widht=8"], "--param: unknown hyper-parameter 'widht' (did you mean 'width'?)"),

@@ -13,9 +13,11 @@ import safetensors.torch
 import torch
 from attack_families import family
 from small_drafters import CLASSES, TRAINED, small_network
-from specstop.decode.drafters import find_drafter
+from specstop.decode import Settings, decode
+from specstop.decode.drafters import find_drafter, with_drafter
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
 from specstop.decode.models.pair import Pair, join, load_pair
+from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.storage.safe_loading import digest
 
@@ -144,6 +146,21 @@ def test_a_layer_needs_heads_that_divide_its_width(pair: Pair, tmp_path: Path) -
     with pytest.raises(InputError, match="a layer of width 16 cannot have 3 heads"):
         load_drafter(folder)
     assert dataclasses.is_dataclass(trained(pair))
+
+
+def test_loops_share_a_network_as_long_as_its_folder_stays_as_it_is(
+    plain_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr("specstop.decode.drafters.shared.load_drafter", lambda p: read.append(p) or load_drafter(p))
+    save_drafter(trained(plain_pair), tmp_path / "d")
+    pair = with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}")
+    for _ in range(2):  # the first loop is gone when the second is made
+        decode(pair, [[7, 8, 9]], FixedLength(2), settings=Settings(0.0, 4))
+    assert find_drafter(pair.drafter, pair) is not find_drafter(pair.drafter, pair) and len(read) == 1
+    save_drafter(trained(plain_pair), tmp_path / "d")
+    find_drafter(pair.drafter, pair)
+    assert len(read) == 2
 
 
 def test_damaged_folders_are_refused_or_draft_as_before(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from specstop.train.fit.continuation.values import achievable_estimate, backward
 from specstop.train.fit.policy_iteration import Iteration, distance
 from specstop.train.fit.run import train
 from specstop.train.heads.crossfit import prompt_folds
+from specstop.train.heads.fitting import FitOptions
 from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
@@ -194,6 +195,12 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
         train(sides[0], full_profile, rule="continuation", head="tokens", features=("drawn_token",))
     with pytest.raises(InputError, match="--mixed: the rule continuation is fitted on the rounds of --traces"):
         train(sides[0], full_profile, rule="continuation", head="xgboost", mixed=sides[1])
+    for option, unused in (("epochs", {"epochs": 3}), ("param", {"params": {"trees": 300}})):
+        with pytest.raises(InputError, match=f"--{option}: the rule continuation"):
+            train(sides[0], full_profile, rule="continuation", fit=FitOptions(**unused))
+    for rule in ("continuation", "gain"):
+        with pytest.raises(InputError, match=f"--no-cross-fit: the rule {rule}"):
+            train(sides[0], full_profile, rule=rule, cross_fit=False)
 
 
 def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:

@@ -38,6 +38,8 @@ from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chanc
 from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
 from specstop.train.fit.trees.solve import solve_tree, tree_seconds
 from specstop.train.fit.tuning.settled import settle
+from specstop.train.heads.crossfit import FOLDS, prompt_folds
+from specstop.train.heads.fitting import FitOptions
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay, replay_many
@@ -290,6 +292,7 @@ def test_of_smaller_trees_the_fastest_is_kept(
     options: dict[str, Any] = {"rule": "gain", "passes": 1, "progress": silent}
     made = train(forest[0.7], profile, nodes=[1, 4], out=tmp_path / "policy", **options)
     arrays = trace_arrays(forest[0.7])
+    arrays = arrays.subset(prompt_folds(arrays, FOLDS, 0).sequences(0, inside=False))
     best, _ = best_static_tree(arrays, profile)
     static = len(best.nodes)
     alone = [train(forest[0.7], profile, nodes=[size], **options) for size in (1, 4)]
@@ -360,6 +363,23 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
     assert isinstance(made, TreeGain) and id(made.head) not in played
     one, other = played.values()
     assert one and other and not one & other
+
+
+def test_networks_keep_a_folder_for_each_fold_pass_and_tree_and_go_on_from_it(
+    forest: dict[float, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    costs = profile.with_decisions({"tree": 1e-5})
+    options: dict[str, Any] = {"head": "mlp", "rule": "gain", "passes": 2, "folds": 2, "nodes": [1, 4]}
+    made = [
+        train(forest[0.7], costs, fit=FitOptions(epochs=2, checkpoints=tmp_path / "work", resume=resume), **options)
+        for resume in (False, True)
+    ]
+    kept = {str(path.parent.relative_to(tmp_path / "work")) for path in (tmp_path / "work").rglob("last.ckpt")}
+    assert {f"tree-{t}/pass-{p}/fold-{f}" for t in (0, 1) for p in (0, 1) for f in (0, 1)} <= kept
+    first, again = (one.policy.head.tensors() for one in made)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    with pytest.raises(InputError, match="those of another run"):
+        train(forest[0.7], costs, fit=FitOptions(epochs=2, checkpoints=tmp_path / "work"), **options)
 
 
 def test_traces_that_cannot_be_replayed_are_refused(

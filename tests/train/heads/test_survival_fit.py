@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def made(kind: str, seed: int = 0, rounds: int = ROUNDS) -> Products:
         weights = np.stack([0.5 * 0.95 ** np.arange(DEPTH), 0.5 * 0.4 ** np.arange(DEPTH)])
         mean = (weights * [[0.95], [0.4]]).sum(0) / weights.sum(0)
         accept = np.where(np.arange(DEPTH) >= 2, truth, mean)
-    return Products(accept, (u < truth).cumprod(1).sum(1), fold)
+    return Products(accept, (u < truth).cumprod(1).sum(1), fold, np.ones(accept.shape, dtype=bool))
 
 
 def errors(predicted: Array, length: Array) -> list[float]:
@@ -100,9 +101,19 @@ def test_every_map_is_monotone_within_its_range(kind: str, rounds: int) -> None:
 @pytest.mark.parametrize("length", [0, DEPTH])
 def test_labels_of_one_kind_or_too_few_rounds_change_nothing(length: int) -> None:
     same = made("calibrated", rounds=400)
-    fitted = fit_survival(Products(same.accept, np.full_like(same.length, length), same.fold))
+    fitted = fit_survival(replace(same, length=np.full_like(same.length, length)))
     assert fitted.kinds == ("identity",) * DEPTH
     assert not fit_survival(made("overconfident", rounds=40)).maps.changes
+
+
+def test_rounds_in_which_a_drafter_knows_no_token_have_no_say() -> None:
+    known, unknown = made("overconfident", rounds=3000), made("calibrated", rounds=2000, seed=1)
+    unknown = replace(unknown, length=np.zeros_like(unknown.length), there=np.zeros_like(unknown.there))
+    both = Products(*(np.concatenate([getattr(side, f.name) for side in (known, unknown)]) for f in fields(Products)))
+    for ours, theirs in zip(fit_tables(both, 1), fit_tables(known, 1), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    scored = [Scored(survival(p.accept), p.length, np.zeros(len(p.length)), p.there) for p in (both, known, unknown)]
+    assert survival_scores(scored[0]) == survival_scores(scored[1]) and survival_scores(scored[2]) == []
 
 
 # Scores
@@ -134,7 +145,7 @@ def test_a_perfect_predictor_shows_what_theory_says(rows: int) -> None:
 def test_scores_come_by_depth_and_temperature() -> None:
     products = made("calibrated", rounds=2000)
     temperature = np.where(np.arange(2000) < 500, 0.0, 0.7)
-    rows = survival_scores(Scored(survival(products.accept), products.length, temperature), deepest=3)
+    rows = survival_scores(Scored(survival(products.accept), products.length, temperature, products.there), deepest=3)
     assert [(row["temperature"], row["depth"]) for row in rows] == [(t, d) for t in (None, 0.0, 0.7) for d in (1, 2, 3)]
     assert [row["rounds"] for row in rows] == [2000] * 3 + [500] * 3 + [1500] * 3
     first = rows[0]
@@ -142,5 +153,5 @@ def test_scores_come_by_depth_and_temperature() -> None:
     assert first["observed"] == pytest.approx(float(labels.mean()))
     assert first["brier"] == pytest.approx(float(np.square(products.accept[:, 0] - labels).mean()), rel=1e-5)
     assert 0.5 < first["auc"] < 1
-    alone = survival_scores(Scored(survival(products.accept), products.length, np.zeros(2000)))
+    alone = survival_scores(Scored(survival(products.accept), products.length, np.zeros(2000), products.there))
     assert [row["temperature"] for row in alone] == [0.0] * DEPTH

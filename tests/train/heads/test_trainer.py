@@ -210,10 +210,11 @@ def test_loggers_by_name(tmp_path: Path) -> None:
         ({"logger": "csv"}, "give a work folder with --checkpoints"),
         ({"logger": "wandb", "checkpoints": True}, "--logger wandb: "),
         ({"accelerator": "gpuu"}, "--accelerator, --devices, --precision: .*gpuu"),
-        ({"devices": "0,x"}, "--devices: expected a count"),
+        ({"devices": "0,x"}, "--devices: expected 1, or which one"),
+        ({"devices": "2"}, "--devices: expected one device, not 2"),
         ({"precision": "17"}, "--accelerator, --devices, --precision: .*17"),
     ],
-    ids=["typo", "no folder", "not installed", "accelerator", "devices", "precision"],
+    ids=["typo", "no folder", "not installed", "accelerator", "devices", "two devices", "precision"],
 )
 def test_what_a_trainer_cannot_have_is_one_line(options: dict[str, object], message: str, tmp_path: Path) -> None:
     if options.get("logger") == "wandb":

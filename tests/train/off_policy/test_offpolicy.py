@@ -79,6 +79,15 @@ def test_tokens_of_a_round_are_those_committed(live: Any, profile: Profile) -> N
     assert shown.tokens.tolist() == committed[order].tolist()
 
 
+def test_rounds_that_an_engine_drafted_past_the_limit_of_a_text_are_the_logging_policys(
+    live: Any, profile: Profile
+) -> None:
+    arrays = read(live(TEST_POLICIES["fixed:4"]))
+    header = dataclasses.replace(arrays.header, max_new_tokens=NEW // 2)
+    shown = shown_rounds(dataclasses.replace(arrays, header=header), TEST_POLICIES["fixed:4"], profile, recorded=True)
+    assert shown.seen.all() and (shown.drafted == arrays.drawn.sum(1).numpy()).all()
+
+
 def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile: Profile) -> None:
     trace = live(verification="rejection")
     arrays, cut = read(trace), trace_arrays(trace, extra=ROUND_COLUMNS).cut.numpy()

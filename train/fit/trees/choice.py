@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,16 +64,18 @@ def choose_tree(
     best: TreeChoice | None = None
     whole = list(range(arrays.tree.nodes))
     # All at first: a size that cannot be is told before anything is fitted.
-    trees = [whole if n >= len(whole) else likeliest_nodes(arrays, n, depth or arrays.depth) for n in sizes]
+    fit_side = arrays.subset(folds.sequences(0, inside=False))
+    trees = [whole if n >= len(whole) else likeliest_nodes(fit_side, n, depth or arrays.depth) for n in sizes]
     if len(trees) > 1:
-        static, _ = best_static_tree(arrays, profile)
-        as_large = likeliest_nodes(arrays, len(static.nodes), static.max_depth)
+        static, _ = best_static_tree(fit_side, profile)
+        as_large = likeliest_nodes(fit_side, len(static.nodes), static.max_depth)
         trees += [as_large] if as_large and as_large not in trees else []
     for done, nodes in enumerate(trees):
         if len(trees) > 1:
             progress("choose a tree", done, len(trees))
         part = arrays if nodes is whole else on_subtree(arrays, nodes)
-        found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, progress))
+        own = dataclasses.replace(plan, fit=plan.fit.below(f"tree-{done}")) if len(trees) > 1 else plan
+        found = TreeChoice(nodes, part, *fit_tree(own, part, folds, profile, progress))
         if best is None or found.policy.facts.rho > best.policy.facts.rho:
             best = found
     if len(trees) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
+from ....policies.heads.build import Head
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
 from ....policies.progress import Progress, silent
 from ....policies.rules.trees import TreeRule
-from ...heads.crossfit import Folds, own_visits
+from ...heads.crossfit import Folds, fit_of, own_visits
 from ...heads.fitting import FitTask, fitter
 from ...heads.head_specs import usual_features
 from ...heads.rows import Visits, visits
@@ -69,7 +71,9 @@ def fit_tree(
     passes = plan.passes or PASSES
     for turn in range(passes):
         progress("fit trees", turn, passes)
-        policies, files, fitted = _fitted(plan, arrays, folds, own_visits(arrays, folds, playing, profile))
+        visited = own_visits(arrays, folds, playing, profile)
+        part = dataclasses.replace(plan, fit=plan.fit.below(f"pass-{turn}"))
+        policies, parts, files, fitted = _fitted(part, arrays, folds, visited)
         policy = policies[0]
         # Priced where the best static tree is played, whose rounds are about as wide as the policy's own.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
@@ -80,26 +84,35 @@ def fit_tree(
         policy, rate = solve_tree(policy, fit_side, profile, rates=rates)
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
-    mine = replay(held_side, policy, profile).rate
+    mine = replay(held_side, policy, profile)
     theirs = replay(*drafted_alone(held_side, static.nodes), profile).rate
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
         "rows": fitted,
-        "held_out_tokens_per_s": mine,
+        "held_out_tokens_per_s": mine.rate,
         "held_out_static_tree_tokens_per_s": theirs,
-        "held_out_ratio_to_static_tree": mine / theirs,
+        "held_out_ratio_to_static_tree": mine.rate / theirs,
         "static_tree": static.shape.name,
         "priced_tree": static.drawn.name,
-        "reliability": tree_scores(policy, held_side, visits(held_side, [replay(held_side, policy, profile)])),
+        "reliability": tree_scores(_not_seen(policy, parts, arrays), held_side, visits(held_side, [mine])),
     }
     policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.record(policy.cost_name))
     return policy, files, metrics
 
 
+def _not_seen(policy: TreeGain, parts: Sequence[tuple[Head, Visits]], arrays: TraceArrays) -> TreeGain:
+    """Return the policy as it would be calibrated without the first fold, for figures of its prompts."""
+    accept, next_ = fit_paths(parts[1:], arrays, policy.features)
+    return TreeGain(policy.name, policy.features, policy.head, accept, next_, policy.rule, policy.max_depth)
+
+
 def _fitted(
     plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits
-) -> tuple[list[TreeGain], dict[str, bytes], int]:
-    """Return a policy for each fold under a rule without prices, all but its head alike; files and rows of the first."""
+) -> tuple[list[TreeGain], list[tuple[Head, Visits]], dict[str, bytes], int]:
+    """Return a policy for each fold under a rule without prices, all but its head alike.
+
+    And each head with the rounds that it was not fitted on; files and rows of the first.
+    """
     fold = folds.of_rows(arrays, visited)
     parts = []
     for number in range(folds.count):
@@ -108,7 +121,9 @@ def _fitted(
         rows, held = (
             tree_rows(arrays, plan.features, some) for some in (outside, inside if len(inside.row) else outside)
         )
-        head, files = fitter(plan.head)(FitTask(rows.rows, held.rows, plan.features, plan.seed, options=plan.fit))
+        of, options = fit_of(arrays, folds, number), plan.fit.below(f"fold-{number}")
+        task = FitTask(rows.rows, held.rows, plan.features, plan.seed, options=options, of=of)
+        head, files = fitter(plan.head)(task)
         parts.append((head, inside))
         if number == 0:
             first = rows, files
@@ -120,4 +135,4 @@ def _fitted(
     # Prices of 1 stand in until `tree_seconds` gives those of the profile.
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
     policies = [TreeGain(plan.name, plan.features, one, accept, next_, rule, arrays.depth) for one, _ in parts]
-    return policies, files, len(rows.rows)
+    return policies, parts, files, len(rows.rows)

@@ -21,11 +21,19 @@ DEEPEST = 8
 
 @dataclass(frozen=True)
 class Scored:
-    """Survival of R rounds beside what came of them: `survival` [R, K], `length` [R] accepted, `temperature` [R]."""
+    """Survival of R rounds beside what came of them.
+
+    Attributes:
+        survival: [R, K].
+        length: [R] accepted.
+        temperature: [R].
+        there: [R, K] whether there was a token whose survival it is.
+    """
 
     survival: Array
     length: Array
     temperature: Array
+    there: Array
 
 
 def calibration_error(predicted: Array, labels: Array, bins: int = BINS) -> float:
@@ -69,9 +77,11 @@ def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> li
     temperatures = np.unique(scored.temperature).tolist()
     rows = []
     for one in [*([None] if len(temperatures) > 1 else []), *temperatures]:
-        use = slice(None) if one is None else scored.temperature == one
+        alike = np.full(len(scored.length), True) if one is None else scored.temperature == one
         for depth in range(1, min(deepest, scored.survival.shape[1]) + 1):
-            rows.append(_row(scored.survival[use, depth - 1], scored.length[use] >= depth, one, depth, seed))
+            use = alike & scored.there[:, depth - 1]
+            if use.any():
+                rows.append(_row(scored.survival[use, depth - 1], scored.length[use] >= depth, one, depth, seed))
     return rows
 
 

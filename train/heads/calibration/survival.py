@@ -41,15 +41,17 @@ class Products:
         accept: [R, K] calibrated `accept` at depths 1..K.
         length: [R] accepted length A.
         fold: [R] of the prompt: all rounds of a prompt are in one.
+        there: [R, K] whether there was a token at all, since no policy is asked about one that a drafter does not know.
     """
 
     accept: Array
     length: Array
     fold: Array
+    there: Array
 
     def of(self, use: Array) -> Products:
         """Return only the rounds `use` [R] bool."""
-        return Products(self.accept[use], self.length[use], self.fold[use])
+        return Products(self.accept[use], self.length[use], self.fold[use], self.there[use])
 
 
 @dataclass(frozen=True)
@@ -115,9 +117,10 @@ def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = Non
     product = np.ones(len(products.length))
     for j in range(start, depth + 1):
         product = product * products.accept[:, j - 1]
-        labels = products.length >= j
-        kind = kinds[j - start] if kinds is not None else _choose(product, labels, products.fold)
-        tables[j - 1] = _fit(kind, product, labels)
+        use = products.there[:, j - 1]
+        known, labels = product[use], products.length[use] >= j
+        kind = kinds[j - start] if kinds is not None else _choose(known, labels, products.fold[use])
+        tables[j - 1] = _fit(kind, known, labels)
         product = _through(tables[j - 1], product)  # deeper maps are fitted on what this one gives
         chosen.append(kind)
     return tables, chosen
