@@ -187,9 +187,10 @@ class _Drawn(RecordedRounds):
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
         """See `RoundSource`."""
         self.unseen = np.zeros(len(self.row), dtype=bool)
-        *begun, limit = super().begin()
+        active, alive, context, backlog, limit = super().begin()
+        assert limit is not None
         # An engine drafts past the limit of a text, too.
-        return (*begun, np.maximum(limit, self._drawn[self.row].sum(1)))
+        return active, alive, context, backlog, np.maximum(limit, self._drawn[self.row].sum(1))
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `RoundSource`."""

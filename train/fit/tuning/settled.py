@@ -14,6 +14,7 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.storage.folder import load_policy_folder, save_policy
 from ...replay.traces.arrays import TraceArrays, trace_arrays
+from ..trees.solve import FIRST
 from .batches import settle_batch, settle_lengths
 from .rates import PRICED, is_priced, solve_rate
 
@@ -39,7 +40,9 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
     if is_priced(policy) and not profile.same_costs(policy.facts.profile):
         if arrays is None:
             return policy, "rho as saved, of another profile; give dense training traces to solve it for this one"
-        solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance)
+        # Another first decision has to be clearly faster: training chose this one on prompts that its heads had not seen.
+        firsts = (policy.rule.first, *(first for first in FIRST if first != policy.rule.first))
+        solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts)
         settled = copy.copy(settle_lengths(solved, arrays, profile))  # where no rule was faster it is the policy itself
         # Speeds that training measured are those of the other profile.
         metrics = {name: value for name, value in policy.facts.metrics.items() if not name.startswith("held_out_")}
