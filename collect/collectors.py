@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ..decode.models.pair import Pair
@@ -77,9 +78,9 @@ def choose_collector(
     if settings.verification == "auto" and (collector == "live" or mix or pair.drafter != "model"):
         settings = replace(settings, verification=Match.name)  # of these no other mode can be replayed
     if collector == "live":
-        if mix or completions is not None or draws > 1 or off_text != "exact":
+        if mix or completions is not None or draws > 1 or off_text != "exact" or memory is not None:
             raise InputError(
-                "--mix, --completions, --draws and --off-text: for the dense collector; leave out --collector live"
+                "--mix, --completions, --draws, --off-text and --memory: for the dense collector; leave out --collector live"
             )
         return _live(pair, policy or FixedLength(tree.deepest), settings, explore, hidden, batch, profile)
     if profile is not None:
@@ -108,6 +109,8 @@ def _dense(
     mode = dense_mode(settings, tree, draws, off_text)
     features, limit = node_features(tree, mode.name), settings.max_new_tokens
     header: dict[str, Any] = {"verification": mode.name, "label": mode.label, "draws": draws, "off_text": off_text}
+    check_limits(memory=memory)
+    memory = budget_mib(pair.device) if memory is None else memory
     if mix:
         if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None or mode.name != Match.name:
             raise InputError(
@@ -115,9 +118,8 @@ def _dense(
             )
         if pair.drafter != "model":
             raise InputError(f"--mix: expected a draft model, not --drafter {pair.drafter}")
-        return Collector(features, lambda batch: mixed_rows(pair, batch, settings, mix, hidden), {"mix": mix})
-    check_limits(memory=memory)
-    memory = budget_mib(pair.device) if memory is None else memory
+        rows = partial(mixed_rows, pair, settings=settings, share=mix, hidden=hidden, memory_bytes=memory << 20)
+        return Collector(features, rows, {"mix": mix}, memory=memory)
     if pair.drafter != "model":
         if completions is not None or mode.name != Match.name:
             raise InputError(
@@ -202,10 +204,11 @@ def choose_engine_collector(
 
     if through != "vllm":
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if not tree.is_chain or settings.verification not in ("auto", "match", "point") or any(other):
+    known = ("auto", "point") if settings.temperature else ("auto", "match", "point")
+    if not tree.is_chain or settings.verification not in known or any(other):
         raise InputError(
             f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
-            "--completions, --hidden, --profile, and options that change what is sampled from"
+            "--completions, --hidden, --profile, --draws, --off-text, --memory, and options that change what is sampled from"
         )
     made = ThroughVLLM(
         *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,

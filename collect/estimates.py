@@ -46,7 +46,7 @@ def estimate(plan: Plan, out: Path) -> Estimate:
     A quarter of the batch is collected first and not counted: it warms up caches and kernels.
     """
     everything = [work for shard in plan.work for work in shard]
-    sample = spread(everything, BATCH)
+    sample = spread(everything, max(BATCH, plan.at_once))  # as many side by side as there will be
     plan.rows(spread(sample, max(1, len(sample) // 4)))
     begin = time.perf_counter()
     table = shard_table(plan.header, plan.rows(sample))

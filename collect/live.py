@@ -203,7 +203,7 @@ class LiveCollector:
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)
         mode = find_mode(name, settings.temperature)
         self.features = node_features(self.tree, mode.name)
-        self.label, self.verification = mode.label, name
+        self.label, self.verification = mode.label, mode.name
         drafter = find_drafter(pair.drafter, pair)
         widths = hidden_widths(pair, check_hidden(hidden), drafter)
         self._recorder = Recorder(

@@ -24,6 +24,7 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
+from ..policies.storage.folder import POLICY_FILE
 from ..policies.storage.safe_loading import digest
 from .collectors import choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
@@ -136,16 +137,17 @@ def plan_run(
     else:
         chosen = choose_engine_collector(
             through, (target, draft if pair.drafter == "model" else pair.draft_name, pair.drafter), topology, settings,
-            policy, explore, batch, pair.target.dtype, [mix, completions, *widths, *shaping.facts, profile],
+            policy, explore, batch, pair.target.dtype,
+            [mix, completions, *widths, *shaping.facts, profile, draws > 1, off_text != "exact", memory],
         )  # fmt: skip
         chosen = replace(chosen, carries=_remembers(pair, policy, through, shards))
     tell_if_cut(pair, depth, settings.tree)
-    told = _told(source, chosen.memory, len(prompts), asked, profile)
+    told = _told(source, chosen.memory, len(prompts), asked, profile, policy)
     if completions is not None:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
         if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):
             told["completions"] = found
-    count = shards or _shard_count(chosen.carries, len(prompts), max_new_tokens, widths, topology.nodes)
+    count = shards or _shard_count(chosen.carries, len(prompts) * draws, max_new_tokens, widths, topology.nodes)
     header = Header(
         target=target,
         draft=draft,
@@ -209,7 +211,9 @@ def _remembers(pair: Pair, policy: StopPolicy | None, through: str, shards: int 
     return remembers
 
 
-def _told(source: str, memory: int, taken: int, asked: int, profile: Profile | None) -> dict[str, Any]:
+def _told(
+    source: str, memory: int, taken: int, asked: int, profile: Profile | None, policy: StopPolicy | None
+) -> dict[str, Any]:
     """Return what the header tells of how the run was set up, beside `facts`."""
     told: dict[str, Any] = {"prompts from": source}
     if memory:
@@ -218,6 +222,8 @@ def _told(source: str, memory: int, taken: int, asked: int, profile: Profile | N
         told["prompts left out"] = f"{asked - taken} of {asked}, longer than the pair reads"
     if profile is not None:
         told["profile"] = digest(profile.to_dict())[:16]
+    if policy is not None and policy.source is not None:  # its name stays when it is trained anew
+        told["policy"] = hashlib.blake2b((policy.source / POLICY_FILE).read_bytes(), digest_size=8).hexdigest()
     return told
 
 

@@ -1,4 +1,4 @@
-"""Which part of a run is this process's: read from the environment that torchrun, srun or accelerate sets.
+"""Which part of a run is this process's: read from the environment that torchrun or accelerate sets.
 
 Processes never talk to each other. Shards are dealt by number, a shard lies whole in the folder or not at all, and a
 shard's rows do not depend on who collects it: so nothing has to be agreed on, and a lost process is made good by

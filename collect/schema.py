@@ -47,6 +47,9 @@ node cannot be drawn."""
 _HASHES = ("pair", "prompts_hash")
 """Fields that say nothing to people."""
 
+_CONTENTS = ("policy", "profile", "completions")
+"""Facts that tell what a run read, which keeps its name when it is made anew."""
+
 _SHOWN = 40
 """Characters of a field in a message."""
 
@@ -171,9 +174,14 @@ class Header:
         return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
     def differences(self, other: Header) -> list[str]:
-        """Return in what two runs differ whose rows do not belong into one trace; of the `facts` only precision counts."""
+        """Return in what two runs differ whose rows do not belong into one trace.
+
+        Of the `facts` precision counts, and what policy, profile and completions hold, where both tell it.
+        """
         mine, theirs = (vars(one) | {"facts": None, "dtype": one.facts.get("dtype")} for one in (self, other))
-        return [key for key in mine if mine[key] != theirs[key]]
+        apart = [key for key in mine if mine[key] != theirs[key]]
+        told = [key for key in _CONTENTS if key in self.facts and key in other.facts]
+        return apart + [key for key in told if self.facts[key] != other.facts[key] and key not in apart]
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:

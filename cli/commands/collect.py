@@ -186,7 +186,7 @@ def collect(
 ) -> None:
     """Record what the draft proposes at every position of the target's text, and what the target accepts.
 
-    Under torchrun, srun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it.
+    Under torchrun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it; srun sets neither.
     """
     from ...policies.latency.profile import Profile
 
@@ -199,6 +199,13 @@ def collect(
 
     place = read_place(os.environ)
     if from_vllm is not None:
+        given = {
+            "prompts": asked.prompts, "policy": policy, "profile": profile, "through": through, "tree": tree,
+            "hidden": hidden, "temperature": temperature, "explore": explore, "mix": mix, "shards": shards, "resume": resume,
+            "repair": repair, "ray": ray, "dry-run": dry_run,
+        }  # fmt: skip
+        if odd := [name for name, value in given.items() if value]:
+            raise InputError(f"--{odd[0]}: --from-vllm reads what vLLM recorded, and collects nothing; leave it out")
         _import_vllm(from_vllm, out, models.target or "", models.draft or "", overwrite, json)
         return
     if repair and not resume and place.world == 1:

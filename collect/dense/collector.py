@@ -66,11 +66,7 @@ def dense_rows(
     """
     longest, temperature = max_new_tokens + unroller.depth, unroller.temperature
     hidden, noisy = TARGET_HIDDEN in unroller.hidden, unroller.verification == "match"
-    wide = (
-        pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if temperature > 0 and noisy else 1)
-    )  # rows and noise
-    # `plain_texts` holds all rows of its texts at once, [texts, longest, V].
-    side_by_side = max(1, min(len(batch), unroller.memory_bytes // (longest * wide)))
+    side_by_side = texts_at_once(pair, longest, unroller.memory_bytes, noise=temperature > 0 and noisy)
     chunks: list[Mapping[str, Any]] = []
     for start in range(0, len(batch), side_by_side):
         part = batch[start : start + side_by_side]
@@ -89,6 +85,12 @@ def dense_rows(
                 work += [Written(one, text, rows, last, anchor, states, noise, draw) for draw in range(unroller.draws)]
         chunks += map_threads(unroller, text_columns, work)
     return chunks
+
+
+def texts_at_once(pair: Pair, tokens: int, memory_bytes: int, noise: bool) -> int:
+    """Return of how many texts `plain_texts` can hold all rows, [texts, tokens, V], and as much `noise`; 1 at least."""
+    wide = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8 * (2 if noise else 1)
+    return max(1, memory_bytes // (tokens * wide))
 
 
 @torch.inference_mode()

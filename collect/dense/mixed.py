@@ -25,8 +25,8 @@ from ...policies.features import CHAIN_FEATURES, Columns, Drawn
 from ...policies.features.definitions import BOUND
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ..work import Work
-from .collector import Written, text_columns
-from .unroll import Unroller
+from .collector import Written, text_columns, texts_at_once
+from .unroll import MEMORY_BYTES, Unroller
 
 _SALT = 0x317ED
 
@@ -38,6 +38,7 @@ def mixed_rows(
     settings: Settings,
     share: float,
     hidden: Sequence[str] = (),
+    memory_bytes: int = MEMORY_BYTES,
 ) -> list[Mapping[str, Any]]:
     """Return the rows of a batch of prompts: one candidate a position.
 
@@ -47,20 +48,25 @@ def mixed_rows(
         settings: temperature, what else changes the distribution that is sampled from, and the limit of each text.
         share: of the target's tokens in what the draft reads.
         hidden: hidden states to record; the draft's are those after the mixed text as well.
+        memory_bytes: for rows as wide as the vocabulary.
     """
-    temperature, shaping = settings.temperature, settings.shaping
-    unroller = Unroller(pair, 1, temperature, hidden=[name for name in hidden if name != DRAFT_HIDDEN], shaping=shaping)
-    ids, keys, limit = [one.tokens for one in batch], [one.key for one in batch], settings.max_new_tokens + 1
-    texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in hidden, shaping=shaping)
-    states = [None] * len(batch) if texts.states is None else texts.states
+    temperature, shaping, limit = settings.temperature, settings.shaping, settings.max_new_tokens + 1
+    kept = [name for name in hidden if name != DRAFT_HIDDEN]
+    unroller = Unroller(pair, 1, temperature, memory_bytes=memory_bytes, hidden=kept, shaping=shaping)
+    at_once = texts_at_once(pair, limit, memory_bytes, noise=False)
     chunks = []
-    for one, text, rows, state in zip(batch, texts.tokens, texts.logits, states, strict=True):
-        last = min(len(text), settings.max_new_tokens)
-        if last < 2:
-            continue
-        anchor = torch.arange(1, last, device=pair.device)
-        columns = text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, state))
-        chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in hidden))
+    for start in range(0, len(batch), at_once):
+        part = batch[start : start + at_once]
+        ids, keys = [one.tokens for one in part], [one.key for one in part]
+        texts = plain_texts(pair, ids, keys, limit, temperature, hidden=TARGET_HIDDEN in hidden, shaping=shaping)
+        states = [None] * len(part) if texts.states is None else texts.states
+        for one, text, rows, state in zip(part, texts.tokens, texts.logits, states, strict=True):
+            last = min(len(text), settings.max_new_tokens)
+            if last < 2:
+                continue
+            anchor = torch.arange(1, last, device=pair.device)
+            columns = text_columns(unroller, Written(one, text, rows[: len(text)], last, anchor, state))
+            chunks.append(_mixed(pair, columns, one, text[:last], settings, share, DRAFT_HIDDEN in hidden))
     return chunks
 
 

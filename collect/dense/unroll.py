@@ -34,6 +34,9 @@ from .proposals import keyed_draws
 _MOST_ROWS = {"cpu": 160, "cuda": 2048}
 """Rows of one forward: more of them see more columns that are not theirs, fewer cost more calls."""
 
+MEMORY_BYTES = 1 << 28
+"""Budget for rows as wide as the vocabulary, where none is given."""
+
 _SEGMENT = 256
 """Places of a text that are read together."""
 
@@ -64,7 +67,7 @@ class Unroller:
         pair: Pair,
         tree: int | Topology,
         temperature: float,
-        memory_bytes: int = 1 << 28,
+        memory_bytes: int = MEMORY_BYTES,
         rows: int | None = None,
         hidden: Sequence[str] = (),
         shaping: Shaping = UNCHANGED,

@@ -18,6 +18,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,8 @@ from ...decode.engines.drafting import Options
 from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import Array, StopPolicy
-from ...policies.errors import InputError
+from ...policies.errors import InputError, SpecstopWarning
+from ...policies.files.atomic import disk_text
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.splitmix import mix
 from ..explore import exploring
@@ -43,6 +45,9 @@ from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explo
 
 TEXTS = 32
 """Requests of a file."""
+
+KEPT = 8 * TEXTS
+"""Requests that are kept while files cannot be written."""
 
 QUIET_S = 2.0
 """Seconds without a step after which all that is there is written: vLLM ends its processes as it likes."""
@@ -76,6 +81,7 @@ class PartWriter(RoundRecorder):
         self._folder, self._header, self._eos = folder, header, set(eos)
         self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
         self._chunks: list[Mapping[str, Any]] = []
+        self._told = False  # that they could not be written
         folder.mkdir(parents=True, exist_ok=True)
         # `_watch` writes from a thread of its own; infinity = no step since the last writing.
         self._lock, self._step_s = threading.Lock(), math.inf
@@ -114,11 +120,19 @@ class PartWriter(RoundRecorder):
                 self.flush()
 
     def _write(self) -> None:
-        chunks, self._chunks = self._chunks, []
-        if chunks:
-            path = self._folder / f"{self._begun_ns}-{os.getpid()}-{next(self._parts):06d}.parquet"
+        if not self._chunks:
+            return
+        path = self._folder / f"{self._begun_ns}-{os.getpid()}-{next(self._parts):06d}.parquet"
+        try:
             with staged(path) as stage:
-                write_table(shard_table(self._header, chunks), stage)
+                write_table(shard_table(self._header, self._chunks), stage)
+            self._chunks = []
+        except OSError as error:  # the server's requests are worth more than its traces
+            del self._chunks[:-KEPT]
+            if not self._told:
+                text = f"--traces: {disk_text(error)}; the last {KEPT} texts are kept until they can be written"
+                warnings.warn(text, SpecstopWarning, stacklevel=2)
+            self._told = True
 
     def _add(self, texts: Sequence[RecordedText]) -> None:
         for text in texts:

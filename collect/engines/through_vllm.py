@@ -152,8 +152,7 @@ class ThroughVLLM:
         chunks = []
         for one, output in zip(batch, outputs, strict=True):
             generated = list(output.outputs[0].token_ids)
-            # A text is first seen with the token that reading its prompt committed.
-            parts = parts_of(texts, [*one.tokens, *generated[:1]])
+            parts = parts_of(texts, [*one.tokens, *generated], len(one.tokens))
             texts = [text for text in texts if not any(text is part for part in parts)]
             made = recorder.rows(parts, one, generated)
             chunks += [made] if made is not None else []
@@ -213,9 +212,18 @@ def _unseen(name: str) -> Iterator[None]:
             sys.modules[name] = module
 
 
-def parts_of(texts: Sequence[RecordedText], begins: list[int]) -> list[RecordedText]:
-    """Return what was recorded of the first request that begins with these tokens: all that has its name."""
-    first = next((text for text in texts if text.tokens[: len(begins)] == begins), None)
-    if first is None or first.name is None:
-        return [] if first is None else [first]
-    return [text for text in texts if text.name == first.name]
+def parts_of(texts: Sequence[RecordedText], tokens: list[int], prompt: int) -> list[RecordedText]:
+    """Return what was recorded of the request with this text: all that has its name.
+
+    Args:
+        texts: recorded.
+        tokens: of the text, `prompt` of them the prompt's. What was recorded of it may be shorter, or go on past its end.
+    """
+    alike = [
+        one for one in texts if one.prompt == prompt and all(a == b for a, b in zip(one.tokens, tokens, strict=False))
+    ]
+    if not alike:
+        return []
+    # Of two samples of a prompt that agree so far, the one that ends about where this text does.
+    first = min(alike, key=lambda one: abs(len(one.tokens) - len(tokens)))
+    return [first] if first.name is None else [text for text in texts if text.name == first.name]

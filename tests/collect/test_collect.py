@@ -17,16 +17,20 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import VOCABULARY
+from learned_policies import FACTS, learned
 from specstop.collect.plan import plan_run
 from specstop.collect.processes import Place
 from specstop.collect.prompts.read import Prompt, read_prompts
 from specstop.collect.run import collect
+from specstop.collect.schema import Header
 from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
 from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.learned.policy import Facts
+from specstop.policies.storage.folder import load_policy_folder, save_policy
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}
@@ -174,6 +178,24 @@ def test_group_and_prompt_length_are_those_of_the_prompt(pair: Pair, many: list[
 def test_another_seed_samples_other_texts(pair: Pair, many: list[Prompt], undisturbed: Trace, tmp_path: Path) -> None:
     other = collect(pair, many, tmp_path / "out", **{**OPTIONS, "seed": 6})
     assert not other.rows.data.table.equals(undisturbed.rows.data.table)
+
+
+def test_a_policy_that_was_trained_anew_under_its_name_goes_on_with_no_trace_of_the_old_one(
+    pair: Pair, many: list[Prompt], tmp_path: Path
+) -> None:
+    def told(facts: Facts) -> Header:
+        policy = learned()
+        policy.facts = facts
+        save_policy(policy, tmp_path / "policy")
+        loaded = load_policy_folder(tmp_path / "policy")
+        return plan_run(
+            pair, many[:2], depth=4, temperature=0.7, max_new_tokens=9, collector="live", policy=loaded
+        ).header
+
+    old, new = told(FACTS), told(dataclasses.replace(FACTS, rho=60.0))
+    assert old.policy == new.policy and old.differences(new) == ["policy"]
+    before = dataclasses.replace(old, facts={k: v for k, v in old.facts.items() if k != "policy"})
+    assert before.differences(new) == [], "of an older version, which did not tell"
 
 
 def test_a_folder_in_use_is_refused_resumed_or_replaced(

@@ -194,6 +194,14 @@ def test_every_verification_can_be_recorded(
         assert row["seconds"] >= row["verify_s"] > 0
 
 
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_greedy_rounds_are_of_match_whatever_was_asked_for(
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, verification: str
+) -> None:
+    trace = run(pair, prompts[:3], tmp_path, None, 0.0, collector="live", verification=verification)
+    assert (trace.header.verification, trace.header.label) == ("match", "match")
+
+
 def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     trace = run(pair, prompts, tmp_path, "4", 0.7, collector="live", verification="rejection")
     seen = set()

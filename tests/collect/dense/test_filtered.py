@@ -12,9 +12,11 @@ import pytest
 import torch
 from benchmark_scripts import part
 from conftest import NEW, make_prompts
+from specstop.collect.dense.mixed import mixed_rows
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, SCHEMA_VERSION, Header
+from specstop.collect.work import Work
 from specstop.decode.compare.bench import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -100,10 +102,19 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
             assert temperature == 0.0 or texts != bare
 
 
-def test_a_mixed_trace_is_of_the_filtered_distribution(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
+def test_a_mixed_trace_is_of_the_filtered_distribution(
+    pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
+) -> None:
     """One token is left, so the draft's is sure; and labels are those of the dense trace."""
     options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": Shaping(top_k=1)}
     mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
+    work = [Work(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
+    settings = Settings(0.7, NEW, shaping=Shaping(top_k=1), verification="match")
+    alone, together = (mixed_rows(pair, work, settings, 0.3, memory_bytes=size) for size in (1, 1 << 28))
+    for one, other in zip(alone, together, strict=True):  # one text at a time, or all side by side
+        columns = {name: value for name, value in one.items() if isinstance(value, np.ndarray)}
+        assert {"tokens", "accepted", "top1"} <= set(columns)
+        assert all(np.allclose(value, other[name], atol=1e-6) for name, value in columns.items())
     dense = numpy_rows(collect(pair, prompts, tmp_path / "dense", **options))
     key = lambda row: (int(row["sequence"]), int(row["anchor"]))  # noqa: E731
     labels = {key(row): bool(row["accepted"][0]) for row in dense}

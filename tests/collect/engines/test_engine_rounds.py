@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies.errors import InputError
+from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.storage.registry import load_policy
 
 K, NEW = 4, 20
@@ -170,6 +171,33 @@ def test_servers_write_the_same_rounds_and_a_trace_is_made_of_their_files(
         found.setdefault(name, []).append(anchor)
     assert {name: found[name] for name in wanted} == wanted
     assert len(set(zip(rows["sequence"], rows["anchor"], strict=True))) == len(rows["anchor"])
+
+
+def test_a_full_disk_ends_no_server_and_what_was_recorded_is_written_later(
+    endless_pair: Pair, requests: list[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = "specstop.collect.engines.serving"
+    monkeypatch.setattr(f"{serving}.TEXTS", 2)
+
+    def full(path: Path) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    writers: list[PartWriter] = []
+
+    def made_by(*given: Any) -> PartWriter:
+        writers.append(PartWriter(tmp_path / "parts", header_of(endless_pair), (), 1.0, *given))
+        return writers[0]
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(SpecstopWarning, match="No space left on device; free some space"),
+    ):
+        patch.setattr(f"{serving}.staged", full)
+        _, engine = recorded(endless_pair, requests[:4], "fixed:3", made_by=made_by)
+    assert not list((tmp_path / "parts").iterdir())
+    writers[0].flush()
+    names = set(import_parts(tmp_path / "parts", tmp_path / "trace").table(["prompt_id"]).to_pydict()["prompt_id"])
+    assert names == {request.name for request in engine.finished}
 
 
 def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(endless_pair: Pair) -> None:

@@ -73,7 +73,18 @@ def test_as_many_texts_are_decoded_side_by_side_as_were_asked_for(
 
 
 def test_a_request_that_came_back_has_several_parts() -> None:
-    texts = [RecordedText("a", [1, 2, 3]), RecordedText("b", [1, 2, 3, 4]), RecordedText("a", [1, 2, 3, 5])]
-    assert parts_of(texts, [1, 2]) == [texts[0], texts[2]]
-    assert parts_of(texts, [7]) == []
-    assert parts_of([RecordedText(None, [7])], [7]) == [RecordedText(None, [7])]
+    texts = [RecordedText("a", [1, 2, 3], 1), RecordedText("b", [1, 2, 9, 4], 1), RecordedText("a", [1, 2, 3, 5], 3)]
+    assert parts_of(texts, [1, 2, 3, 5], 1) == [texts[0], texts[2]]
+    assert parts_of(texts, [7], 1) == []
+    assert parts_of([RecordedText(None, [7, 8], 1)], [7, 8], 1) == [RecordedText(None, [7, 8], 1)]
+
+
+def test_rounds_are_those_of_the_text_itself_where_others_begin_alike() -> None:
+    """Two samples of one prompt, and a prompt that begins with another one and its text."""
+    texts = [
+        RecordedText("b", [1, 2, 9, 4], 1),
+        RecordedText("a", [1, 2, 3, 5], 1),
+        RecordedText("c", [1, 2, 3, 5, 6], 4),
+    ]
+    assert parts_of(texts, [1, 2, 3, 5], 1) == [texts[1]] and parts_of(texts, [1, 2, 9, 4, 8], 1) == [texts[0]]
+    assert parts_of(texts, [1, 2, 3, 5, 6, 7], 4) == [texts[2]]
