@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +16,18 @@ from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import UNCHANGED, Shaping, check_processors
+from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
-from ..policies.storage.folder import POLICY_FILE
 from ..policies.storage.safe_loading import digest
 from .collectors import choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions
+from .digests import digests, short_hash
 from .facts import facts
 from .prompts.read import Prompt, fit
 from .schema import Header, parents
@@ -142,12 +141,13 @@ def plan_run(
         )  # fmt: skip
         chosen = replace(chosen, carries=_remembers(pair, policy, through, shards))
     tell_if_cut(pair, depth, settings.tree)
-    told = _told(source, chosen.memory, len(prompts), asked, profile, policy)
+    told = _told(source, chosen.memory, len(prompts), asked, profile)
+    told["digests"] = digests(policy or FixedLength(topology.deepest), profile, prompts, completions)
     if completions is not None:
         named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
         if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):
             told["completions"] = found
-    count = shards or _shard_count(chosen.carries, len(prompts) * draws, max_new_tokens, widths, topology.nodes)
+    count = shards or _shard_count(chosen.carries, len(prompts), draws * max_new_tokens, widths, topology.nodes)
     header = Header(
         target=target,
         draft=draft,
@@ -162,7 +162,7 @@ def plan_run(
         shards=count,
         prompts=len(prompts),
         # --resume goes on with the very same prompts only (`Header.differences`).
-        prompts_hash=_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
+        prompts_hash=short_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         hidden=widths,
         shaping=shaping.facts,
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
@@ -187,7 +187,7 @@ def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shard
     work: list[list[Work]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
         key = stream_key(seed, prompt.id)
-        work[int(_hash(prompt.id), 16) % shards].append(Work(sequence, prompt.id, prompt.group, tokens, key))
+        work[int(short_hash(prompt.id), 16) % shards].append(Work(sequence, prompt.id, prompt.group, tokens, key))
     return tuple(map(tuple, work))
 
 
@@ -211,9 +211,7 @@ def _remembers(pair: Pair, policy: StopPolicy | None, through: str, shards: int 
     return remembers
 
 
-def _told(
-    source: str, memory: int, taken: int, asked: int, profile: Profile | None, policy: StopPolicy | None
-) -> dict[str, Any]:
+def _told(source: str, memory: int, taken: int, asked: int, profile: Profile | None) -> dict[str, Any]:
     """Return what the header tells of how the run was set up, beside `facts`."""
     told: dict[str, Any] = {"prompts from": source}
     if memory:
@@ -222,8 +220,6 @@ def _told(
         told["prompts left out"] = f"{asked - taken} of {asked}, longer than the pair reads"
     if profile is not None:
         told["profile"] = digest(profile.to_dict())[:16]
-    if policy is not None and policy.source is not None:  # its name stays when it is trained anew
-        told["policy"] = hashlib.blake2b((policy.source / POLICY_FILE).read_bytes(), digest_size=8).hexdigest()
     return told
 
 
@@ -234,13 +230,9 @@ def _widths(pair: Pair, names: Sequence[str]) -> dict[str, int]:
     return hidden_widths(pair, names, find_drafter(pair.drafter, pair) if asked else None)
 
 
-def _shard_count(remembers: bool, prompts: int, tokens: int, widths: Mapping[str, int], nodes: int) -> int:
-    """Return how many shards a run has unless it is told."""
+def _shard_count(remembers: bool, prompts: int, rows: int, widths: Mapping[str, int], nodes: int) -> int:
+    """Return how many shards a run has unless it is told; a prompt has so many `rows` at most."""
     if remembers:
         return 1  # with each shard it would start anew
     row_bytes = 2 * (widths.get(DRAFT_HIDDEN, 0) * nodes + widths.get(TARGET_HIDDEN, 0))  # float16
-    return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * tokens * row_bytes // SHARD_BYTES))
-
-
-def _hash(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+    return max(1, -(-prompts // PROMPTS_PER_SHARD), -(-prompts * rows * row_bytes // SHARD_BYTES))

@@ -47,9 +47,6 @@ node cannot be drawn."""
 _HASHES = ("pair", "prompts_hash")
 """Fields that say nothing to people."""
 
-_CONTENTS = ("policy", "profile", "completions")
-"""Facts that tell what a run read, which keeps its name when it is made anew."""
-
 _SHOWN = 40
 """Characters of a field in a message."""
 
@@ -176,12 +173,13 @@ class Header:
     def differences(self, other: Header) -> list[str]:
         """Return in what two runs differ whose rows do not belong into one trace.
 
-        Of the `facts` precision counts, and what policy, profile and completions hold, where both tell it.
+        Of the `facts` precision counts, and the digests of what the runs were given, where both tell them: traces of
+        earlier versions do not.
         """
         mine, theirs = (vars(one) | {"facts": None, "dtype": one.facts.get("dtype")} for one in (self, other))
         apart = [key for key in mine if mine[key] != theirs[key]]
-        told = [key for key in _CONTENTS if key in self.facts and key in other.facts]
-        return apart + [key for key in told if self.facts[key] != other.facts[key] and key not in apart]
+        given, told = (found if isinstance(found := one.facts.get("digests"), dict) else {} for one in (self, other))
+        return apart + [key for key in given if given[key] != told.get(key, given[key]) and key not in apart]
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from ...policies.files.outputs import RUN_FILE, claim_folder
 from ...policies.progress import Progress
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars
-from ..options.config import config_saved, save_config
+from ..options.config import config_saved, running_options, save_config
+from ..options.groups import with_groups
 from ..options.models import Models
 from ..options.prompts import Asked, Long
 from ..options.sampling import Filters
@@ -140,6 +142,9 @@ RayTasks = Annotated[
     typer.Option(min=1, help="Number of tasks; default: the cluster's GPUs with --device cuda, else its cores."),
 ]
 
+_OF_RECORDS = ("from_vllm", "out", "target", "draft", "overwrite", "json", "quiet")
+"""Options that --from-vllm takes."""
+
 
 def collect(
     *,
@@ -199,13 +204,7 @@ def collect(
 
     place = read_place(os.environ)
     if from_vllm is not None:
-        given = {
-            "prompts": asked.prompts, "policy": policy, "profile": profile, "through": through, "tree": tree,
-            "hidden": hidden, "temperature": temperature, "explore": explore, "mix": mix, "shards": shards, "resume": resume,
-            "repair": repair, "ray": ray, "dry-run": dry_run,
-        }  # fmt: skip
-        if odd := [name for name, value in given.items() if value]:
-            raise InputError(f"--{odd[0]}: --from-vllm reads what vLLM recorded, and collects nothing; leave it out")
+        _check_runs_nothing()
         _import_vllm(from_vllm, out, models.target or "", models.draft or "", overwrite, json)
         return
     if repair and not resume and place.world == 1:
@@ -280,6 +279,14 @@ def _hidden_names(hidden: str | None) -> list[str]:
     if hidden is not None and (not models or set(models) - {"draft", "target"}):
         raise InputError(f"--hidden: expected draft, target, or draft,target, not {hidden!r}")
     return [f"{model}_hidden" for model in models]
+
+
+def _check_runs_nothing() -> None:
+    """Refuse options of a run beside --from-vllm; a `run.yaml` holds each of them, at its default."""
+    usual = inspect.signature(with_groups(collect)).parameters
+    named = {name: value for name, value in running_options().items() if name in usual and name not in _OF_RECORDS}
+    if odd := [f"--{name.replace('_', '-')}" for name, value in named.items() if value != usual[name].default]:
+        raise InputError(f"{', '.join(odd)}: --from-vllm reads what vLLM recorded, and collects nothing; leave it out")
 
 
 def _import_vllm(records: Path, out: Path, target: str, draft: str, overwrite: bool, json: bool) -> None:

@@ -81,7 +81,7 @@ class PartWriter(RoundRecorder):
         self._folder, self._header, self._eos = folder, header, set(eos)
         self._begun_ns, self._parts, self._sequences = time.time_ns(), itertools.count(), itertools.count()
         self._chunks: list[Mapping[str, Any]] = []
-        self._told = False  # that they could not be written
+        self._new, self._told = 0, False  # texts since the last try to write them; whether a failure was told
         folder.mkdir(parents=True, exist_ok=True)
         # `_watch` writes from a thread of its own; infinity = no step since the last writing.
         self._lock, self._step_s = threading.Lock(), math.inf
@@ -102,7 +102,7 @@ class PartWriter(RoundRecorder):
         with self._lock:
             super().sent(drafts, draft_s)
             self._add(self.take_ended(IDLE))
-            if len(self._chunks) >= TEXTS:
+            if self._new >= TEXTS:
                 self._write()
             self._step_s = time.monotonic()
 
@@ -120,6 +120,7 @@ class PartWriter(RoundRecorder):
                 self.flush()
 
     def _write(self) -> None:
+        self._new = 0  # a disk that is full is not asked again at every step
         if not self._chunks:
             return
         path = self._folder / f"{self._begun_ns}-{os.getpid()}-{next(self._parts):06d}.parquet"
@@ -142,7 +143,9 @@ class PartWriter(RoundRecorder):
             number = next(self._sequences)
             work = Work(number, text.name or f"{self._begun_ns}-{number}", "", prompt)
             rows = self.rows([text], work, made[: ends + 1])
-            self._chunks += [rows] if rows is not None else []
+            if rows is not None:
+                self._chunks.append(rows)
+                self._new += 1
 
 
 class RecordingProposer(Proposer):

@@ -27,10 +27,13 @@ from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
 from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
+from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import Facts
 from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage.registry import load_policy
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}
@@ -194,8 +197,25 @@ def test_a_policy_that_was_trained_anew_under_its_name_goes_on_with_no_trace_of_
 
     old, new = told(FACTS), told(dataclasses.replace(FACTS, rho=60.0))
     assert old.policy == new.policy and old.differences(new) == ["policy"]
-    before = dataclasses.replace(old, facts={k: v for k, v in old.facts.items() if k != "policy"})
+    before = dataclasses.replace(old, facts={k: v for k, v in old.facts.items() if k != "digests"})
     assert before.differences(new) == [], "of an older version, which did not tell"
+
+
+def test_a_run_goes_on_with_the_same_settings_profile_and_completions_only(
+    pair: Pair, many: list[Prompt], profile: Profile, tmp_path: Path
+) -> None:
+    live: dict[str, Any] = {"depth": 3, "max_new_tokens": 6, "collector": "live"}
+    collect(pair, many[:2], tmp_path / "live", **live, policy=Confidence(0.4, 3))
+    assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=load_policy("confidence?max_depth=3"))
+    with pytest.raises(TraceError, match="another policy;"):
+        collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 2))
+    with pytest.raises(TraceError, match="another profile;"):
+        collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), profile=profile)
+    texts = [{p.id: word * 3 for p in many[:2]} for word in ("w7 ", "w8 ")]
+    one, other, own = (
+        plan_run(pair, many[:2], depth=3, max_new_tokens=6, completions=given).header for given in (*texts, None)
+    )
+    assert one.differences(other) == ["completions"] and "completions" in one.differences(own)
 
 
 def test_a_folder_in_use_is_refused_resumed_or_replaced(

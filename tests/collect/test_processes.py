@@ -267,6 +267,12 @@ def test_an_estimate_is_near_what_a_run_comes_to_and_writes_nothing(plan: Plan, 
     assert expected.fits
 
 
+def test_an_estimate_tries_as_many_side_by_side_as_a_run(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:
+    for shards in (1, SHARDS):
+        live = plan_run(pair, many, **{**OPTIONS, "shards": shards}, collector="live", batch=20)
+        assert estimate(live, tmp_path).sample == max(16, *map(len, live.batches(0)))
+
+
 def test_an_estimate_of_few_prompts_tries_them_all(pair: Pair, many: list[Prompt], tmp_path: Path) -> None:
     few = plan_run(pair, many[:3], **{**OPTIONS, "shards": 1})
     expected = estimate(few, tmp_path)

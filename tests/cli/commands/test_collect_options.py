@@ -328,6 +328,20 @@ def test_hidden_states_are_collected_where_they_are_asked_for(collect: list[obje
     assert yaml_file["hidden"] == "target,draft"
 
 
+def test_records_are_made_a_trace_without_options_of_a_run(home: Path) -> None:
+    counts = {"num_spec_tokens": 3, "per_step_accepted": [1, 2], "per_step_drafted": [3, 3]}
+    (home / "records.jsonl").write_text(json.dumps({"metrics": {"speculative_decoding": counts}}))
+    command = ("collect", "--from-vllm", home / "records.jsonl", "--target", "t", "--json", "--out", home / "records")
+    for options in (("--temperature", 0.7), ("--dry-run",), ("--resume",), ("--seed", 1), ("--collector", "live"),
+                    ("--top-k", 5), ("--dtype", "float64"), ("--draws", 2)):  # fmt: skip
+        answer = cli(*command, *options)
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+        assert f"{options[0]}: --from-vllm reads what vLLM recorded" in answer.err and not (home / "records").exists()
+    assert cli(*command).code == 0
+    again = cli("collect", "--config", home / "records" / "run.yaml", "--out", home / "again")
+    assert again.code == 0, again.err
+
+
 def test_options_that_do_not_go_together_are_one_line(collect: list[object], home: Path) -> None:
     for options, expected in (
         (("--collector", "life"), "--collector: expected dense or live, not 'life'"),
@@ -337,7 +351,7 @@ def test_options_that_do_not_go_together_are_one_line(collect: list[object], hom
         (("--hidden", "both"), "--hidden: expected draft, target, or draft,target, not 'both'"),
         (("--hidden", ""), "--hidden: expected draft, target"),
         (("--memory", 0), "--memory: expected 1 MiB or more, not 0"),
-        (("--from-vllm", home / "nothing.jsonl"), "--prompts: --from-vllm reads what vLLM recorded"),
+        (("--from-vllm", home / "nothing.jsonl"), "--from-vllm reads what vLLM recorded"),
     ):
         answer = cli(*collect, *options, "--out", home / "refused")
         assert answer.code == 2 and expected in answer.err and answer.err.count("\n") == 1

@@ -206,6 +206,9 @@ def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkey
     assert plan_run(pair, prompts, **options, hidden=BOTH).header.shards == 3
     assert plan_run(pair, prompts, **options, hidden=BOTH, shards=2).header.shards == 2
     assert plan_run(pair, prompts, **options).header.shards == 1
+    monkeypatch.setattr(module, "PROMPTS_PER_SHARD", len(prompts))
+    twice = {**options, "temperature": 0.7, "draws": 2}
+    assert [plan_run(pair, prompts, **twice, hidden=hidden).header.shards for hidden in (BOTH, ())] == [6, 1]
 
 
 def test_an_unknown_hidden_state_is_refused(pair: Pair, prompts: list[Prompt]) -> None:

@@ -178,8 +178,12 @@ def test_a_full_disk_ends_no_server_and_what_was_recorded_is_written_later(
 ) -> None:
     serving = "specstop.collect.engines.serving"
     monkeypatch.setattr(f"{serving}.TEXTS", 2)
+    monkeypatch.setattr(f"{serving}.IDLE", 1)
+
+    tries: list[Path] = []
 
     def full(path: Path) -> Any:
+        tries.append(path)
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     writers: list[PartWriter] = []
@@ -195,6 +199,7 @@ def test_a_full_disk_ends_no_server_and_what_was_recorded_is_written_later(
         patch.setattr(f"{serving}.staged", full)
         _, engine = recorded(endless_pair, requests[:4], "fixed:3", made_by=made_by)
     assert not list((tmp_path / "parts").iterdir())
+    assert 1 < len(tries) <= 1 + len(writers[0]._chunks) // 2, "a full disk is not asked at every step"
     writers[0].flush()
     names = set(import_parts(tmp_path / "parts", tmp_path / "trace").table(["prompt_id"]).to_pydict()["prompt_id"])
     assert names == {request.name for request in engine.finished}

@@ -1,0 +1,54 @@
+"""Digests of what a run is given beside its options and prompts, which may change while its name stays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..policies.contract import StopPolicy
+from ..policies.latency.profile import Profile
+from ..policies.learned.policy import LearnedPolicy
+from ..policies.storage.folder import content
+from .dense.completions import Completions
+from .prompts.read import Prompt
+
+
+def short_hash(value: Any) -> str:
+    """Return a short hash of a JSON value."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
+def digests(
+    policy: StopPolicy, profile: Profile | None, prompts: Sequence[Prompt], completions: Completions | None
+) -> dict[str, str]:
+    """Return a digest of each; empty = there is none, which differs from any."""
+    texts = None if completions is None else [_completion(completions.get(prompt.id)) for prompt in prompts]
+    return {
+        "policy": short_hash(_settings(policy)),
+        "profile": "" if profile is None else short_hash(profile.to_dict()),
+        "completions": "" if texts is None else short_hash(texts),
+    }
+
+
+def _completion(text: str | Sequence[int] | None) -> Any:
+    return text if text is None or isinstance(text, str) else [int(token) for token in text]
+
+
+def _settings(value: Any) -> Any:
+    """Return what a policy is made of, as a JSON value that is the same in every process."""
+    if isinstance(value, LearnedPolicy):
+        return content(value)
+    if isinstance(value, StopPolicy):
+        # How it is called, and where it was read, says nothing of what it does.
+        known = {name: of for name, of in vars(value).items() if name not in ("label", "source")}
+        return [type(value).__qualname__, [[name, _settings(known[name])] for name in sorted(known)]]
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist() if value.dtype.kind in "biuf" else str(value.dtype)
+    if isinstance(value, tuple):
+        return [_settings(one) for one in value]
+    # Whatever else there is may print as an address.
+    return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
