@@ -46,7 +46,7 @@ def estimate(plan: Plan, out: Path) -> Estimate:
     A quarter of the batch is collected first and not counted: it warms up caches and kernels.
     """
     everything = [work for shard in plan.work for work in shard]
-    # As many side by side as there will be: no batch of a run crosses a shard.
+    # As many side by side as there will be: no batch of a run has prompts of two shards.
     sample = spread(everything, max(BATCH, min(plan.at_once, max(map(len, plan.work)))))
     plan.rows(spread(sample, max(1, len(sample) // 4)))
     begin = time.perf_counter()
