@@ -47,13 +47,16 @@ def import_(
     No code of the file is run.
     """
     if target is not None:
-        given = {"layout": layout != "auto", "threshold": threshold, "depth": depth, "name": name}
-        if odd := [f"--{key}" for key, value in given.items() if value] + ["--rejection-weight"] * (
-            rejection_weight != 1
-        ):
-            raise InputError(f"{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
+        given = {
+            "layout": layout != "auto", "threshold": threshold is not None, "depth": depth is not None,
+            "rejection-weight": rejection_weight != 1.0, "name": name is not None,
+        }  # fmt: skip
+        if odd := [key for key, is_given in given.items() if is_given]:
+            raise InputError(f"--{odd[0]}: a drafter has none; leave it out, or --target to import a policy")
         _drafter(weights, out, target, dtype, overwrite, json)
         return
+    if dtype != "float32":
+        raise InputError("--dtype: is that of the target of Medusa's heads; give --target with it, or leave it out")
     from ...train.released.convert import import_weights
 
     with config_saved(out):

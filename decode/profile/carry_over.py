@@ -78,7 +78,8 @@ def charged(measured: Measurements) -> tuple[Measurements, float]:
     rounds = {(what, side): _round_line(timings, what, side) for what in VERIFYING.values() for side in CONTEXTS}
     most = {side: _longest_chain(timings, rounds[ROUND, side], side) for side in CONTEXTS}
     share = _share(timings, rounds)
-    first = {side: typical(timings.groups(FIRST, side).get((1,), ())) for side in CONTEXTS}
+    # Of any backlog: drafters that go on from the target's states read two tokens at least.
+    first = {side: typical([s for some in timings.groups(FIRST, side).values() for s in some]) for side in CONTEXTS}
     out: dict[Key, Series] = {}
     for key, series in measured.series.items():
         if key.what in VERIFYING:

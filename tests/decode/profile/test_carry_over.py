@@ -97,17 +97,18 @@ def test_trees_lose_no_more_of_the_cache_than_the_longest_chain(verified: int, b
     assert measured.series[Key(TREE_DRAFTS, SIDE, (2,))] == ((400_000,),)
 
 
-def test_the_first_draft_step_of_a_tree_bears_its_share_once() -> None:
+@pytest.mark.parametrize("backlog", [1, 2])
+def test_the_first_draft_step_of_a_tree_bears_its_share_once(backlog: int) -> None:
     tree = {
         **{Key(TREE_ROUND, SIDE, (n,)): ((1_000_000 + 600_000 * n,),) for n in (4, 9)},
         Key(TREE_VERIFY, SIDE, (2, 2 * FINE)): ((30_000_000,),),
     }
     alone, with_first = (
         charged(scripted(0.2).with_series(Measurements({**tree, **more})))[0].series
-        for more in ({}, {Key(FIRST, SIDE, (1,)): ((400_000,),)})
+        for more in ({}, {Key(FIRST, SIDE, (backlog,)): ((400_000,),)})
     )
     # What a round bears is b / (1 - b) of its seconds; of the first step's the chain's price has it.
-    assert with_first[Key(FIRST, SIDE, (1,))][0][0] == pytest.approx(400_000 / 0.8, abs=1)
+    assert with_first[Key(FIRST, SIDE, (backlog,))][0][0] == pytest.approx(400_000 / 0.8, abs=1)
     verify = Key(TREE_VERIFY, SIDE, (2,))
     less = alone[verify][0][0] - with_first[verify][0][0]
     assert less == pytest.approx(400_000 * 0.2 / 0.8, abs=5)

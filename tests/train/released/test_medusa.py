@@ -137,7 +137,8 @@ def test_a_command_that_cannot_be_is_one_line(pair: Pair, pair_folder: Path, tmp
     torch.save({"0.0.linear.weight": Evil(tmp_path / "mark")}, tmp_path / "evil.pt")
     for command, message in [
         ((weights,), "or Medusa's heads with --target"),
-        ((weights, "--target", target, "--threshold", "0.4"), "--threshold: a drafter has none"),
+        ((weights, "--target", target, "--threshold", "0"), "--threshold: a drafter has none"),
+        ((weights, "--dtype", "bfloat16"), "--dtype: is that of the target"),
         ((tmp_path / "evil.pt", "--target", target), "holds more than tensors"),
         ((tmp_path / "none", "--target", target), "does not exist"),
         ((pair_folder, "--target", target), "medusa_lm_head.safetensors or medusa_lm_head.pt in the folder"),
