@@ -289,6 +289,7 @@ def achievable(bench: Bench) -> None:
     from specstop.policies.latency.profile import Profile
     from specstop.policies.storage.registry import load_policy
     from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
+    from specstop.train.fit.rates import Part
     from specstop.train.fit.tuning.batches import batch_rate
     from specstop.train.replay.traces.arrays import trace_arrays
     from specstop.train.report.evaluate import evaluate
@@ -314,7 +315,8 @@ def achievable(bench: Bench) -> None:
     known, estimate = achievable_in_batches(arrays, paid)
     assert estimate.cost_name in paid.decision_s, "its decisions are paid for"
     rates = {
-        size: batch_rate(estimate, known, paid, size) / batch_rate(load_policy(name), arrays, profile, size)
+        size: batch_rate(estimate, [Part(known)], paid, size)
+        / batch_rate(load_policy(name), [Part(arrays)], profile, size)
         for size, name in zip(SIZES, names, strict=True)
     }
     bench.bars.figures["achievable with decisions paid for, by replay"] = rates

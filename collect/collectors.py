@@ -19,7 +19,6 @@ from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
-from ..policies.limits import check_limits
 from .dense.collector import dense_rows
 from .dense.completions import Completions, completion_rows
 from .dense.memory import budget_mib
@@ -109,7 +108,6 @@ def _dense(
     mode = dense_mode(settings, tree, draws, off_text)
     features, limit = node_features(tree, mode.name), settings.max_new_tokens
     header: dict[str, Any] = {"verification": mode.name, "label": mode.label, "draws": draws, "off_text": off_text}
-    check_limits(memory=memory)
     memory = budget_mib(pair.device) if memory is None else memory
     if mix:
         if not 0.0 < mix < 1.0 or tree.nodes != 1 or completions is not None or mode.name != Match.name:
@@ -163,7 +161,6 @@ def dense_mode(settings: Settings, tree: Topology, draws: int, off_text: str) ->
         )
     if mode.chains_only and not tree.is_chain:
         raise InputError(f"--verification {mode.name}: expected a chain, not the tree {tree.name}; use rejection")
-    check_limits(draws=draws)
     if draws > 1 and mode.name not in GIVEN_TEXT:
         raise InputError(
             f"--draws: expected 1 under {mode.name} at temperature {settings.temperature:g}, where nothing is drawn given "

@@ -17,10 +17,15 @@ def draft_of(header: Header) -> str:
 
 
 def pair_options(header: Header) -> list[str]:
-    """Return the options that name a trace's pair; what it does not tell stands in capitals."""
-    drafter = drafter_of(header)
+    """Return the options that name a trace's pair and how it computes; what it does not tell stands in capitals."""
+    drafter, dtype = drafter_of(header), str(header.facts.get("dtype", "float32"))
+    device = str(header.facts.get("device", "cpu"))
+    kind = device.partition(":")[0]
     return [
         *("--target", header.target or "TARGET"),
         *(("--draft", draft_of(header)) if needs_draft(drafter) else ()),
         *(() if drafter == "model" else ("--drafter", drafter)),
+        # Of CUDA the facts have the product's name.
+        *(() if kind == "cpu" else ("--device", kind if kind in ("mps", "xpu") else "cuda")),
+        *(() if dtype == "float32" else ("--dtype", dtype)),
     ]

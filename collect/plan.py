@@ -112,7 +112,7 @@ def plan_run(
     """
     check_limits(
         depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
-        explore=explore, mix=mix, batch=batch,
+        explore=explore, mix=mix, batch=batch, draws=draws,
     )  # fmt: skip
     check_limit("depth", depth, least=1)
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor

@@ -20,6 +20,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE, achievable_in_batches
+from specstop.train.fit.rates import Part
 from specstop.train.fit.tuning.batches import settle_batch
 from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
@@ -81,7 +82,7 @@ def joint_policies(
 
 def settled(learned: LearnedPolicy, fit: TraceArrays, profile: Profile, priced: Pricing) -> BatchStop:
     """Return our policy of batches for the costs of a profile, its own decisions among them."""
-    return settle_batch(learned, fit, priced(profile, [for_batches(learned, profile=profile)]))
+    return settle_batch(learned, [Part(fit)], priced(profile, [for_batches(learned, profile=profile)]))
 
 
 def compare(

@@ -98,4 +98,6 @@ def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool,
         print_json({"path": str(out), **facts})
         return
     table(f"{out}: a {trained.kind} drafter", ("what", "value"), [(key, str(value)) for key, value in facts.items()])
-    next_step("collect", "--target", target, "--drafter", f"{trained.kind}:{out}", "--depth", depth)
+    # Another type may round the target's weights, which are then not those that the heads are for.
+    told = () if dtype == "float32" else ("--dtype", dtype)
+    next_step("collect", "--target", target, "--drafter", f"{trained.kind}:{out}", "--depth", depth, *told)

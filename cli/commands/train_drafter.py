@@ -85,8 +85,9 @@ def train_drafter(
 def show_drafter(trained: TrainedDrafter, out: Path) -> None:
     """Print what was trained, and acceptance by depth."""
     metrics = dict(trained.metrics)
-    shares = metrics.pop("acceptance")
+    shares = metrics.pop("acceptance", [])
     table(f"{out}: a {trained.kind} drafter", ("what", "value"), flat(metrics))
     rows = [(str(depth), f"{share:.3f}") for depth, share in enumerate(shares, 1)]
-    table("acceptance by depth, greedy texts of prompts held out", ("depth", "P(A >= depth)"), rows)
+    if rows:  # none where no text was long enough to measure it
+        table("acceptance by depth, greedy texts of prompts held out", ("depth", "P(A >= depth)"), rows)
     output().print(f"the drafter is in {out}; its README.md has this table")

@@ -36,6 +36,7 @@ from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files.atomic import disk_text
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.splitmix import mix
+from ..digests import policy_digest
 from ..explore import exploring
 from ..schema import HEADER_KEY, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, shard_table, write_shard_table, write_table
@@ -165,7 +166,10 @@ class RecordingProposer(Proposer):
         mode = "match" if told.temperature == 0.0 else "point"
         from vllm import __version__
 
-        facts = {"engine": f"vllm {__version__}", "drafter": told.drafter, "draft model": told.draft}
+        facts = {
+            "engine": f"vllm {__version__}", "drafter": told.drafter, "draft model": told.draft,
+            "digests": {"policy": policy_digest(self._policy)},
+        }  # fmt: skip
         # The number of prompts is known once the files are put together (`import_parts`).
         header = Header(
             target=str(config.model), draft=told.draft if told.drafter == "model" else told.drafter, pair={},

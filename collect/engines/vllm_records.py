@@ -35,7 +35,7 @@ def import_vllm(
             `metrics.speculative_decoding` objects alone. `detailed` records keep the order of the steps; of `summary` ones
             the histogram is laid out, shortest first.
         out: folder of the trace.
-        target, draft: names for the header.
+        target, draft: names for the header, which lines of JSON lack; a folder has its own.
         overwrite: replace an older result in `out`.
 
     Raises:
@@ -43,6 +43,8 @@ def import_vllm(
     """
     file = Path(path)
     if file.is_dir():
+        if target or draft:
+            raise InputError(f"--target, --draft: {file} names the models that it was recorded with; leave them out")
         return import_parts(file, out, overwrite=overwrite)
     claim_folder(out, overwrite=overwrite, inputs=[file])
     if not file.is_file():

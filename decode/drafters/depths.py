@@ -9,7 +9,7 @@ from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import Bounded
 from .find import find_drafter
-from .known import reads_states
+from .known import drafts_in_turn, reads_states
 
 
 def tell_if_cut(pair: Pair, depth: int, tree: str | None = None) -> None:
@@ -35,9 +35,8 @@ def tell_if_cut(pair: Pair, depth: int, tree: str | None = None) -> None:
         return
     drafter, reached = find_drafter(pair.drafter, pair), min(depth, deepest)
     if isinstance(drafter, Bounded) and drafter.most < reached:
-        warnings.warn(
-            f"--drafter {pair.drafter}: proposes {drafter.most} tokens at most, so that rounds of {reached} stay shorter; "
-            f"give --depth {drafter.most}",
-            SpecstopWarning,
-            stacklevel=3,
-        )
+        most = f"proposes {drafter.most} tokens at most"
+        alone = f"{most}, so that rounds of {reached} stay shorter; give --depth {drafter.most}"
+        of_two = f"the second one {most}, so that its rounds of {reached} stay shorter"
+        told = of_two if drafts_in_turn(pair.drafter) else alone
+        warnings.warn(f"--drafter {pair.drafter}: {told}", SpecstopWarning, stacklevel=3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -12,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...policies.errors import InputError
 from ..models.pair import Pair
-from .folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter
+from .folder import TrainedDrafter, drafter_identity, load_drafter
 from .known import TRAINED
 
 _ALIVE: WeakValueDictionary[tuple[Any, ...], nn.Module] = WeakValueDictionary()
@@ -33,12 +31,13 @@ def load_named(kind: str, path: str) -> TrainedDrafter:
 
 
 def shared_network(kind: str, path: str, pair: Pair) -> Any:
-    """Return the network of a folder where the pair's target is, read once as long as the folder stays as it is.
+    """Return the network of a folder where the pair's target is, read once as long as the folder says the same.
 
     Raises:
         InputError: as `load_named`, or it was trained for another target.
     """
-    key = (kind, *_state(path), pair.fingerprint["target"], pair.device, pair.target.dtype)
+    # By what it holds, not by where it lies: `generate` unpacks the drafter of an exported folder at every call.
+    key = (kind, drafter_identity(path), pair.fingerprint["target"], pair.device, pair.target.dtype)
     network = _ALIVE.get(key)
     if network is None:
         trained = load_named(kind, path)
@@ -49,10 +48,3 @@ def shared_network(kind: str, path: str, pair: Pair) -> Any:
         _ALIVE[key] = network
     _LAST[pair.target] = network
     return network
-
-
-def _state(path: str) -> tuple[Any, ...]:
-    """Return what tells a folder from another one, and from what it was before; loading says what is missing there."""
-    files = [Path(os.path.expanduser(path)) / name for name in (DRAFTER_FILE, WEIGHTS_FILE)]
-    known = [file.stat() for file in files if file.exists()]
-    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,6 +96,12 @@ class LearnedPolicy(StopPolicy):
         """Return this policy under another rule."""
         parts = self.head, self.accept, self.next, rule, self.max_depth, self.facts, self.survival
         return LearnedPolicy(self.name, self.features, *parts)
+
+    def with_head(self, head: Head) -> LearnedPolicy:
+        """Return this policy with another head, fitted as its own was but on other prompts."""
+        other = copy.copy(self)
+        other.head = head
+        return other
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""

@@ -30,6 +30,7 @@ from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.joint.lengths import SmartSpec
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import Facts
 from specstop.policies.storage.folder import load_policy_folder, save_policy
@@ -211,6 +212,15 @@ def test_a_run_goes_on_with_the_same_settings_profile_and_completions_only(
         collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 2))
     with pytest.raises(TraceError, match="another profile;"):
         collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), profile=profile)
+    slower = dataclasses.replace(profile, round_s=2.0 * profile.round_s)
+    usual, *others = (
+        plan_run(pair, many[:2], **live, policy=made).header
+        for made in (SmartSpec(max_depth=3), SmartSpec(draft=0.4, max_depth=3), SmartSpec(profile=profile, max_depth=3),
+                     SmartSpec(profile=slower, max_depth=3))
+    )  # fmt: skip
+    assert usual.differences(plan_run(pair, many[:2], **live, policy=SmartSpec(max_depth=3)).header) == []
+    assert [usual.differences(other) for other in others] == [["policy"]] * 3
+    assert others[1].differences(others[2]) == ["policy"], "costs of another profile"
     texts = [{p.id: word * 3 for p in many[:2]} for word in ("w7 ", "w8 ")]
     one, other, own = (
         plan_run(pair, many[:2], depth=3, max_new_tokens=6, completions=given).header for given in (*texts, None)

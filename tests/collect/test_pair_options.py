@@ -22,6 +22,12 @@ from specstop.collect.pair_options import draft_of, pair_options
             "--target t --draft d --drafter suffix+model",
         ),
         ("", {}, "--target t --draft DRAFT"),
+        ("d", {"device": "cpu", "dtype": "float32"}, "--target t --draft d"),
+        (
+            "d",
+            {"device": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"},
+            "--target t --draft d --device cuda --dtype bfloat16",
+        ),
     ],
 )
 def test_the_pair_is_named_as_commands_take_it(draft: str, facts: dict[str, Any], words: str) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 from head_tensors import NAMES, TENSORS, knots
+from specstop.policies.heads.base import NO_HIDDEN, Array, Hidden
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import Facts, LearnedPolicy
@@ -20,6 +25,22 @@ FACTS = Facts(
     {"seed": 1},
     {"gain": 0.25},
 )
+
+
+@dataclass(frozen=True)
+class Certain:
+    """A head that takes every token to be accepted with one chance, given as a logit."""
+
+    logit: float
+    kind: str = "certain"
+    lag: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        return np.full((len(features), 2), self.logit)
+
+    def tensors(self) -> dict[str, Array]:
+        return {}
 
 
 def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:

@@ -27,8 +27,8 @@ class Accepted(NamedTuple):
 
 
 @torch.no_grad()
-def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Accepted:
-    """Return how much of what a drafter proposes is accepted.
+def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: Module) -> Accepted | None:
+    """Return how much of what a drafter proposes is accepted; None where no text goes on for as long as it proposes.
 
     Args:
         network: of a drafter.
@@ -37,7 +37,7 @@ def acceptance(network: Any, texts: Iterable[Text], embedding: Module, output: M
     """
     hits = [right.cumprod(1) for right in right_proposals(network, texts, embedding, output)]
     if not hits:
-        return Accepted([], 1.0)
+        return None
     rounds = [round for own in hits for round in _rounds((own.sum(1) + 1).tolist())]
     return Accepted(torch.cat(hits).double().mean(0).tolist(), sum(rounds) / len(rounds))
 

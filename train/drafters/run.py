@@ -102,12 +102,19 @@ def train_drafter(
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
         )  # fmt: skip
         recorded = time.perf_counter()
-        fitted, held_out = _long_enough(texts, _shape(pair, kind, depth).depth)
+        deepest = _shape(pair, kind, depth).depth
+        fitted, held_out = _long_enough(texts, deepest)
         network = _fitted(pair, kind, depth, fitted, held_out, folder, seed, options, progress)
         accepted = acceptance(network, held_out, *_ends(pair))
-    metrics = {
-        "acceptance": accepted.shares,
-        "tokens per target call": accepted.tokens_a_call,
+    if accepted is None:
+        warnings.warn(
+            f"--prompts: no greedy text of those held out has {deepest + 1} new tokens, so acceptance is not "
+            "measured; give prompts with longer answers",
+            SpecstopWarning,
+            stacklevel=2,
+        )
+    measured = {"acceptance": accepted.shares, "tokens per target call": accepted.tokens_a_call} if accepted else {}
+    metrics = measured | {
         "seconds to record": round(recorded - begun, 1),
         "seconds to fit": round(time.perf_counter() - recorded, 1),
     }

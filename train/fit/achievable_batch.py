@@ -27,6 +27,7 @@ from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_fold
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays
 from .continuation.values import FOLDS, recorded_scalars
+from .rates import Part
 from .tuning.batches import settle_batch, solved_rates
 
 NAME = "achievable estimate"
@@ -95,5 +96,6 @@ def achievable_in_batches(
     # Any rule serves until here: `for_batches` puts its own in its place.
     made = for_batches(policy)
     if price is not None:
-        return known, settle_batch(made, known, profile.with_decisions({made.cost_name: price}))
-    return known, for_batches(made, rule=BatchRule(made.send, solved_rates(made, known, profile)))  # decisions are free
+        return known, settle_batch(made, [Part(known)], profile.with_decisions({made.cost_name: price}))
+    rates = solved_rates(made, [Part(known)], profile)  # decisions are free
+    return known, for_batches(made, rule=BatchRule(made.send, rates))

@@ -11,7 +11,7 @@ from ...policies.learned.policy import LearnedPolicy
 from ...policies.rules.base import Rule
 from ...policies.rules.chains import THRESHOLDED, Continuation, Derived, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context
-from .rates import Rates, replayed_rates
+from .rates import Part, Rates, replayed_rates
 from .tuning.batches import settle_batch, settle_lengths
 from .tuning.rates import THRESHOLDS, solve_rate
 
@@ -70,7 +70,7 @@ def ruled(
     profile: Profile,
     acceptance: Sequence[float],
     published: Sequence[float] = (),
-    rates: Rates | None = None,
+    parts: Sequence[Part] | None = None,
 ) -> tuple[LearnedPolicy, float]:
     """Return the policy under its rule, and rho of a derived one (else 0).
 
@@ -82,17 +82,18 @@ def ruled(
         profile: what rounds cost.
         acceptance: a_1..a_K of the training traces.
         published: thresholds, the only ones that are tried where there are some.
-        rates: of policies; by default on `arrays`.
+        parts: of these traces, on which rates are taken; by default they are one, played by the policy's own head.
     """
-    rates = rates or replayed_rates(arrays, profile)
+    parts = parts or [Part(arrays)]
+    rates = replayed_rates(parts, profile)
     if kind == "derived":
         solved, rate = solve_rate(policy, arrays, profile, acceptance, rates=rates)
-        return settle_lengths(solved, arrays, profile), rate
+        return settle_lengths(solved, parts, profile), rate
     if kind == "batch":
         verification = arrays.header.verification
         # The rule looks ahead with `acceptance`, and the verification says whether drawn tokens may be left out.
         policy.facts = dataclasses.replace(policy.facts, acceptance=tuple(acceptance), verification=verification)
-        return settle_batch(policy, arrays, profile), 0.0
+        return settle_batch(policy, parts, profile), 0.0
     if threshold is not None:
         return policy.with_rule(RULES[kind](threshold)), 0.0
     if published:

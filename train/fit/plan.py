@@ -9,7 +9,6 @@ from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.errors import InputError, close_match
 from ...policies.features import feature
-from ...policies.features.history import HISTORY_FEATURES
 from ...policies.limits import check_limits
 from ..heads.crossfit import (
     FOLDS,
@@ -79,11 +78,9 @@ def check_used(rule: str | None, cross_fit: bool, options: FitOptions) -> None:
 
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:
-    """Return `FEATURES`, `temperature` with traces of several, and none of earlier rounds where there are none."""
+    """Return `FEATURES`, and `temperature` with traces of several."""
     more = ("temperature",) if len(temperatures(traces)) > 1 else ()
-    names = without_noise((*FEATURES, *more), traces[0].header)
-    replayable = not any(trace.header.mix for trace in traces)
-    return tuple(name for name in names if replayable or name not in HISTORY_FEATURES)
+    return without_noise((*FEATURES, *more), traces[0].header)
 
 
 def without_noise(names: Sequence[str], header: Header) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Policy iteration: heads are fitted on the rounds that the policy with these heads plays, until those settle.
 
 Policies skip easy runs, so the anchors they visit are harder than the average one, and HISTORY features tell of the policy's
-own play. Each fit changes both. The loop goes round until the visits stay where they are, or the held-out rate
-stops rising; the best round by held-out replay wins, the last one need not be it.
+own play. Each fit changes both. The loop goes round until the visits stay where they are, or the rate on prompts
+that were not fitted on stops rising; the best round by that rate wins, the last one need not be it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SETTLED = 0.02
 """Share of the visits that may still move: below it another fit would see the same rounds."""
 
 GAIN = 1e-3
-"""Relative rise of the held-out rate that one more round must have brought for another to be tried."""
+"""Relative rise of the rate that one more round must have brought for another to be tried."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Iteration:
 
     Attributes:
         policies: that were fitted.
-        rates: their tokens per second on held-out prompts.
+        rates: their tokens per second on prompts that were not fitted on.
         moved: share of the visits that moved, against the round before; the first is against the start.
     """
 

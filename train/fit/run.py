@@ -11,6 +11,7 @@ from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.errors import InputError, TraceError
+from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
 from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
@@ -36,13 +37,14 @@ from ..heads.mixing import mixed_arrays
 from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
 from ..replay.run import Replayed, replay
 from ..replay.traces.arrays import TraceArrays
-from ..replay.traces.checking import tell_other_rounds
+from ..replay.traces.checking import check_whole, tell_other_rounds
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
 from .fit_rule import RULES, is_tuned, passing_rule, ruled
+from .held_out import fitted_without, held_out_speed
 from .plan import Plan, check_plan, check_used, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
-from .rates import left_out_rates
+from .rates import left_out_parts
 from .trained import Trained, claimed, facts_of
 from .tuning.rates import best_of, fixed_grid
 
@@ -119,6 +121,7 @@ def train(
     check_used(rule, cross_fit, fit or FitOptions())
     if rule == "continuation" and mixed is not None:
         raise InputError("--mixed: the rule continuation is fitted on the rounds of --traces; leave it out")
+    usual = not features
     if host is not None:
         check_host(host, opened, rule, [*(hidden or ()), *head_spec(head).hidden])
         features = features_for(host, opened, head, features, default_features(opened))
@@ -144,6 +147,8 @@ def train(
     folder = None if out is None else claimed(out, [*opened, mixed], profile, fit, overwrite=overwrite)
     extra = label_columns([trace.header for trace in opened], wanted.soft)
     arrays = joined_arrays(opened, names, plan.hidden, extra)
+    if usual and arrays.only_positions:  # whose rounds have none before them
+        plan = dataclasses.replace(plan, features=tuple(name for name in names if name not in HISTORY_FEATURES))
     sources = [str(trace.folder) for trace in (*opened, mixed) if trace is not None]
     return train_arrays(
         plan, arrays, profile, temperatures(opened), sources, folder, progress,
@@ -185,28 +190,25 @@ def train_arrays(
         raise TraceError(
             f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper"
         )
-    if arrays.header.mix and is_tuned(plan.rule, plan.threshold):
-        raise TraceError(
-            "the trace mixes draft samples into the text (--mix), which cannot be replayed to settle a rule: give "
-            "--rule survival, step or any with a --threshold"
-        )
+    if is_tuned(plan.rule, plan.threshold):
+        check_whole(arrays, "give --rule survival, step or any with a --threshold")
     folds = prompt_folds(arrays, plan.folds, plan.seed)
     if plan.rule == "continuation":
         return _train_continuation(plan, arrays, folds, profile, sampled_at, sources, folder, progress)
     fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
     calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head_spec.calibrated)
-    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
-    acceptance = conditional_acceptance(arrays, visited)
+    fit_side = arrays.subset(folds.sequences(0, inside=False))
+    acceptance = conditional_acceptance(arrays, visited.part(folds.of_rows(arrays, visited) != 0))
     drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
-    # The first fold's policy is what is kept: its head was not fitted on `held_side`.
-    rates = left_out_rates(arrays, folds, drafts, profile)
+    # The first fold's policy is what is kept: its head was not fitted on that fold.
+    parts = left_out_parts(arrays, folds, fitted.heads)
     progress("settle the rule", 0, 1)
-    policy, rate = ruled(drafts[0], plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid, rates)
+    policy, rate = ruled(drafts[0], plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid, parts)
     progress("settle the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
     metrics = calibrated.metrics | {"prompts": len(set(arrays.prompt_ids)), "rows": fitted.rows}
-    if not arrays.header.mix:
-        metrics |= _held_out_speed(policy, held_side, profile)
+    if not arrays.only_positions:
+        metrics |= held_out_speed([*fitted_without(policy, fitted, calibrated, arrays, visited)], profile)
     metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
     metrics |= more or {}
     policy.facts = dataclasses.replace(
@@ -232,16 +234,16 @@ def _train_continuation(
     how: dict[str, Any] = {"name": plan.name, "seed": plan.seed, "margins": margins, "progress": progress}
     rounds = plan.passes or MOST_ROUNDS
     if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first one
-        first = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=1, **how).made
+        first = fit_continuation(fit_side, profile, plan.features, plan.head, rounds=1, **how).made
         profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.hidden)
-    settled = fit_continuation(fit_side, held_side, profile, plan.features, plan.head, rounds=rounds, **how)
+    settled = fit_continuation(fit_side, profile, plan.features, plan.head, rounds=rounds, **how)
     policy = settled.made
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
         "policy_iterations": len(settled.rates),
         "best_iteration": settled.best,
         "visits_moved": settled.moved[-1],
-    } | _held_out_speed(policy, held_side, profile)
+    } | held_out_speed([(policy, held_side)], profile)
     played = replay(fit_side, policy, profile)
     policy.facts = dataclasses.replace(
         facts_of(arrays.header, sampled_at, sources, plan.seed), rho=played.rate, metrics=metrics,
@@ -264,14 +266,14 @@ def _fitted(
     policy with these heads visits on prompts left out of their fit, because policies skip easy runs and HISTORY features tell
     of their own play.
     """
-    grid = [] if arrays.header.mix else fixed_grid(arrays, profile)
+    grid = [] if arrays.only_positions else fixed_grid(arrays, profile)
     visited = reference = _reference(arrays, grid)
     for turn in range(plan.passes or plan.head_spec.passes):
         fitted = fit_folds(
             arrays, folds, plan.features, visited, plan.head, seed=plan.seed, options=plan.fit.below(f"pass-{turn}"),
             every=plan.cross_fit, progress=progress, mixed=mixed,
         )  # fmt: skip
-        if arrays.header.mix:
+        if arrays.only_positions:
             break
         outputs = held_out_outputs(fitted, arrays, plan.features, visited)
         calibrated = calibrate(outputs, not plan.head_spec.calibrated)
@@ -285,7 +287,7 @@ def _fitted(
 
 
 def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
-    """Return the rounds of fixed lengths from just below the best one upwards; of a mixed text, every anchor once."""
+    """Return the rounds of fixed lengths from just below the best one upwards; of texts not replayed every anchor once."""
     if not grid:
         return Visits.once((~arrays.cut).nonzero()[:, 0])
     best = grid.index(best_of(grid))
@@ -295,19 +297,7 @@ def _reference(arrays: TraceArrays, grid: list[Replayed]) -> Visits:
 
 def _policy(plan: Plan, head: Head, calibrated: Calibrated, depth: int) -> LearnedPolicy:
     """Return the policy of a head, under a rule that is to be replaced."""
-    maps = calibrated.survival.maps
     return LearnedPolicy(
         plan.name, plan.features, head, calibrated.accept, calibrated.next, RULES[plan.rule](0.5), depth,
-        survival=maps if maps.changes else None,
+        survival=calibrated.tables,
     )  # fmt: skip
-
-
-def _held_out_speed(policy: LearnedPolicy, held: TraceArrays, profile: Profile) -> dict[str, float]:
-    """Return the replayed rate on held-out prompts and that of the best fixed length there."""
-    best = best_of(fixed_grid(held, profile))
-    rate = replay(held, policy, profile).rate
-    return {
-        "held_out_tokens_per_s": rate,
-        "held_out_best_fixed_tokens_per_s": best.rate,
-        "held_out_ratio_to_best_fixed": rate / best.rate,
-    }

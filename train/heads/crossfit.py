@@ -18,6 +18,7 @@ from ...policies.errors import TraceError
 from ...policies.heads.build import Head
 from ...policies.latency.profile import Profile
 from ...policies.learned.calibration import Calibrator
+from ...policies.learned.survival import SurvivalMaps
 from ...policies.progress import Progress, silent
 from ...policies.storage.safe_loading import digest
 from ..replay.run import replay
@@ -136,18 +137,20 @@ def fit_folds(
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
         own, told = options.below(f"fold-{fold}"), progress if total == 1 else silent
-        head, extra = fitter(kind)(FitTask(rows, held, names, seed, told, own, fit_of(arrays, folds, fold)))
+        head, extra = fitter(kind)(FitTask(rows, held, names, seed, told, own, fit_of(arrays, folds, fold, mixed)))
         heads.append(head)
         files = files or extra
     progress(f"train {kind}", total, total)
     return FoldHeads(tuple(heads), folds, files, sum(map(len, parts)) - len(parts[0]))
 
 
-def fit_of(arrays: TraceArrays, folds: Folds, fold: int) -> dict[str, str]:
+def fit_of(arrays: TraceArrays, folds: Folds, fold: int, mixed: TraceArrays | None = None) -> dict[str, str]:
     """Return what the fit of a fold is of: a head that goes on from another one's weights may know the prompts held out."""
     held = sorted({arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)})
-    trace = [arrays.header.to_json(), arrays.prompt_ids, int(arrays.text_tokens.sum())]
-    return {"traces": digest({"of": trace})[:16], "prompts held out": digest({"of": held})[:16]}
+    traces = [
+        [one.header.to_json(), one.prompt_ids, int(one.text_tokens.sum())] for one in (arrays, mixed) if one is not None
+    ]
+    return {"traces": digest({"of": traces})[:16], "prompts held out": digest({"of": held})[:16]}
 
 
 def join_rows(parts: Sequence[FitRows]) -> FitRows:
@@ -250,13 +253,19 @@ class Calibrated:
     scored: Scored
     metrics: dict[str, Any]
 
+    @property
+    def tables(self) -> SurvivalMaps | None:
+        """The survival tables; None where they change nothing."""
+        return self.survival.maps if self.survival.maps.changes else None
 
-def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
+
+def calibrate(outputs: Outputs, as_they_are: bool = False, like: Calibrated | None = None) -> Calibrated:
     """Fit both calibrators and the survival tables; all that is reported is cross-fitted.
 
     Args:
         outputs: of heads on rounds that they were not fitted on.
         as_they_are: leave probabilities and products as the head gives them, and measure those.
+        like: fit maps of the same kinds, which were chosen on more rounds, and report nothing.
     """
     logits, length = outputs.logits, outputs.length[:, None]
     depths = np.arange(logits.shape[1])[None]
@@ -274,11 +283,15 @@ def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
         found, labels, owner = logits[..., column][use], truth[use], fold[use]
         # Chances lower the variance of the fit; what is reported is scored by what came.
         known_labels = labels if outputs.soft is None else outputs.soft[..., column][use]
+        if like is not None:
+            maps.append(fit_kind((like.accept, like.next)[column].kind, found, known_labels))
+            continue
         calibrator = Calibrator() if as_they_are else fit_calibrator(found, known_labels, owner)
         maps.append(calibrator)
         metrics |= _scores(name, calibrator, found, labels, owner)
     products = Products(_cross_fitted(maps[0], outputs, drawn), outputs.length, outputs.fold, there)
-    fitted = products_as_they_are(products) if as_they_are else fit_survival(products)
+    kinds = None if like is None else like.survival.kinds
+    fitted = products_as_they_are(products) if as_they_are else fit_survival(products, kinds)
     metrics["survival_maps"] = ", ".join(fitted.kinds)
     scored = Scored(fitted.held_out, outputs.length, outputs.temperature, there)
     return Calibrated(maps[0], maps[1], fitted, scored, metrics)

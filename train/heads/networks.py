@@ -164,7 +164,12 @@ def train_module(
 ) -> dict[str, Tensor]:
     """Train a module and return its weights at the epoch with the least held-out loss; see `train_network`."""
     report = Report(f"train {name}", task.progress, epochs)
-    asked = {"learning rate": task.options.learning_rate, "batch size": task.options.batch_size}
+    told = task.options
+    # The optimizer and its schedule go on as they were saved, whatever is asked for now.
+    asked = {
+        "learning rate": told.learning_rate, "batch size": told.batch_size, "epochs": epochs,
+        "hyper-parameters": dict(sorted(told.params.items())),
+    }  # fmt: skip
     with torch.random.fork_rng(), work_folder(task.options) as folder:
         claim_fit(folder, {"head": name, "seed": task.seed, "features": list(task.names), **asked, **task.of})
         return best_epoch(module, data, task.options, folder, epochs, report, task.seed)

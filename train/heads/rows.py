@@ -221,10 +221,14 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
 
 
 def conditional_acceptance(arrays: TraceArrays, visited: Visits) -> tuple[float, ...]:
-    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one before."""
+    """Return a_1..a_K, P(A >= j | A >= j - 1) over the rounds visited; a depth never reached repeats the one before.
+
+    a_1 is that of the rounds with a first token: where a drafter knows none, nobody is asked about the ones after it.
+    """
     length = arrays.accepted[visited.row]
     out: list[float] = []
     for depth in range(1, arrays.depth + 1):
-        reached = int((length >= depth - 1).sum())
+        there = length >= depth - 1 if depth > 1 else arrays.tokens[visited.row, 0] != NO_TOKEN
+        reached = int(there.sum())
         out.append(int((length >= depth).sum()) / reached if reached else (out[-1] if out else 0.0))
     return tuple(out)

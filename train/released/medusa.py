@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,7 +79,7 @@ def medusa_tensors(state: Mapping[str, Array], pair: Pair, where: str) -> dict[s
 
     Raises:
         InputError: other sizes than the target's.
-        PolicyError: unknown or missing names, which are named.
+        PolicyError: unknown or missing names, which are named, or numbers that are not finite.
     """
     matches = {key: _KEY.fullmatch(key) for key in state}
     if odd := [key for key, match in matches.items() if match is None]:
@@ -99,6 +100,8 @@ def medusa_tensors(state: Mapping[str, Array], pair: Pair, where: str) -> dict[s
                     f"{where}: {i}.{part} has the shape {list(there)} where this target's heads have {list(wanted)}; give "
                     "the --target that they were trained for"
                 )
+            if not np.isfinite(state[f"{i}.{part}"]).all():
+                raise PolicyError(f"{where}: {i}.{part} has numbers that are not finite; get the file again")
     output = pair.target.get_output_embeddings().weight.detach().to("cpu", torch.float32) if shared else None
     names = {"0.linear.weight": "blocks.{}.weight", "0.linear.bias": "blocks.{}.bias", "1.weight": "outputs.{}.weight"}
     tensors = {names[part].format(i): torch.from_numpy(state[f"{i}.{part}"]) for i in range(heads) for part in shapes}

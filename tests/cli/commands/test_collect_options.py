@@ -351,6 +351,7 @@ def test_options_that_do_not_go_together_are_one_line(collect: list[object], hom
         (("--hidden", "both"), "--hidden: expected draft, target, or draft,target, not 'both'"),
         (("--hidden", ""), "--hidden: expected draft, target"),
         (("--memory", 0), "--memory: expected 1 MiB or more, not 0"),
+        (("--collector", "live", "--draws", 0), "--draws: expected 1 or more, not 0"),
         (("--from-vllm", home / "nothing.jsonl"), "--from-vllm reads what vLLM recorded"),
     ):
         answer = cli(*collect, *options, "--out", home / "refused")

@@ -47,7 +47,7 @@ def test_the_command_line_says_what_the_profile_lacks(
     assert "does not price the decisions of confidence (timed once on this machine and kept:" in said[0]
     reports = [files(tmp_path / f"r{at}") for at in range(2)]
     # These traces do not say where their models lie.
-    pair = "--target TARGET --draft DRAFT --prompts PROMPTS"
+    pair = "--target TARGET --draft DRAFT --dtype float64 --prompts PROMPTS"
     command = f"`specstop profile --add-policy confidence:0.7 --profile {tmp_path / 'profile.json'} {pair}`"
     assert command in reports[0]["report.md"].decode() and command in reports[0]["report.html"].decode()
     assert {name for name in reports[0] if reports[0][name] != reports[1][name]} == {"run.yaml"}

@@ -18,7 +18,9 @@ from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES
+from specstop.policies.features.history import HISTORY_FEATURES
 from specstop.policies.latency.profile import Profile
+from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from trace_rows import numpy_rows
@@ -92,6 +94,12 @@ def test_a_trace_of_completions_is_not_replayed_where_anchors_miss(
     with pytest.raises(InputError, match="--completions"):
         collect(pair, prompts, tmp_path / "b", depth=DEPTH, max_new_tokens=NEW, completions={"p0": "w7"})
     assert not (tmp_path / "b").exists(), "it is told before any work"
+    assert trace_arrays(trace).only_positions
+    with pytest.raises(TraceError, match="has not every position of its texts, so that no text can be replayed to"):
+        train(trace, profile)
+    made = train(trace, profile, rule="survival", threshold=0.4)
+    assert not set(made.policy.features) & set(HISTORY_FEATURES), "of rounds before nothing is known"
+    assert made.metrics["rows"] > 0 and "held_out_tokens_per_s" not in made.metrics
 
 
 def test_mixed_rows_are_those_of_a_loop_over_positions(

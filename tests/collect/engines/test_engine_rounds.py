@@ -230,6 +230,20 @@ def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(en
     assert anchors == [[3], [4, 5, 6]]
 
 
+def test_rounds_of_a_policy_that_was_trained_anew_stay_apart(
+    endless_pair: Pair, requests: list[Request], tmp_path: Path
+) -> None:
+    """Its name is the old one's."""
+    parts = tmp_path / "parts"
+    for digest in ("a", "b"):
+        header = header_of(endless_pair, facts={"digests": {"policy": digest}})
+        recorded(
+            endless_pair, requests[:1], "fixed:3", made_by=lambda *a, of=header: PartWriter(parts, of, (), 1.0, *a)
+        )
+    with pytest.raises(InputError, match="are of servers that were told different things"):
+        import_parts(parts, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -242,4 +256,6 @@ def test_a_folder_without_such_files_is_refused(make: Callable[[Path], Any], mes
     make(tmp_path / "parts")
     with pytest.raises(InputError, match=message):
         import_vllm(tmp_path / "parts", tmp_path / "out")
+    with pytest.raises(InputError, match=r"--target, --draft: .*parts names the models"):
+        import_vllm(tmp_path / "parts", tmp_path / "out", target="mine")
     assert not (tmp_path / "out").exists()

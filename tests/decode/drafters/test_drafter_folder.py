@@ -15,10 +15,11 @@ from attack_families import family
 from small_drafters import CLASSES, TRAINED, small_network
 from specstop.decode import Settings, decode
 from specstop.decode.drafters import find_drafter, with_drafter
+from specstop.decode.drafters.depths import tell_if_cut
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.policies.baselines.fixed import FixedLength
-from specstop.policies.errors import InputError
+from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.storage.safe_loading import digest
 
 
@@ -148,7 +149,7 @@ def test_a_layer_needs_heads_that_divide_its_width(pair: Pair, tmp_path: Path) -
     assert dataclasses.is_dataclass(trained(pair))
 
 
-def test_loops_share_a_network_as_long_as_its_folder_stays_as_it_is(
+def test_loops_share_a_network_as_long_as_its_folder_says_the_same(
     plain_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
@@ -158,9 +159,23 @@ def test_loops_share_a_network_as_long_as_its_folder_stays_as_it_is(
     for _ in range(2):  # the first loop is gone when the second is made
         decode(pair, [[7, 8, 9]], FixedLength(2), settings=Settings(0.0, 4))
     assert find_drafter(pair.drafter, pair) is not find_drafter(pair.drafter, pair) and len(read) == 1
-    save_drafter(trained(plain_pair), tmp_path / "d")
+    save_drafter(trained(plain_pair), tmp_path / "copy")
+    find_drafter(f"medusa:{tmp_path / 'copy'}", pair)
+    assert len(read) == 1, "it holds the same"
+    save_drafter(dataclasses.replace(trained(plain_pair), provenance={"seed": 3}), tmp_path / "d")
     find_drafter(pair.drafter, pair)
     assert len(read) == 2
+
+
+def test_of_two_drafters_the_second_one_is_told_to_make_short_rounds(plain_pair: Pair, tmp_path: Path) -> None:
+    save_drafter(trained(plain_pair), tmp_path / "d")
+    with pytest.warns(SpecstopWarning, match="proposes 3 tokens at most, so that rounds of 5 stay shorter"):
+        tell_if_cut(with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}"), 5)
+    with pytest.warns(
+        SpecstopWarning, match="the second one proposes 3 tokens at most, so that its rounds of 5 stay"
+    ) as told:
+        tell_if_cut(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
+    assert "--depth" not in str(told[0].message), "the first one goes as deep as it is asked to"
 
 
 def test_damaged_folders_are_refused_or_draft_as_before(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_prompts
 from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, small_drafter, small_network
+from specstop.cli.commands.train_drafter import show_drafter
 from specstop.collect.prompts.read import Prompt
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import find_drafter, load_drafter
@@ -161,6 +163,8 @@ def test_a_drafter_learns_its_target(
 ) -> None:
     """On the texts that it is fitted to: it proposes better than it did, and its folder drafts in the loop."""
     told: list[str] = []
+    lengths = [len(t.tokens) for t in record_texts(alone, few, tmp_path / "one", max_new_tokens=NEW, temperature=0.0)]
+    few = [few[at] for at in np.argsort(lengths)]  # the longest text is held out
     prompts = [prompt for prompt, _ in few]
     options = FitOptions(epochs=4, learning_rate=1e-2, checkpoints=tmp_path / "work")
     made = train_drafter(
@@ -218,9 +222,9 @@ def test_texts_too_short_to_compare_all_depths_are_left_out(
     for size in range(3, least + 1):
         cut = Text(texts[0].tokens[:size], 1, True, texts[0].states[:size])
         found = acceptance(network, [cut], *ends(alone))
-        assert len(found.shares) == (0 if size < least else network.shape.depth), size
+        assert len(found.shares if found else []) == (0 if size < least else network.shape.depth), size
         if size < least:
-            assert acceptance(network, [*texts, cut], *ends(alone)) == whole
+            assert found is None and acceptance(network, [*texts, cut], *ends(alone)) == whole
         else:
             assert bool(torch.isfinite(loss_of(network)(Batch.of([cut]), *ends(alone))))
     lengths = sorted(len(text.tokens) for text in texts)
@@ -231,6 +235,23 @@ def test_texts_too_short_to_compare_all_depths_are_left_out(
     with pytest.warns(SpecstopWarning, match=r"\d+ of \d+ texts are shorter than"):
         sides = _long_enough(Texts(short.files), lengths[1] - 3)
     assert all(len(text.tokens) >= lengths[1] for side in sides for text in side)
+
+
+def test_what_no_text_is_long_enough_to_show_is_not_reported(
+    alone: Pair, few: list[tuple[Prompt, list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("specstop.train.drafters.run.acceptance", lambda *given: None)
+    options = FitOptions(epochs=1)
+    with pytest.warns(SpecstopWarning, match="no greedy text of those held out has 3 new tokens, so acceptance is not"):
+        made = train_drafter(
+            alone, [p for p, _ in few], tmp_path / "d", "medusa", depth=2, max_new_tokens=8, fit_options=options
+        )
+    assert set(made.metrics) == {"seconds to record", "seconds to fit"}
+    assert load_drafter(tmp_path / "d").metrics == made.metrics
+    show_drafter(made, tmp_path / "d")
+    shown = capsys.readouterr().out
+    assert "seconds to fit" in shown and "acceptance" not in shown
 
 
 def test_a_run_that_is_resumed_ends_as_one_that_was_not(alone: Pair, few: list[Any], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xgboost as xgb
+from specstop.collect.schema import NO_TOKEN
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
@@ -22,7 +23,7 @@ from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.exported import ranges
 from specstop.train.heads.fitting import FitOptions, FitTask, fitter
 from specstop.train.heads.kinds.mlp import StopHeadModule, TraceDataModule
-from specstop.train.heads.rows import FitRows, conditional_acceptance, fit_rows, split_prompts, visits
+from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT, synthetic_rows, synthetic_trace, true_logits
@@ -128,6 +129,10 @@ def test_conditional_acceptance_counts_the_rounds_that_came_so_far(trace: TraceA
         0.0,
         0.0,
     )
+    lookup = synthetic_trace([[1, 0, 2, 0, 1, 0]], DEPTH)
+    lookup.tokens[1::2] = NO_TOKEN
+    every = Visits.once(torch.arange(6))
+    assert conditional_acceptance(lookup, every)[:2] == (1.0, pytest.approx(1 / 3)), "of rounds that have a token"
 
 
 @pytest.mark.parametrize("seed", range(4))

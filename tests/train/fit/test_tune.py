@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from contract_policies import DEPTH
+from learned_policies import Certain
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import PolicyError
@@ -17,7 +17,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived, Threshold, derived_thresholds
 from specstop.policies.storage.folder import load_policy_folder, save_policy
-from specstop.train.fit.rates import left_out_rates, replayed_rates
+from specstop.train.fit.rates import left_out_parts, replayed_rates
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import (
     CLEARLY,
@@ -38,12 +38,10 @@ from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tokens have a say
 
 
-def certain(policy: LearnedPolicy, chance: float) -> LearnedPolicy:
-    """Return a policy that takes every token to be accepted with this chance."""
-    flat = Calibrator("isotonic", knots=np.array([[-1.0, 1.0], [chance, chance]], dtype=np.float32))
-    return LearnedPolicy(
-        policy.name, policy.features, policy.head, flat, policy.next, policy.rule, policy.max_depth, policy.facts
-    )
+def as_they_are(policy: LearnedPolicy) -> LearnedPolicy:
+    """Return a policy that takes its head's word for it."""
+    parts = policy.head, Calibrator(), Calibrator(), policy.rule, policy.max_depth, policy.facts
+    return LearnedPolicy(policy.name, policy.features, *parts)
 
 
 @pytest.fixture(scope="module")
@@ -133,19 +131,21 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
 ) -> None:
     folds = prompt_folds(arrays, 3, 0)
-    drafts = [certain(learned, 0.5), certain(learned, 1.0), certain(learned, 0.0)]
+    heads, policy = [Certain(0.0), Certain(30.0), Certain(-30.0)], as_they_are(learned)
     rules = [Threshold("step", threshold) for threshold in (0.3, 0.6)]
-    found = left_out_rates(arrays, folds, drafts, full_profile)([learned.with_rule(rule) for rule in rules])
+    parts = left_out_parts(arrays, folds, heads)
+    found = replayed_rates(parts, full_profile)([policy.with_rule(rule) for rule in rules])
     for rule, rate in zip(rules, found, strict=True):
         played = [
-            replay(arrays.subset(folds.sequences(fold)), drafts[fold].with_rule(rule), full_profile) for fold in (1, 2)
+            replay(arrays.subset(folds.sequences(fold)), policy.with_rule(rule).with_head(heads[fold]), full_profile)
+            for fold in (1, 2)
         ]
         assert int(played[1].drafted.max()) <= int(played[1].rounds.max()) < int(played[0].drafted.max())
         tokens, seconds = (sum(float(getattr(one, of).sum()) for one in played) for of in ("tokens", "seconds"))
         assert rate == pytest.approx(tokens / seconds, rel=1e-6)  # sums of float32
-    rule = learned.with_rule(rules[0])
-    alone = left_out_rates(arrays, folds, drafts[:1], full_profile)([rule])
-    assert alone == replayed_rates(arrays.subset(folds.sequences(0, inside=False)), full_profile)([rule])
+    assert policy.head is learned.head
+    (alone,) = left_out_parts(arrays, folds, heads[:1])
+    assert alone.head is None and alone.arrays.sequences == len(folds.sequences(0, inside=False))
 
 
 def test_another_first_decision_has_to_be_clearly_better(

@@ -152,6 +152,11 @@ def test_a_run_is_not_gone_on_from_as_another(parts: tuple[FitRows, FitRows], tm
     for change, why in (
         ({"seed": 1}, "seed 0, not 1"),
         ({"of": {"prompts held out": "b"}}, "prompts held out a, not b"),
+        ({"options": dataclasses.replace(resumed.options, epochs=2)}, "epochs 1, not 2"),
+        (
+            {"options": dataclasses.replace(resumed.options, params={"weight_decay": 0.1})},
+            "hyper-parameters {}, not {'weight_decay': 0.1}",
+        ),
     ):
         with pytest.raises(InputError, match=f"--resume: the checkpoint in .* is of a run with {why}; give the same"):
             fitter("mlp")(dataclasses.replace(resumed, **change))
@@ -165,7 +170,7 @@ def test_a_work_folder_in_use_is_not_mixed_up(parts: tuple[FitRows, FitRows], tm
     with pytest.raises(InputError, match="those of another run; pass --resume"):
         fit_network(*parts, options)
     wider = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512, resume=True, params={"width": 8})
-    with pytest.raises(InputError, match="is not a checkpoint of such a run"):
+    with pytest.raises(InputError, match=r"a run with hyper-parameters {}, not {'width': 8}; give the same"):
         fit_network(*parts, wider)
     (tmp_path / "last.ckpt").write_bytes(b"cut off")
     with pytest.raises(InputError, match="is not a checkpoint of such a run: it is damaged; remove it"):

@@ -42,7 +42,6 @@ class Chosen:
 
 def fit_continuation(
     arrays: TraceArrays,
-    held: TraceArrays,
     profile: Profile,
     names: Sequence[str],
     kind: str,
@@ -56,8 +55,7 @@ def fit_continuation(
     """Fit a continuation policy, replay it, and fit it again on what it visits.
 
     Args:
-        arrays: training traces.
-        held: of other prompts, where the best round is chosen.
+        arrays: training traces; heads are stopped early, and the best round chosen, on a fold of their prompts.
         profile: what rounds and this policy's decisions cost.
         names: features of the head; with `depth` one head serves all depths.
         kind: of head, see `VALUE_FITTERS`.
@@ -76,7 +74,7 @@ def fit_continuation(
     costs, folds = CostToGo(arrays, profile), prompt_folds(arrays, FOLDS, seed)
     price = profile.decision(name.partition(":")[0])
     every = torch.arange(len(costs.bound))
-    inner = folds.of[costs.arrays.owner]
+    inner, held = folds.of[costs.arrays.owner], arrays.subset(folds.sequences(0))
     # The head reads the features of the depth before too.
     columns, places = head_names(names, Continuation(remembers=True)), remembered(names)
 

@@ -24,7 +24,7 @@ from ...replay.bounds.static_tree import best_static_tree, drafted_alone
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays
 from ..plan import Plan
-from ..rates import left_out_rates
+from ..rates import left_out_parts, replayed_rates
 from .calibrate import fit_paths, sibling_shares
 from .rows import rank_acceptance, tree_rows
 from .scores import tree_scores
@@ -80,11 +80,12 @@ def fit_tree(
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
         # As the next pass is fitted: on prompts played by heads that have not seen them, under one rule.
-        rates = left_out_rates(arrays, folds, policies, profile)
+        rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
         policy, rate = solve_tree(policy, fit_side, profile, rates=rates)
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
-    mine = replay(held_side, policy, profile)
+    not_seen = _not_seen(policy, parts, arrays)
+    mine = replay(held_side, not_seen, profile)
     theirs = replay(*drafted_alone(held_side, static.nodes), profile).rate
     metrics = {
         "prompts": len(set(arrays.prompt_ids)),
@@ -94,7 +95,7 @@ def fit_tree(
         "held_out_ratio_to_static_tree": mine.rate / theirs,
         "static_tree": static.shape.name,
         "priced_tree": static.drawn.name,
-        "reliability": tree_scores(_not_seen(policy, parts, arrays), held_side, visits(held_side, [mine])),
+        "reliability": tree_scores(not_seen, held_side, visits(held_side, [mine])),
     }
     policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.record(policy.cost_name))
     return policy, files, metrics

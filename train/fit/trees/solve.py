@@ -11,7 +11,7 @@ from ....policies.latency.tables import Price
 from ....policies.learned.trees import TreeGain
 from ....policies.rules.trees import MOST_NODES
 from ...replay.traces.arrays import TraceArrays, typical_context
-from ..rates import Rates, replayed_rates
+from ..rates import Part, Rates, replayed_rates
 
 AHEAD = (0.0, 0.5, 0.8, 1.0)
 """Shares of the mean acceptance that are tried."""
@@ -81,7 +81,7 @@ def solve_tree(
         The policy under the fastest rule met, and its rate in tokens per second.
     """
     seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
-    rates = rates or replayed_rates(arrays, profile)
+    rates = rates or replayed_rates([Part(arrays)], profile)
     best, best_rate = policy, 0.0
 
     def settled(**changes: Any) -> None:

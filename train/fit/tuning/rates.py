@@ -16,7 +16,7 @@ from ....policies.learned.trees import TreeGain
 from ....policies.rules.chains import Derived, derived_thresholds
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays, typical_context
-from ..rates import Rates, replayed_rates
+from ..rates import Part, Rates, replayed_rates
 from ..trees.solve import FIRST, solve_tree
 
 THRESHOLDS = tuple(round(0.05 * i, 2) for i in range(1, 20))
@@ -87,7 +87,7 @@ def solve_rate(
             f"{len(acceptance)}; train the policy again"
         )
     context, price = typical_context(arrays), profile.decision(policy.cost_name)
-    rates = rates or replayed_rates(arrays, profile)
+    rates = rates or replayed_rates([Part(arrays)], profile)
     start = max(r.rate for r in fixed_grid(arrays, profile))
     best, best_rate = policy, 0.0
     # After a depth where nothing was ever accepted there is nothing to decide.

@@ -34,6 +34,7 @@ from ...heads.head_specs import head_spec, read_hidden, usual_features
 from ...heads.rows import label_columns
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays
+from ...replay.traces.checking import check_whole
 from ...replay.traces.concatenate import joined_arrays, temperatures
 from ..fit_rule import check_rule
 from ..plan import FEATURES, Plan, check_plan, default_features, without_noise
@@ -123,6 +124,7 @@ def train_best(
     plan = dataclasses.replace(plan, hidden=tuple(sorted(kept)))
     extra = label_columns([trace.header for trace in opened], any(one.soft for one in asked))
     arrays = joined_arrays(opened, tuple(read), plan.hidden, extra)
+    check_whole(arrays, "leave out --tune and give --rule survival, step or any with a --threshold")
     sampled_at = temperatures(opened)
     found = search(plan, arrays, profile, sampled_at, options, progress)
     sources = [str(trace.folder) for trace in opened]

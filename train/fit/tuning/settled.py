@@ -14,9 +14,13 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.storage.folder import load_policy_folder, save_policy
 from ...replay.traces.arrays import TraceArrays, trace_arrays
+from ..rates import Part
 from ..trees.solve import FIRST
 from .batches import settle_batch, settle_lengths
 from .rates import PRICED, is_priced, solve_rate
+
+KNOWN = 0.01
+"""Share of a fixed length's rate that decisions must gain in batches of prompts that the head was fitted on."""
 
 BY_COSTS = "decides by the costs of this profile"
 """What is said of a policy that was given other costs, or none."""
@@ -43,7 +47,8 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
         # Another first decision has to be clearly faster: training chose this one on prompts that its heads had not seen.
         firsts = (policy.rule.first, *(first for first in FIRST if first != policy.rule.first))
         solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts)
-        settled = copy.copy(settle_lengths(solved, arrays, profile))  # where no rule was faster it is the policy itself
+        # Where no rule was faster it is the policy itself.
+        settled = copy.copy(settle_lengths(solved, [Part(arrays)], profile, KNOWN))
         # Speeds that training measured are those of the other profile.
         metrics = {name: value for name, value in policy.facts.metrics.items() if not name.startswith("held_out_")}
         settled.facts = dataclasses.replace(
@@ -59,7 +64,8 @@ def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profil
     if known and policy.profile.decision(name) == profile.decision(name):
         return policy, ""
     if arrays is not None and profile.batch is not None:
-        return settle_batch(policy, arrays, profile), f"{BY_COSTS}, its rates solved for it on the training traces"
+        settled = settle_batch(policy, [Part(arrays)], profile, KNOWN)
+        return settled, f"{BY_COSTS}, its rates solved for it on the training traces"
     # Where decisions alone have another price, sizes at which nothing is decided stay as they were settled.
     return for_batches(policy, profile=profile, rule=policy.rule if known else None), "" if known else BY_COSTS
 
@@ -81,7 +87,7 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
         return policy
     arrays = trace_arrays(traces, policy.features)
     settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
-    settled = settle_lengths(settled, arrays, profile)
+    settled = settle_lengths(settled, [Part(arrays)], profile, KNOWN)
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
     # The folder is written anew: files for retraining have to be handed over again.
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})

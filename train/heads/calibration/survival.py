@@ -63,10 +63,14 @@ class SurvivalFit:
     held_out: Array
 
 
-def fit_survival(products: Products) -> SurvivalFit:
+def fit_survival(products: Products, kinds: Sequence[str] | None = None) -> SurvivalFit:
     """Choose and fit the tables.
 
     `held_out` has each round's survival under tables that were fitted, the kinds as chosen, on the other folds.
+
+    Args:
+        products: of the rounds to fit on.
+        kinds: of the maps by depth; None = the best by loss on prompts left out.
     """
     depth = products.accept.shape[1]
     tables = unchanged(STARTS, depth)
@@ -74,9 +78,9 @@ def fit_survival(products: Products) -> SurvivalFit:
     for start in range(1, min(STARTS, depth) + 1):
         # A product that begins at `start` says nothing of the tokens before it: they are given as accepted.
         alive = products.of(products.length >= start - 1)
-        fitted, kinds = fit_tables(alive, start)
+        fitted, found = fit_tables(alive, start, None if kinds is None else kinds[start - 1 :])
         tables[start - 1] = fitted
-        chosen = chosen or kinds
+        chosen = chosen or found
     held_out = np.zeros(products.accept.shape)
     for fold in np.unique(products.fold):
         out = products.fold == fold

@@ -97,6 +97,12 @@ class TraceArrays:
             return self.anchors
         return torch.arange(len(self.owner)) - (self.offset - self.first_anchor)[self.owner]
 
+    @cached_property
+    def only_positions(self) -> bool:
+        """Whether there are positions to fit heads on and no whole texts to replay: a mixed text, or rounds are missing."""
+        missing = self.anchors is not None or bool((self.first_anchor + self.rows < self.text_tokens).any())
+        return self.header.mix > 0 or (self.header.collector == "dense" and missing)
+
     def accepted_nodes(self, row: Tensor | slice = slice(None)) -> Tensor:
         """Return [R, K] bool, the nodes that the target accepts, at these rows."""
         if self.path is not None:

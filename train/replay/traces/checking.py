@@ -53,6 +53,15 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
     check_sizes(policy, header.hidden)
 
 
+def check_whole(arrays: TraceArrays, instead: str) -> None:
+    """Refuse a trace whose texts cannot be replayed where a rule is settled so; the message says what to do instead."""
+    if arrays.only_positions:
+        why = (
+            "mixes draft samples into the text (--mix)" if arrays.header.mix else "has not every position of its texts"
+        )
+        raise TraceError(f"the trace {why}, so that no text can be replayed to settle a rule: {instead}")
+
+
 def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArrays) -> None:
     """Refuse traces that share prompts with `other`, which are called `others`."""
     if shared := set(arrays.prompt_ids) & set(other.prompt_ids):
