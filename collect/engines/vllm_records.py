@@ -47,11 +47,7 @@ def import_vllm(
             raise InputError(f"--target, --draft: {file} names the models that it was recorded with; leave them out")
         return import_parts(file, out, overwrite=overwrite)
     claim_folder(out, overwrite=overwrite, inputs=[file])
-    if not file.is_file():
-        raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
-    records = [_Record(line, where) for where, line in lines(file, "--from-vllm")]
-    if not records:
-        raise InputError(f"--from-vllm: {file} is empty")
+    records = _records(file)
     steps = [count for record in records for count in record.drafted]
     depth = max(steps, default=0)
     if not depth:
@@ -86,6 +82,15 @@ def import_vllm(
             stage, header, 0, [record.columns(at, depth) for at, record in enumerate(records) if record.drafted]
         )
     return open_trace(out)
+
+
+def _records(file: Path) -> list[_Record]:
+    if not file.is_file():
+        raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
+    records = [_Record(line, where) for where, line in lines(file, "--from-vllm")]
+    if not records:
+        raise InputError(f"--from-vllm: {file} is empty")
+    return records
 
 
 class _Record:

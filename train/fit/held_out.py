@@ -46,19 +46,21 @@ def fitted_without(
 
     Args:
         policy: whose head was fitted without the first fold.
-        fitted: the heads of all folds; where there is the first alone, one half of its prompts serves the other.
+        fitted: the heads of all folds; where there is the first alone, one half of its prompts serves the other, and nothing
+            is yielded if it has one prompt.
         calibrated: as the policy is.
         arrays: traces.
         visited: the rounds that it was calibrated on.
     """
     held, owner = fitted.folds.sequences(0), arrays.owner[visited.row]
-    names = sorted({arrays.prompt_ids[sequence] for sequence in held})
-    halves = [[s for s in held if names.index(arrays.prompt_ids[s]) % 2 == side] for side in (0, 1)]
-    for part in [held] if len(fitted.heads) > 1 else halves:
+    parts = [held]
+    if len(fitted.heads) == 1:
+        names = sorted({arrays.prompt_ids[sequence] for sequence in held})
+        parts = [[s for s in held if names.index(arrays.prompt_ids[s]) % 2 == side] for side in (0, 1)]
+        if len(names) == 1:  # with nothing to calibrate on but itself
+            return
+    for part in parts:
         others = visited.part(~torch.isin(owner, torch.tensor(part)))
-        outputs = held_out_outputs(fitted, arrays, policy.features, others)
-        if not part or not len(outputs.length):
-            continue
-        again = calibrate(outputs, like=calibrated)
-        parts = policy.head, again.accept, again.next, policy.rule, policy.max_depth, policy.facts, again.tables
-        yield type(policy)(policy.name, policy.features, *parts), arrays.subset(part)
+        again = calibrate(held_out_outputs(fitted, arrays, policy.features, others), like=calibrated)
+        made = policy.head, again.accept, again.next, policy.rule, policy.max_depth, policy.facts, again.tables
+        yield type(policy)(policy.name, policy.features, *made), arrays.subset(part)
