@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PAIR = "folder of a pair made by make_pair.py; default: the embedded pair, with --quick one made in seconds"
+PAIR = "folder of a pair made by make_pair.py; default: the shipped pair"
 NO_PAIR = "not needed here"
 
 

@@ -3,7 +3,7 @@
     python benchmarks/baselines.py --check
     python benchmarks/baselines.py --quick --tree 3,2,1,1
 
-Without `--pair` the embedded pair is used. For temperatures 0 and 0.7 each rule is replayed on held-out traces with the
+Without `--pair` the shipped pair is used. For temperatures 0 and 0.7 each rule is replayed on held-out traces with the
 latency profile of this machine, decisions included as the live loop measures them: ratio to the best fixed length, with 95%
 intervals over prompts, and the share of the oracle gain. Every rule is tuned by replayed
 throughput over as many settings; `free` is the tuned one if a decision took no time. With `--tree` the same on a tree, whose

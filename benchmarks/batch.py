@@ -4,7 +4,7 @@
     python benchmarks/batch.py --pair pairs/a --out batch.json
 
 Of the parts `loads` replays policies by batch size and decodes some live, and `plain` decodes ours beside plain decoding: on
-weights of 100M each takes an hour and more, half of it the profile. Without `--pair` the embedded pair is used. Speeds are
+weights of 100M each takes an hour and more, half of it the profile. Without `--pair` the shipped pair is used. Speeds are
 compared on it and on a pair of 100M and 18M untrained weights. The last line is one JSON object; with `--check` the exit code
 is 1 where a bar falls short.
 """

@@ -3,7 +3,7 @@
     python benchmarks/collect.py --check
     python benchmarks/collect.py --pair pairs/a --out collect.json
 
-Without `--pair` the embedded pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+Without `--pair` the shipped pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
 falls short.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/make_pair.py --size 100m --out pairs/100m
     python benchmarks/decode.py --check --pair pairs/100m
 
-The embedded pair always runs, and with a draft disturbed until it is right only every other time; `--pair` adds others. For
+The shipped pair always runs, and with a draft disturbed until it is right only every other time; `--pair` adds others. For
 each pair, greedy and at T = 0.7, alternating per prompt: our best fixed length over the library's best assisted setting; the
 share of a round outside model calls and policy; the floor (the same forwards with nothing between them) over the loop;
 trees; memory over a long run. The two methods of each kind that are fastest on the first 6 prompts are run on the others as
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from bars import Bars, arguments
-from pairs import accepted_first, own_pair, weaker_pair
+from pairs import accepted_first, weaker_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
@@ -31,6 +31,7 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.packed import TreeRows
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
+from specstop.train.demo.pair import shipped_pair
 
 LENGTHS = (2, 3, 4, 6, 8)
 TREES = ("2,1", "2,2,1,1", "4,2,1", "fork:2x4")
@@ -50,7 +51,7 @@ Prompts = list[tuple[str, list[int]]]
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, "folders of further pairs", pairs=True)
-    parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
+    parser.add_argument("--only-pairs", action="store_true", help="leave the shipped pair out")
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.7], help="temperatures to run at")
     parser.add_argument("--prompts", type=int, default=40, help="prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--engine", default="auto", help="how our models compute")
@@ -59,7 +60,7 @@ def main() -> int:
     bars = Bars()
     results = bars.figures["pairs"] = {}
     with tempfile.TemporaryDirectory() as room, progress_bars() as progress:
-        weaker = None if options.only_pairs else weaker_pair(own := own_pair(options, progress), Path(room))
+        weaker = None if options.only_pairs else weaker_pair(own := shipped_pair(), Path(room))
         for folder in [*([own, weaker] if weaker else []), *options.pair]:
             least = AT_LEAST_WEAKER if folder == weaker else AT_LEAST
             pair = load_pair(folder / "target", folder / "draft", engine=options.engine)

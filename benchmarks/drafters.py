@@ -68,7 +68,7 @@ def main() -> int:
     temperatures = options.temperature or [0.0, 0.7]
     bars = Bars()
     with progress_bars() as progress, tempfile.TemporaryDirectory() as other:
-        folder, room = pair_folder(options, progress), options.work or Path(other)
+        folder, room = pair_folder(options), options.work or Path(other)
         fit = read_prompts(folder / "prompts-train.jsonl", 24 if options.quick else None)
         test = read_prompts(folder / "prompts-test.jsonl", options.prompts)
         plain = load_pair(folder / "target", engine="plain")

@@ -3,7 +3,7 @@
     python benchmarks/engines.py --check
     python benchmarks/engines.py --check --wheels DIR    # wheels that were downloaded before
 
-Traces and a profile of the embedded pair (or `--pair`) are exported under profiles that go from "a row more costs nothing" to
+Traces and a profile of the shipped pair (or `--pair`) are exported under profiles that go from "a row more costs nothing" to
 "a row more costs as much as the first". vLLM: `validate_and_normalize_dynamic_sd_schedule` and the lookup that the scheduler
 builds from it, and the fields of `SpeculativeConfig`, extra ones forbidden as there. SGLang: the whole module
 `adaptive_spec_params`, with stand-ins for what it imports, its loader on our file, its routing by batch size, and its

@@ -4,7 +4,7 @@
     python benchmarks/exactness.py --quick
 
 The first two parts drive the shipped loop on models that are tables of the whole prefix, with the helpers of the tests, so
-this runs from the repository root. Without `--pair` the embedded pair is used. The last line printed is one JSON object;
+this runs from the repository root. Without `--pair` the shipped pair is used. The last line printed is one JSON object;
 with `--check` the exit code is 1 where a bar falls short.
 """
 

@@ -1,9 +1,9 @@
 """Filtered sampling and completions: replay as live, heads with and without the filter that is served, texts of an engine.
 
-    python benchmarks/filters.py --check --pair path/to/15m
+    python benchmarks/filters.py --check --pair path/to/other
 
 Every choice of the rejection family under a filter, enumerated; and rounds of replay beside those of the live loop on a tiny
-random pair in float64, under four filters, at three temperatures, as chains and trees. Then on the embedded pair and each of
+random pair in float64, under four filters, at three temperatures, as chains and trees. Then on the shipped pair and each of
 `--pair`, at temperature 0.7: heads of `specstop train` trained without a filter and decoded under ones that leave few tokens,
 each no more than 2% below the best fixed length there, by the profile's time; heads trained under top-p 0.9 and replayed
 there, beside those trained without; and texts that transformers' own `generate` has sampled, as traces: labels,
@@ -24,10 +24,11 @@ from filtered.completions import completed, repeated
 from filtered.enumerated import enumerated
 from filtered.heads import TRAINED, Place, alike, unlike
 from filtered.same_rounds import FILTERS, SHAPES, TEMPERATURES, same_rounds
-from pairs import effort, own_pair
+from pairs import effort
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, read_prompts
 from specstop.decode import load_pair
+from specstop.train.demo.pair import shipped_pair
 
 ROUNDS = 3000
 """Compared of each filter, temperature and shape."""
@@ -58,7 +59,7 @@ def compared(options: Any, room: Path, bars: Bars) -> None:
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
-    parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out; no check then")
+    parser.add_argument("--only-pairs", action="store_true", help="leave the shipped pair out; no check then")
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to run; a check needs all")
     parser.add_argument("--prompts", type=int, default=40, help="test prompts of 128 new tokens; a check needs 40")
     parser.add_argument("--train-prompts", type=int, default=160, help="training prompts")
@@ -73,8 +74,8 @@ def main() -> int:
         if "rounds" in options.part:
             enumerated(100 if options.quick else 4, bars)
             compared(options, Path(room), bars)
-        embedded = [] if options.only_pairs or (options.quick and options.pair) else [own_pair(options, progress)]
-        folders = [*embedded, *options.pair]
+        shipped = [] if options.only_pairs or (options.quick and options.pair) else [shipped_pair()]
+        folders = [*shipped, *options.pair]
         for folder in folders if set(options.part) - {"rounds"} else ():
             pair, stock = (load_pair(folder / "target", folder / "draft", engine=e) for e in ("auto", "plain"))
             known, tested = (

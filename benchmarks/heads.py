@@ -1,13 +1,12 @@
 """Learned stop policies beside best fixed, every tuned rule, published heads, the achievable estimate and the oracle.
 
-    python benchmarks/heads.py --pair path/to/one --text records.jsonl --work traces --check
+    python benchmarks/heads.py --pair path/to/one --work traces --check
     python benchmarks/heads.py --quick
 
-The embedded pair, and the pairs of `--pair`, each with the `--text` that it was made of: prompts are cut from what neither
-of its models has seen. For temperatures 0 and 0.7 dense traces of training and test prompts are collected
-and the latency of this machine is measured through the loop, decisions included; what lies in `--work` already is taken from
-there. On training prompts every rule is tuned over as many settings, and every head is fitted; the learned policy that is
-fastest on training prompts left out of its fit is named before a test prompt is read. Then all are replayed on test prompts:
+The shipped pair, and the pairs of `--pair`. For temperatures 0 and 0.7 dense traces of training and test prompts are
+collected and the latency of this machine is measured through the loop, decisions included. Files that exist in `--work` are
+reused. On training prompts every rule is tuned over as many settings, and every head is fitted. The learned policy that is
+fastest on training prompts left out of its fit is chosen before a test prompt is read. Then all are replayed on test prompts:
 ratios to the best fixed length with 95% intervals over prompts, and the share of the oracle gain.
 For the plain engine the named policy is solved again; for a GPU (verifying takes 20 ms whatever it reads, a draft step 3% of
 that) one is named anew. The last line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
@@ -28,7 +27,7 @@ import torch
 from bars import Bars, arguments
 from baselines import measured
 from hindsight import policy_survival, settle_thresholds
-from pairs import documents, effort, own_pair, unseen_prompts
+from pairs import effort, prompts_of
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
@@ -44,6 +43,7 @@ from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
@@ -56,7 +56,6 @@ from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.reliability import survival
-from text_files import read_documents
 from tuned_rules import tuned_rules
 
 TEMPERATURES = (0.0, 0.7)
@@ -122,26 +121,20 @@ class Place:
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, "folders of further pairs made by make_pair.py", pairs=True)
-    parser.add_argument(
-        "--text", type=Path, action="append", default=[], help="what the --pair in its place was made of"
-    )
     parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
-    parser.add_argument("--only-pairs", action="store_true", help="leave the embedded pair out")
+    parser.add_argument("--only-pairs", action="store_true", help="leave the shipped pair out")
     parser.add_argument("--scalars", action="store_true", help="leave out what reads hidden states, most of the hour")
     parser.add_argument(
         "--work", type=Path, help="folder for traces and profiles, taken from there when they are there"
     )
     options = parser.parse_args()
-    if len(options.pair) != len(options.text):
-        parser.error(f"expected a --text for each --pair, got {len(options.text)} for {len(options.pair)}")
     counts = (16, 8) if options.quick else (TRAIN, TEST)
     tokens = 32 if options.quick else 128
     temperatures = options.temperature or (TEMPERATURES[-1:] if options.quick else TEMPERATURES)
     bars = Bars()
     try:
-        pairs = [] if options.only_pairs else [(own_pair(options), documents(options))]
-        pairs += [(pair, read_documents(text)) for pair, text in zip(options.pair, options.text, strict=True)]
-        cut = [(where, unseen_prompts(where, documents, *counts)) for where, documents in pairs]
+        pairs = [*([] if options.only_pairs else [shipped_pair()]), *options.pair]
+        cut = [(where, prompts_of(where, *counts)) for where in pairs]
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
     python benchmarks/layouts.py --check
 
-Without `--pair` the embedded pair is used. Layouts take turns of a stretch each, in which sizes change from step to step, as
+Without `--pair` the shipped pair is used. Layouts take turns of a stretch each, in which sizes change from step to step, as
 in a decoding loop: a layout that is fastest for one size alone is not where another one has just gone through the caches.
 The last line is one JSON object; with `--check` the exit code is 1 where the chosen layouts are not the best, or near it.
 """

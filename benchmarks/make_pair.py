@@ -1,118 +1,720 @@
-"""Build a target and draft pair from any text and measure how often the draft's greedy token is the target's.
+"""Train a target and a draft on Python source text, and write the pair as the package ships it.
 
-    python benchmarks/make_pair.py --size 15m --out pairs/stdlib-15m
-    python benchmarks/make_pair.py --text records.jsonl --size small --out pairs/records
+    python benchmarks/make_pair.py --size large --out pairs/large
+    python benchmarks/make_pair.py --size large --draft plain --target pairs/large/target --out pairs/large-plain
+    python benchmarks/make_pair.py --size large --out pairs/large --ship train/demo/data
+    python benchmarks/make_pair.py --compare pairs/large pairs/large-plain
 
-The bar: P(A >= 1) between 0.5 and 0.85. The last line is one JSON object: parameters, seconds and acceptance by depth.
+The target learns the next token of the text. The draft is trained on the target's distribution (`--draft distilled`) or, like
+the target, on the text alone (`--draft plain`). All weights are rounded to int8 with one scale per row before they are
+measured. Prompts come from files that neither model has seen. The last line is one JSON object: acceptance by depth on the
+test prompts. With `--compare` no pair is made: the stages of the demo run on each folder, and a table shows its acceptance,
+its costs, the oracle bound and the best learned policy.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
 import json
+import platform
+import random
 import sys
+import sysconfig
+import tempfile
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
+import transformers
 from bars import NO_PAIR, Bars, arguments
-from specstop.policies.errors import SpecstopError
-from specstop.policies.files.outputs import claim_folder, list_also
-from specstop.train.demo.pair import make_pair
-from specstop.train.demo.pair_recipe import RECIPES
-from specstop.train.demo.pair_text import stdlib_documents
-from text_files import read_documents
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import save_file
+from specstop.cli.console.output import progress_bars
+from specstop.decode import load_pair
+from specstop.policies.errors import InputError, SpecstopError
+from specstop.policies.files.outputs import claim_folder, list_also, staged_folder
+from specstop.train.demo.demo import QUICK, Sizes, run_offline
+from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-DEPTHS = 8
-QUICK_STEPS = 20
-LEAST, MOST = 0.5, 0.85
+END_OF_TEXT = "<|endoftext|>"
+MAX_DEPTH = 8
+"""Depths whose acceptance is measured."""
+
+# Folders of the standard library without library text: tests, installed packages, generated tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
+SKIPPED_PREFIXES = ("config-", "python")
 
 
-def main() -> int:
-    """Run the command line and return its exit code."""
-    parser = arguments(__doc__, NO_PAIR, out="folder to write the pair and the figures to; must be given")
-    parser.add_argument("--text", type=Path, help="JSON Lines file or folder; default: the standard library")
-    parser.add_argument("--size", choices=("small", "15m", "100m"), default="small", help="recipe")
-    parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace the pair in --out, once the new one is complete"
+@dataclass(frozen=True)
+class ModelShape:
+    """Widths of one Llama model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+
+    def build(self, vocabulary: int, positions: int) -> LlamaForCausalLM:
+        """Return a freshly initialised model with tied embeddings."""
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            max_position_embeddings=positions,
+            tie_word_embeddings=True,
+            # The library's default of 0.02 suits wide models.
+            initializer_range=self.hidden**-0.5,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+        return LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Settings that decide the weights.
+
+    Attributes:
+        target: Shape of the target.
+        draft: Shape of the draft.
+        shallow_layers: Layers of the network that is trained first and then stacked to the target's depth.
+        shallow_steps: Steps of that network, on windows of `shallow_length` tokens.
+        steps: Steps of the whole target, on windows of `length` tokens.
+        draft_steps: Steps of the draft.
+        own_rows: Texts that the target generates for the draft to learn from.
+        vocabulary: Entries of the tokenizer.
+        positions: `max_position_embeddings` of both models.
+        tokens_per_step: Tokens of one training step.
+        rate: Peak learning rate of matrices (Muon).
+        other_rate: Peak learning rate of embeddings and norms (AdamW).
+        held_out: Share of the files held out for prompts.
+        text_bytes: Most bytes of text to learn from, 0 = all of it.
+        prompts: Training and test prompts.
+        prompt_tokens: Least and most tokens of a prompt.
+        seed: Decides split, weights, batches and prompts.
+    """
+
+    target: ModelShape
+    draft: ModelShape
+    shallow_layers: int
+    shallow_steps: int
+    steps: int
+    draft_steps: int
+    own_rows: int
+    vocabulary: int = 2048
+    positions: int = 2048
+    shallow_length: int = 256
+    length: int = 512
+    tokens_per_step: int = 4096
+    rate: float = 0.02
+    other_rate: float = 3e-3
+    held_out: float = 0.12
+    text_bytes: int = 0
+    prompts: tuple[int, int] = (800, 800)
+    prompt_tokens: tuple[int, int] = (64, 160)
+    seed: int = 0
+
+
+RECIPES = {
+    "large": Recipe(
+        target=ModelShape(hidden=256, layers=12, heads=4, intermediate=704),
+        draft=ModelShape(hidden=128, layers=2, heads=2, intermediate=352),
+        shallow_layers=4,
+        shallow_steps=1600,
+        steps=1700,
+        draft_steps=2200,
+        own_rows=3072,
+    ),
+    "small": Recipe(
+        target=ModelShape(hidden=192, layers=10, heads=3, intermediate=512),
+        draft=ModelShape(hidden=128, layers=1, heads=2, intermediate=352),
+        shallow_layers=5,
+        shallow_steps=1600,
+        steps=1700,
+        draft_steps=1500,
+        own_rows=2048,
+    ),
+    # For timing only: its acceptance means nothing.
+    "100m": Recipe(
+        target=ModelShape(hidden=768, layers=14, heads=12, intermediate=2048),
+        draft=ModelShape(hidden=256, layers=2, heads=4, intermediate=688),
+        shallow_layers=2,
+        shallow_steps=60,
+        steps=10,
+        draft_steps=60,
+        own_rows=16,
+        vocabulary=4096,
+        text_bytes=500_000,
+    ),
+}
+
+
+# Text
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file or record. `prompt`, if given, is used whole; otherwise prompts are pieces of `text`."""
+
+    name: str
+    text: str
+    group: str
+    prompt: str | None = None
+
+
+def stdlib_documents() -> list[Document]:
+    """Return the source files of the running Python's standard library, tests excluded, in a fixed order."""
+    return folder_documents(Path(sysconfig.get_paths()["stdlib"]), suffixes=(".py",))
+
+
+def folder_documents(root: Path, suffixes: tuple[str, ...] = (".py", ".txt")) -> list[Document]:
+    """Return the files below `root` with one of `suffixes`, sorted. `group` is the first part of the path."""
+    documents = []
+    for path in sorted(root.rglob("*")):
+        parts = path.relative_to(root).parts
+        skipped = any(part in SKIPPED_FOLDERS or part.startswith(SKIPPED_PREFIXES) for part in parts[:-1])
+        if skipped or path.suffix not in suffixes or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if text.strip():
+            documents.append(Document("/".join(parts), text, Path(parts[0]).stem))
+    return documents
+
+
+def read_documents(path: Path) -> list[Document]:
+    """Read documents from JSON Lines (`prompt`, `completion`, `group`) or a folder of .py and .txt files.
+
+    The text of a record is its prompt, a newline and its completion.
+
+    Raises:
+        InputError: A line is not a record with a prompt, or there are fewer than four documents.
+    """
+    if path.is_dir():
+        documents = folder_documents(path)
+    elif path.is_file():
+        documents = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                text = f"{record['prompt']}\n{record.get('completion', '')}"
+            except (ValueError, KeyError, TypeError):
+                raise InputError(f"{path}:{number}: expected a JSON object with the field 'prompt'") from None
+            group, name = str(record.get("group", "all")), str(record.get("id", number))
+            documents.append(Document(name, text, group, record["prompt"]))
+    else:
+        raise InputError(f"--text: expected a JSON Lines file or a folder, but {path} does not exist")
+    if len(documents) < 4:
+        raise InputError(f"--text: expected at least 4 documents in {path}, got {len(documents)}")
+    return documents
+
+
+def split_documents(
+    documents: Sequence[Document], recipe: Recipe
+) -> tuple[list[Document], list[Document], list[Document]]:
+    """Return the documents to learn from, those of training prompts and those of test prompts; the sets are disjoint."""
+    order = list(documents)
+    random.Random(recipe.seed).shuffle(order)
+    held_out = max(2, round(recipe.held_out * len(order)))
+    train_prompts = max(1, round(0.6 * held_out))
+    learn, size = [], 0
+    for document in order[held_out:]:
+        if recipe.text_bytes and size >= recipe.text_bytes:
+            break
+        learn.append(document)
+        size += len(document.text.encode())
+    return learn, order[:train_prompts], order[train_prompts:held_out]
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE with `vocabulary` entries, the end-of-text token included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
-    options = parser.parse_args()
-    if options.out is None:
-        parser.error("expected --out, the folder to write the pair to")
-    recipe = dataclasses.replace(RECIPES[options.size], seed=options.seed)
-    if options.quick:
-        recipe = dataclasses.replace(recipe, steps=QUICK_STEPS, own_steps=QUICK_STEPS, own_rows=8)
-    try:
-        claim_folder(options.out, overwrite=options.overwrite, inputs=[options.text])
-        documents = read_documents(options.text) if options.text else stdlib_documents()
-        begun = time.perf_counter()
-        make_pair(documents, recipe, options.out, progress=show)
-        seconds = time.perf_counter() - begun
-    except SpecstopError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    rates = acceptance(options.out, prompts=4 if options.quick else 60, tokens=32 if options.quick else 128)
-    target, draft = recipe.parameters()
-    print(f"{'depth':>5} {'P(A >= depth)':>14} {'given the depth before':>23}")
-    for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1):
-        print(f"{depth:>5} {reached:>14.3f} {given:>23.3f}")
-    bars = Bars()
-    first = rates["reached"][0]
-    bars.add("P(A >= 1)", first, LEAST <= first <= MOST, f"{first:.3f}; between {LEAST} and {MOST}")
-    bars.figures |= {
-        "out": str(options.out),
-        "size": options.size,
-        "seed": options.seed,
-        "target_parameters": target,
-        "draft_parameters": draft,
-        "seconds": round(seconds, 1),
-        **rates,
-    }
-    list_also(options.out, "figures.json")
-    return bars.finish(options, f"{rates['rounds']} rounds of greedy text on held-out prompts")
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, bos_token=END_OF_TEXT
+    )
 
 
-def show(task: str, done: int, total: int) -> None:
-    """Show progress on one line of standard error."""
-    if done % 20 == 0 or done == total:
-        end = "\n" if done == total else ""
-        print(f"\r{task}: step {done} of {total}", end=end, file=sys.stderr, flush=True)
+def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> torch.Tensor:
+    """Return all documents as one stream of token ids, each followed by the end-of-text token."""  # [tokens]
+    stream: list[int] = []
+    for encoding in tokenizer.backend_tokenizer.encode_batch([document.text for document in documents]):
+        stream.extend(encoding.ids)
+        stream.append(tokenizer.eos_token_id)
+    return torch.tensor(stream)
+
+
+def cut_prompts(
+    tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], count: int, recipe: Recipe
+) -> list[dict[str, str]]:
+    """Return up to `count` prompts, from all documents in turn; pieces of one document do not overlap."""
+    chance = random.Random(recipe.seed)
+    pieces = [_pieces(tokenizer, document, recipe.prompt_tokens, chance) for document in documents]
+    prompts: list[dict[str, str]] = []
+    for turn in range(max(map(len, pieces))):
+        for document, texts in zip(documents, pieces, strict=True):
+            if turn < len(texts) and len(prompts) < count:
+                prompts.append({"id": f"{document.name}#{turn}", "prompt": texts[turn], "group": document.group})
+    return prompts
+
+
+def _pieces(
+    tokenizer: PreTrainedTokenizerFast, document: Document, tokens: tuple[int, int], chance: random.Random
+) -> list[str]:
+    """Cut one document into pieces that start at a line, in a seeded order."""
+    if document.prompt is not None:
+        return [document.prompt]
+    text, pieces, begin = document.text, [], 0
+    while begin < len(text):
+        length = chance.randint(*tokens)
+        # A token is hardly ever longer than 16 characters.
+        encoding = tokenizer.backend_tokenizer.encode(text[begin : begin + 16 * length])
+        if len(encoding.ids) < length:
+            break
+        end = begin + encoding.offsets[length - 1][1]
+        pieces.append(text[begin:end])
+        begin = text.find("\n", end) + 1 or len(text)
+    chance.shuffle(pieces)
+    return pieces
+
+
+# Training
+
+
+class LanguageModelTraining(lightning.LightningModule):
+    """Train `student` on the next token, or on the distribution of `teacher` if there is one."""
+
+    def __init__(
+        self, student: LlamaForCausalLM, recipe: Recipe, steps: int, teacher: LlamaForCausalLM | None = None
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False  # two optimizers
+        self.student, self.recipe, self.steps = student, recipe, steps
+        self._teacher = [teacher]  # in a list: its weights are not part of this module
+        self.losses: list[float] = []
+
+    def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+        """Return Muon for the matrices of the layers, AdamW for the rest, and their schedules."""
+        matrices = [w for name, w in self.student.named_parameters() if w.ndim == 2 and "embed" not in name]
+        others = [w for name, w in self.student.named_parameters() if w.ndim != 2 or "embed" in name]
+        optimizers = [
+            torch.optim.Muon(matrices, lr=self.recipe.rate, momentum=0.95, weight_decay=0.01),
+            torch.optim.AdamW(others, lr=self.recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
+        rise = max(1, self.steps // 20)
+
+        def share(step: int) -> float:
+            return max(0.0, min((step + 1) / rise, (self.steps - step) / (self.steps - rise)))
+
+        return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, share) for optimizer in optimizers]
+
+    def training_step(self, batch: list[torch.Tensor], _: int) -> None:
+        """Take one step on windows of tokens [batch, length + 1]."""
+        (tokens,) = batch
+        inputs, (teacher,) = tokens[:, :-1], self._teacher
+        logits = self.student(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+        if teacher is None:
+            loss = functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        else:
+            with torch.no_grad():
+                wanted = teacher(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+            loss = functional.kl_div(
+                logits.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True
+            )
+        optimizers: Any = self.optimizers()
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, self.lr_schedulers(), strict=True):  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        self.losses.append(float(loss.detach()))
+        if len(self.losses) % 50 == 0:
+            print(f"step {len(self.losses)} of {self.steps}: loss {tail_mean(self.losses):.3f}", flush=True)
+
+
+def fit(module: LanguageModelTraining, windows: torch.Tensor) -> float:
+    """Run the steps of `module` on shuffled windows [n, length + 1] and return the last mean loss."""
+    batch = max(1, module.recipe.tokens_per_step // (windows.shape[1] - 1))
+    module.student.train()
+    module.student.compile()
+    loader = DataLoader(TensorDataset(windows), batch_size=min(batch, len(windows)), shuffle=True, drop_last=True)
+    lightning.Trainer(
+        accelerator="cpu",
+        precision="bf16-mixed",
+        max_steps=2 * module.steps,  # Lightning counts each optimizer's steps
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, loader)
+    module.student.train(False)
+    return tail_mean(module.losses)
+
+
+def tail_mean(losses: Sequence[float]) -> float:
+    """Return the mean of the last twentieth."""
+    last = losses[-max(1, len(losses) // 20) :]
+    return sum(last) / len(last)
+
+
+def windows_of(stream: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the stream as windows that share one token with the next."""  # [n, length + 1]
+    return stream.unfold(0, length + 1, length)
+
+
+def train_target(stream: torch.Tensor, recipe: Recipe) -> tuple[LlamaForCausalLM, float]:
+    """Train a shallow network, stack copies of it to the target's depth, and train the whole; return it and its loss."""
+    shallow = dataclasses.replace(recipe.target, layers=recipe.shallow_layers).build(
+        recipe.vocabulary, recipe.positions
+    )
+    fit(LanguageModelTraining(shallow, recipe, recipe.shallow_steps), windows_of(stream, recipe.shallow_length))
+    target = recipe.target.build(recipe.vocabulary, recipe.positions)
+    target.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
+    target.model.norm.load_state_dict(shallow.model.norm.state_dict())
+    # Repeating the trained blocks is a better start for a deep network than new layers (Du et al. 2024, G_stack).
+    for index, layer in enumerate(target.model.layers):
+        layer.load_state_dict(shallow.model.layers[index % recipe.shallow_layers].state_dict())
+    return target, fit(LanguageModelTraining(target, recipe, recipe.steps), windows_of(stream, recipe.length))
+
+
+def train_draft(
+    target: LlamaForCausalLM, stream: torch.Tensor, recipe: Recipe, distilled: bool
+) -> tuple[LlamaForCausalLM, float]:
+    """Train the draft: on the text, or on the target's distribution over the text and over text of its own."""
+    draft = recipe.draft.build(recipe.vocabulary, recipe.positions)
+    windows = windows_of(stream, recipe.shallow_length)
+    if not distilled:
+        return draft, fit(LanguageModelTraining(draft, recipe, recipe.draft_steps), windows)
+    own = own_text(target, windows, recipe)
+    # Twice as much text of the target as of the standard library: what is drafted later is text of the target.
+    repeated = own.repeat(max(1, 2 * len(windows) // len(own)), 1)
+    target.compile()
+    module = LanguageModelTraining(draft, recipe, recipe.draft_steps, teacher=target)
+    return draft, fit(module, torch.cat([windows, repeated]))
+
+
+def own_text(target: LlamaForCausalLM, windows: torch.Tensor, recipe: Recipe, batch: int = 128) -> torch.Tensor:
+    """Let the target continue the first half of windows, greedily and sampled in turn."""  # [own_rows, length + 1]
+    half = windows.shape[1] // 2
+    chosen = windows[torch.randperm(len(windows))[: recipe.own_rows]]
+    texts = []
+    for turn, rows in enumerate(chosen.split(batch)):
+        temperature = (0.0, 0.5, 0.0, 1.0)[turn % 4]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        prompt = rows[:, :half]
+        with torch.autocast("cpu", torch.bfloat16):
+            text = target.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                min_length=windows.shape[1],
+                max_length=windows.shape[1],
+                **sampling,
+            )
+        texts.append(text)
+        print(f"text of the target: {sum(map(len, texts))} of {len(chosen)}", flush=True)
+    return torch.cat(texts)
+
+
+def round_weights(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return the model with the weights that its shipped form expands to."""
+    rounded = type(model)(model.config)
+    rounded.load_state_dict(expand_weights(quantize_weights(model.state_dict())))
+    return rounded.train(False)
+
+
+def make_pair(
+    documents: Sequence[Document], recipe: Recipe, out: Path, *, distilled: bool = True, target: Path | None = None
+) -> None:
+    """Train tokenizer, target and draft and write the pair's folder, whole or not at all.
+
+    Args:
+        documents: The text; a seeded share of it is held out for prompts.
+        recipe: Settings that decide the weights.
+        out: The folder to write: `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
+        distilled: Whether the draft learns from the target; otherwise from the text alone.
+        target: Folder of a target of the same recipe, which is used instead of training one.
+    """
+    started = time.perf_counter()
+    learn, train_documents, test_documents = split_documents(documents, recipe)
+    lightning.seed_everything(recipe.seed, verbose=False)
+    losses: dict[str, float] = {}
+    if target is not None:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        stream = encode(tokenizer, learn)
+        network: Any = AutoModelForCausalLM.from_pretrained(target)
+    else:
+        tokenizer = train_tokenizer((document.text for document in learn), recipe.vocabulary)
+        stream = encode(tokenizer, learn)
+        network, losses["target_cross_entropy"] = train_target(stream, recipe)
+        network = round_weights(network)
+        network.save_pretrained(out.with_name(f"{out.name}-target"))
+        tokenizer.save_pretrained(out.with_name(f"{out.name}-target"))
+    draft, losses["draft_divergence" if distilled else "draft_cross_entropy"] = train_draft(
+        network, stream, recipe, distilled
+    )
+    with staged_folder(out) as stage:
+        for name, model in (("target", network), ("draft", round_weights(draft))):
+            model.save_pretrained(stage / name)
+            tokenizer.save_pretrained(stage / name)
+        for name, sources, count in zip(
+            ("train", "test"), (train_documents, test_documents), recipe.prompts, strict=True
+        ):
+            prompts = cut_prompts(tokenizer, sources, count, recipe)
+            lines = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+            (stage / f"prompts-{name}.jsonl").write_text(lines, encoding="utf-8")
+        described = {
+            "recipe": dataclasses.asdict(recipe),
+            "draft": "distilled" if distilled else "plain",
+            "parameters": {"target": network.num_parameters(), "draft": draft.num_parameters()},
+            "text_tokens": len(stream),
+            "losses": losses,
+            "seconds": round(time.perf_counter() - started),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+                "lightning": lightning.__version__,
+            },
+        }
+        (stage / "pair.json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+# Measuring
 
 
 def acceptance(pair: Path, prompts: int, tokens: int) -> dict[str, Any]:
-    """Measure greedy acceptance on the held-out test prompts.
+    """Measure greedy acceptance on the test prompts, with a round from every position of the target's text.
 
-    Every position of the target's greedy continuations starts a round. As long as all drafted tokens were
-    accepted the draft has continued the target's own text, so one pass of the draft over that text is exact.
+    While all drafted tokens are accepted the draft continues the target's own text. One pass of the draft over that text
+    is therefore exact.
     """
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")
     target: Any = AutoModelForCausalLM.from_pretrained(pair / "target")
-    draft = AutoModelForCausalLM.from_pretrained(pair / "draft")
-    lines = (pair / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()
-    hits = [0] * DEPTHS
-    rounds = [0] * DEPTHS
-    for line in lines[:prompts]:
+    draft: Any = AutoModelForCausalLM.from_pretrained(pair / "draft")
+    lengths: list[int] = []
+    for line in (pair / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:prompts]:
         ids = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids  # [1, prompt]
         with torch.inference_mode():
             text = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
             guess = draft(text[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
         same = (guess == text[0, ids.shape[1] :]).tolist()
-        for start in range(len(same) - DEPTHS + 1):
-            for depth in range(DEPTHS):
-                rounds[depth] += 1
-                if not same[start + depth]:
-                    break
-                hits[depth] += 1
-    given = [hit / max(1, count) for hit, count in zip(hits, rounds, strict=True)]
-    reached = [hit / max(1, rounds[0]) for hit in hits]
+        for start in range(len(same) - MAX_DEPTH + 1):
+            window = same[start : start + MAX_DEPTH]
+            lengths.append(window.index(False) if False in window else MAX_DEPTH)
+    reached = [sum(length >= depth for length in lengths) / len(lengths) for depth in range(MAX_DEPTH + 1)]
+    given = [after / max(before, 1e-9) for before, after in itertools.pairwise(reached)]
     return {
-        "rounds": rounds[0],
-        "reached": [round(value, 4) for value in reached],
+        "rounds": len(lengths),
+        "reached": [round(value, 4) for value in reached[1:]],
         "given": [round(value, 4) for value in given],
     }
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run the demo's stages before live decoding on several pairs and print one table."""
+    bars = Bars()
+    torch.set_num_threads(1)
+    head = (
+        "pair",
+        "M target",
+        "M draft",
+        "A=0",
+        "A>=1",
+        "A>=6",
+        "target/draft",
+        "oracle",
+        "learned / best fixed [95%]",
+    )
+    rows = []
+    for folder in options.compare:
+        with tempfile.TemporaryDirectory() as room, progress_bars() as progress:
+            models = load_pair(folder / "target", folder / "draft")
+            sizes, work = (QUICK if options.quick else Sizes()), Path(room) / "work"
+            offline = run_offline(work, work, folder, models, 0.0, "match", sizes, 0, progress)
+        lengths = offline.arrays.accepted[~offline.arrays.cut]
+        reached = [float((lengths >= depth).float().mean()) for depth in (1, 6)]
+        costs, lines = offline.profile.low, offline.report.lines
+        best = max((line for line in lines if line.kind == "learned"), key=lambda line: line.tokens_per_s)
+        counts = json.loads((folder / "pair.json").read_text())["parameters"]
+        figures = {
+            "target_parameters": counts["target"],
+            "draft_parameters": counts["draft"],
+            "reached": reached,
+            "target_over_draft": costs.verify_s[0] / costs.later_draft_s,
+            "oracle": next(line for line in lines if line.kind == "bound").to_best_fixed.value,
+            "learned": [best.name, best.to_best_fixed.value, best.to_best_fixed.low, best.to_best_fixed.high],
+        }
+        bars.figures[folder.name] = figures
+        rows.append(
+            (
+                folder.name,
+                f"{counts['target'] / 1e6:.1f}",
+                f"{counts['draft'] / 1e6:.2f}",
+                f"{1 - reached[0]:.2f}",
+                f"{reached[0]:.2f}",
+                f"{reached[1]:.2f}",
+                f"{figures['target_over_draft']:.1f}",
+                f"{figures['oracle']:.3f}",
+                f"{best.name} {best.to_best_fixed.text()}",
+            )
+        )
+    for row in (head, *rows):
+        print("  ".join(f"{cell:>12}" for cell in row))
+    return bars.finish(options, f"{len(rows)} pairs, greedy, one thread")
+
+
+# Shipping
+
+
+def ship(pair: Path, out: Path, command: str, rates: dict[str, Any]) -> None:
+    """Write a pair as package data: int8 weights, one tokenizer, prompts and a model card."""
+    with staged_folder(out) as stage:
+        for name in ("target", "draft"):
+            (stage / name).mkdir()
+            weights = AutoModelForCausalLM.from_pretrained(pair / name).state_dict()
+            save_file(quantize_weights(weights), stage / name / WEIGHTS)
+            for file in ("config.json", "generation_config.json"):
+                (stage / name / file).write_bytes((pair / name / file).read_bytes())
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (stage / file).write_bytes((pair / "target" / file).read_bytes())
+        for file in ("prompts-train.jsonl", "prompts-test.jsonl", "pair.json"):
+            (stage / file).write_bytes((pair / file).read_bytes())
+        (stage / "README.md").write_text(card(json.loads((pair / "pair.json").read_text()), command, rates))
+
+
+CARD = """---
+license: apache-2.0
+library_name: transformers
+tags: [speculative-decoding]
+---
+
+# The pair that ships with specstop
+
+Two Llama models with one byte-level BPE tokenizer of {vocabulary} entries, for demonstrations, tests and benchmarks of
+speculative decoding. They continue Python source text and are of no other use.
+
+- Target: {target}.
+- Draft: {draft}.
+- Weights: int8 with one bfloat16 scale per row. `specstop.train.demo.pair.shipped_pair()` expands them to float32 in two
+  folders that `from_pretrained` loads.
+
+## Training data
+
+The source files of the standard library of Python {python} without its tests: {tokens} tokens, PSF License Version 2,
+copyright Python Software Foundation. The prompts are pieces of files of that library that neither model was trained on.
+Training and test prompts come from different files.
+
+## Recipe
+
+    {command}
+
+Seed {seed}; {versions}; {seconds} s on two CPU cores. Final losses (nats per token): {losses}.
+
+## Greedy acceptance on the test prompts
+
+{rounds} rounds, one from every position of the target's own text.
+
+| depth j | P(A >= j) | P(A >= j given A >= j - 1) |
+|---|---|---|
+{rows}"""
+
+
+def card(described: dict[str, Any], command: str, rates: dict[str, Any]) -> str:
+    """Return the model card of a pair."""
+    recipe, versions = described["recipe"], ", ".join(f"{k} {v}" for k, v in described["versions"].items())
+    rows = "".join(
+        f"| {depth} | {reached:.3f} | {given:.3f} |\n"
+        for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1)
+    )
+    shapes = {
+        name: f"{recipe[name]['layers']} layers of width {recipe[name]['hidden']}, {count / 1e6:.2f}M parameters"
+        for name, count in described["parameters"].items()
+    }
+    losses = ", ".join(f"{name} {loss:.3f}" for name, loss in described["losses"].items())
+    return CARD.format(
+        vocabulary=recipe["vocabulary"],
+        target=shapes["target"],
+        draft=f"{shapes['draft']}, {described['draft']}",
+        python=described["versions"]["python"],
+        tokens=f"{described['text_tokens']:,}",
+        command=command,
+        seed=recipe["seed"],
+        versions=versions,
+        seconds=described["seconds"],
+        losses=losses,
+        rounds=f"{rates['rounds']:,}",
+        rows=rows,
+    )
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = arguments(__doc__, NO_PAIR, out="folder to write the pair and the figures to; required")
+    parser.add_argument("--text", type=Path, help="JSON Lines file or folder; default: the standard library")
+    parser.add_argument("--size", choices=sorted(RECIPES), default="large", help="recipe")
+    parser.add_argument(
+        "--draft", choices=("distilled", "plain"), default="distilled", help="what the draft learns from"
+    )
+    parser.add_argument("--target", type=Path, help="target of the same recipe to use instead of training one")
+    parser.add_argument("--seed", type=int, default=0, help="seed of split, weights and batches")
+    parser.add_argument("--ship", type=Path, help="folder to write the package data to")
+    parser.add_argument("--overwrite", action="store_true", help="replace the pair in --out")
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="PAIR", help="print a table of these pairs instead")
+    options = parser.parse_args()
+    if options.compare:
+        return compare(options)
+    if options.out is None:
+        parser.error("expected --out, the folder to write the pair to")
+    recipe = dataclasses.replace(RECIPES[options.size], seed=options.seed)
+    if options.quick:
+        recipe = dataclasses.replace(recipe, shallow_steps=2, steps=2, draft_steps=2, own_rows=8, text_bytes=100_000)
+    transformers.logging.disable_progress_bar()
+    try:
+        if not (options.out / "pair.json").is_file() or options.overwrite:
+            claim_folder(options.out, overwrite=options.overwrite, inputs=[options.text])
+            documents = read_documents(options.text) if options.text else stdlib_documents()
+            make_pair(documents, recipe, options.out, distilled=options.draft == "distilled", target=options.target)
+    except SpecstopError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rates = acceptance(options.out, prompts=4 if options.quick else 100, tokens=32 if options.quick else 128)
+    print(f"{'depth':>5} {'P(A >= depth)':>14} {'given the depth before':>23}")
+    for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1):
+        print(f"{depth:>5} {reached:>14.3f} {given:>23.3f}")
+    bars, first, sixth = Bars(), rates["reached"][0], rates["reached"][5]
+    bars.add("P(A >= 1)", first, 0.6 <= first <= 0.85, f"{first:.3f}; between .6 and .85")
+    bars.add("P(A = 0)", 1 - first, 1 - first > 0.15, f"{1 - first:.3f}; above .15")
+    bars.add("P(A >= 6)", sixth, sixth > 0.15, f"{sixth:.3f}; above .15")
+    bars.figures |= {"out": str(options.out), "size": options.size, "draft": options.draft, **rates}
+    list_also(options.out, "figures.json")
+    if options.ship is not None:
+        ship(options.out, options.ship, f"python benchmarks/make_pair.py --size {options.size} --out pair", rates)
+    return bars.finish(options, f"{rates['rounds']} rounds of greedy text on held-out prompts")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/replay.py --check
     python benchmarks/replay.py --pair pairs/a --out replay.json
 
-Without `--pair` the embedded pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+Without `--pair` the shipped pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
 falls short.
 """
 

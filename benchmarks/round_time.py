@@ -4,7 +4,7 @@
     python benchmarks/ab.py BEFORE . round_time.py --copy after --key '*.outside_us' --pair pairs/a
 
 All methods take turns on the same prompts, on one thread. It is made for `ab.py`: ratios of two states are what it is for,
-and it asks nothing of a state but the public names. Without `--pair` the embedded pair is used. The last line is one JSON
+and it asks nothing of a state but the public names. Without `--pair` the shipped pair is used. The last line is one JSON
 object: medians over rounds, in microseconds.
 """
 

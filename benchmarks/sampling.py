@@ -1,10 +1,10 @@
 """Learned policies where chains sample: under the fastest lossless verification, beside the same head under `match`.
 
-    python benchmarks/sampling.py --check --pair path/to/embedded path/to/15m
+    python benchmarks/sampling.py --check --pair path/to/one path/to/other
 
 For each pair and temperature: traces and a profile under block verification and under `match`, a head of the same kind
 trained for each, the best fixed length of each on the training prompts; then all of them live, in turns. What is compared is
-tokens a second, its ratio with an interval over prompts, whose texts differ between runs. Without `--pair` the embedded pair
+tokens a second, its ratio with an interval over prompts, whose texts differ between runs. Without `--pair` the shipped pair
 is used; `--check` wants two. Beside them, by replay with decisions that cost nothing: the learned policy, and the
 achievable estimate, what a policy cross-fitted on the test prompts gains. The last line printed is one JSON object.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from bars import Bars, arguments
-from pairs import effort, own_pair
+from pairs import effort
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
@@ -32,6 +32,7 @@ from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.progress import Progress
 from specstop.policies.storage.folder import load_policy_folder
+from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import best_of, fixed_grid
@@ -168,7 +169,7 @@ def main() -> int:
     torch.set_num_threads(1)
     bars = Bars()
     with tempfile.TemporaryDirectory(prefix="specstop-sampling-") as room, progress_bars() as progress:
-        folders = options.pair or [own_pair(options, progress)]
+        folders = options.pair or [shipped_pair()]
         for folder in folders:
             pair = load_pair(folder / "target", folder / "draft")
             sides = (read_prompts(folder / f"prompts-{s}.jsonl", n) for s, n in (("train", known), ("test", tests)))

@@ -3,7 +3,7 @@
     python benchmarks/slice.py --check
     python benchmarks/slice.py --quick
 
-Without `--pair` the embedded pair is used. The last line printed is one JSON object; with `--check` the exit code is 1
+Without `--pair` the shipped pair is used. The last line printed is one JSON object; with `--check` the exit code is 1
 where a bar falls short.
 """
 
@@ -29,6 +29,7 @@ from specstop.decode import Generation, Settings, load_pair, plain_texts, stream
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.models.cache import CachedModel
+from specstop.decode.profile.measuring import Effort
 from specstop.decode.verify.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.policies.files.outputs import claim_folder, staged_folder
@@ -49,16 +50,21 @@ def main() -> int:
     options = arguments(
         __doc__, out="folder for traces, policies, reports and figures; default: a temporary one"
     ).parse_args()
-    sizes = Sizes(16, 8, 4, 32, DEPTH, effort(options)) if options.quick else Sizes(192, 120, 40, 128, DEPTH)
+    sizes = (
+        Sizes(16, 8, 4, 32, DEPTH, effort=effort(options))
+        if options.quick
+        else Sizes(192, 120, 40, 128, DEPTH, effort=Effort())
+    )
     folder = options.out or Path(tempfile.mkdtemp(prefix="specstop-slice-"))
     bars, pair = Bars(), pair_folder(options)
+    models = load_pair(pair / "target", pair / "draft")
     temperatures = TEMPERATURES[-1:] if options.quick else TEMPERATURES
     for temperature in temperatures:
         with progress_bars() as progress:
             results = claim_folder(folder / f"temperature-{temperature:g}", overwrite=True, inputs=[pair])
             with staged_folder(results) as stage:
                 # Under match texts and rounds are compared one by one.
-                offline = run_offline(stage, results, pair, temperature, "match", sizes, SEED, progress)
+                offline = run_offline(stage, results, pair, models, temperature, "match", sizes, SEED, progress)
             live(offline, temperature, sizes, bars, progress)
         gains(offline, temperature, bars)
         collecting(offline, temperature, sizes, bars)

@@ -1,19 +1,18 @@
 """The learned tree policy beside the best static tree and the best chain policy, replayed on held-out prompts.
 
     python benchmarks/trees.py --check
-    python benchmarks/trees.py --quick --pair path/to/pair --text records.jsonl
+    python benchmarks/trees.py --quick --pair path/to/pair
 
-Without `--pair` the embedded pair is used; prompts are cut from what neither model has seen of the text that a pair was
-made of. Traces of a large tree and of chains are collected at temperatures 0 and 0.7. There are two profiles: of this
-machine, trees included, and of a GPU, where a verification takes 20 ms whatever it reads up to 32 tokens and half as much
-again beyond, and a draft step 3% of that. On training prompts are found, for each: the best static tree inside the large
-one; learned chain policies (derived rule) and the learned tree policy, whose heads, features and tree are chosen on prompts
-held out from their training. Decisions are priced as the live loop measures them here, under both profiles. Then all are
-replayed on test prompts: ratios with 95% intervals over prompts, paired. The best chain policy is the fastest on these very
-prompts of the learned ones and all fixed lengths, picked again in each resample; the learned chain is the one named by
-held-out prompts. Under the profile of this machine tree and chain also decode live, in alternation. The last line printed is
-one JSON object; with `--check` the exit code is 1 where the tree policy is not above both with the interval clear of 1, by
-replay.
+Without `--pair` the shipped pair is used. Traces of a large tree and of chains are collected at temperatures 0 and 0.7.
+There are two profiles: of this machine, trees included, and of a GPU, where a verification takes 20 ms whatever it reads up
+to 32 tokens and half as much again beyond, and a draft step 3% of that. On training prompts are found, for each: the best
+static tree inside the large one; learned chain policies (derived rule) and the learned tree policy, whose heads, features
+and tree are chosen on prompts held out from their training. Decisions are priced as the live loop measures them here, under
+both profiles. Then all are replayed on test prompts: ratios with 95% intervals over prompts, paired. The best chain policy
+is the fastest on these very prompts of the learned ones and all fixed lengths, picked again in each resample; the learned
+chain is the one named by held-out prompts. Under the profile of this machine tree and chain also decode live, in
+alternation. The last line printed is one JSON object; with `--check` the exit code is 1 where the tree policy is not above
+both with the interval clear of 1, by replay.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import numpy as np
 from bars import Bars, arguments
 from drafting.chosen import TREE
 from drafting.likely_tree import likely_tree
-from pairs import documents, effort, pair_folder, unseen_prompts
+from pairs import effort, pair_folder, prompts_of
 from specstop.cli.console.output import progress_bars
 from specstop.collect.facts import facts
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -57,7 +56,6 @@ from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_a
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
-from text_files import read_documents
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
 DEPTH = 10
@@ -82,7 +80,6 @@ CHAINS = ("logistic", "tokens")
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, out="folder for traces, profiles and figures; default: a temporary one")
-    parser.add_argument("--text", type=Path, help="what --pair was made of; default: the standard library")
     parser.add_argument("--reuse", action="store_true", help="take the traces and profiles that --out has already")
     parser.add_argument("--temperature", type=float, action="append", help="only this one; may be repeated")
     parser.add_argument("--machine", choices=MACHINES, action="append", help="only this one; may be repeated")
@@ -93,8 +90,7 @@ def main() -> int:
     try:
         where = pair_folder(options)
         pair = load_pair(where / "target", where / "draft")
-        text = read_documents(options.text) if options.text else documents(options)
-        prompts = dict(zip(counts, unseen_prompts(where, text, *counts.values()), strict=True))
+        prompts = dict(zip(counts, prompts_of(where, *counts.values()), strict=True))
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

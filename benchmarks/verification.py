@@ -3,7 +3,7 @@
     python benchmarks/verification.py --check
     python benchmarks/verification.py --pair pairs/a pairs/b --out verification.json
 
-Without `--pair` the embedded pair is used; `--check` wants two pairs. For each width (branches of a fork of depth 4), at
+Without `--pair` the shipped pair is used; `--check` wants two pairs. For each width (branches of a fork of depth 4), at
 temperature 0.7 and 1: block efficiency and tokens/s as ratios to `match`, with 95% intervals over prompts; what
 `target_init` costs (negative log-likelihood a token under the target, greedy texts that stay equal). The last line is one
 JSON object, with the better lossless mode of each width.
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from bars import Bars, arguments
-from pairs import own_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.models.cache import CachedModel
 from specstop.policies import FixedLength
+from specstop.train.demo.pair import shipped_pair
 
 DEPTH = 4
 WIDTHS = (1, 2, 4, 8)
@@ -40,7 +40,7 @@ def main() -> int:
     bars = Bars()
     results = bars.figures["pairs"] = {}
     with progress_bars() as progress:
-        folders = options.pair or [own_pair(options, progress)]
+        folders = options.pair or [shipped_pair()]
         for folder in folders:
             pair = load_pair(folder / "target", folder / "draft")
             read = read_prompts(folder / "prompts-test.jsonl", count)

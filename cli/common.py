@@ -18,11 +18,11 @@ PHASES = {"outside": "framework overhead"}
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:
-    """Read prompts from `path`, or the demo pair's own ("train" or "test")."""
+    """Read prompts from `path`, or the shipped pair's own ("train" or "test")."""
     from ..collect.prompts.read import read_prompts
 
     if path is None and demo is None:
-        raise InputError("--prompts: expected a JSON Lines file; only the demo pair brings prompts of its own")
+        raise InputError("--prompts: expected a JSON Lines file; only the shipped pair brings prompts of its own")
     return read_prompts(path if path is not None else Path(str(demo)) / f"prompts-{side}.jsonl", limit)
 
 

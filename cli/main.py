@@ -32,7 +32,8 @@ def run() -> NoReturn:
         elif signals.asked is None:
             raise
     if signals.asked is not None:  # whatever a library has made of it
-        code, line = Interrupted(signals.asked).code, Interrupted(signals.asked).line
+        interruption = Interrupted(signals.asked)
+        code, line = interruption.code, line if code == interruption.code else interruption.line
     signals.end()
     if line:
         say(f"specstop: {' '.join(line.split())}")

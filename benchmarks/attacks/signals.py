@@ -28,6 +28,7 @@ from specstop.collect.store.folder import open_trace
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files.atomic import STAGE_PREFIX, sha256
+from specstop.policies.files.outputs import beside
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 
@@ -52,8 +53,9 @@ def begin():
     from specstop.decode.profile.measuring import Effort
     kept()
     demo = import_module("specstop.train.demo.demo")
-    demo.Sizes = partial(demo.Sizes, live=2, tokens=16, depth=3, effort=Effort(repetitions=2))
-    demo.DEMO_HEADS = ("logistic", "mlp")
+    demo.Sizes = partial(
+        demo.Sizes, live=2, tokens=16, depth=3, heads=("logistic", "mlp"), effort=Effort(repetitions=2)
+    )
 command.quiet_libraries = begin
 run()
 """
@@ -182,8 +184,11 @@ class Bench:
     def leavings(self, ended: Ended, place: Path) -> list[str]:
         """Return what is wrong with what the command left."""
         names = sorted(path.name for path in place.iterdir())
-        found = [] if set(names) <= {"out", "tmp"} else [f"left {names}"]
-        found += [f"left {path.relative_to(place)}" for path in (*staged(place), *(place / "tmp").iterdir())]
+        # A demo that was interrupted keeps its complete stages in a folder beside its result.
+        kept = {beside(place / "out").name} if ended.command[0] == "demo" and ended.code else set()
+        found = [] if set(names) <= {"out", "tmp", *kept} else [f"left {names}"]
+        left = [path for path in staged(place) if path.name not in kept]
+        found += [f"left {path.relative_to(place)}" for path in (*left, *(place / "tmp").iterdir())]
         out, whole = place / "out", self.undisturbed(ended.command)[0]
         if ended.code == 0 and not out.exists():
             found.append("ended well without a result")

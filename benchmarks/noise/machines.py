@@ -15,7 +15,7 @@ DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
 """Of the simulated pair: the longest chain, the tokens of a text, the chance that a drafted token is accepted."""
 
 VERIFY_S, ROW_S, DRAFT_S, OUTSIDE_S, STEP_S, PREFILL_S = 3.8e-3, 1.5e-4, 6e-4, 1.2e-4, 2e-5, 6e-3
-"""Seconds of its parts on an idle machine: what the embedded pair takes on two cores."""
+"""Seconds of its parts on an idle machine: what the shipped pair takes on two cores."""
 
 CONTEXTS_AT = {"short": 60.0, "long": 240.0}
 """Tokens of its two contexts."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..console.interrupt import Interrupted
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
 from ..options.models import quiet_libraries
@@ -19,28 +20,39 @@ if TYPE_CHECKING:
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the results; default: specstop-demo, numbered if taken.")
+        Path | None, typer.Option(help="Folder for the results. Default: specstop-demo, with a number if it exists.")
     ] = None,
     pair: Annotated[
-        Path | None, typer.Option(help="A pair made by benchmarks/make_pair.py; default: the embedded one.")
+        Path | None,
+        typer.Option(help="Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair."),
     ] = None,
     temperature: Temperature = 0.0,
     verification: Verification = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts and policies: less than a minute.")] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the whole pipeline on the embedded pair: collect, train, evaluate, decode live."""
-    from ...train.demo.demo import demo as run
+    """Run the whole pipeline on the shipped pair: collect, profile, train, evaluate, decode live.
 
+    The same command continues a run that was interrupted.
+    """
     quiet_libraries()
-    folder = out or _free(Path("specstop-demo"))
-    with progress_bars(quiet or json) as progress, config_saved(folder):
-        result = run(
-            folder, pair=pair, temperature=temperature, verification=verification, seed=seed, overwrite=overwrite,
-            progress=progress,
-        )  # fmt: skip
+    folder = out or _unused(Path("specstop-demo"))
+    try:
+        with progress_bars(quiet or json) as progress, config_saved(folder):
+            progress("import libraries", 0, 1)
+            from ...train.demo.demo import demo as run, ignore_line
+
+            progress("import libraries", 1, 1)
+            result = run(
+                folder, pair=pair, temperature=temperature, verification=verification, quick=quick, seed=seed,
+                overwrite=overwrite, progress=progress, announce=ignore_line if quiet or json else output().print,
+            )  # fmt: skip
+    except Interrupted as error:
+        error.line += "; complete stages are kept, and the same command continues with the next one"
+        raise
     if json:
         print_json(
             {
@@ -53,8 +65,8 @@ def demo(
     show(result)
 
 
-def _free(base: Path) -> Path:
-    """Return the first of base, base-2, base-3, ... that is not taken."""
+def _unused(base: Path) -> Path:
+    """Return the first of base, base-2, base-3, ... that does not exist."""
     names = (base if n == 1 else base.with_name(f"{base.name}-{n}") for n in range(1, 1000))
     return next(p for p in names if not p.exists())
 
@@ -71,36 +83,49 @@ def _record(line: LiveLine) -> dict[str, object]:
 
 
 def show(result: Demo) -> None:
-    """Print the report, the live comparison and where everything is."""
-    from ..reports.evaluate import show_report
+    """Print the table, the verdict, the path of the report and the commands to run next."""
+    from ...train.demo.verdict import explain
 
-    show_report(result.report)
-    texts = result.live[0].tally.texts
-    rows = [
-        (
-            line.name,
-            f"{line.tally.tokens_per_s:.1f}",
-            f"{line.predicted:.3f}",
-            f"{line.measured:.3f}",
-            f"{100 * line.miss:+.1f}%",
-            f"{line.spread[0]:.2f} to {line.spread[1]:.2f}",
-            *([] if line.same_text is None else [f"{line.same_text} of {texts}"]),
+    report, live = result.report, {line.name: line for line in result.live}
+    best = result.live[1]
+    rows = []
+    for line in report.lines:
+        measured = live.get(best.name if line.name == "best fixed" else line.name)
+        if line.kind not in ("learned", "bound") and line.name not in ("plain decoding", "best fixed"):
+            continue
+        note = line.note.partition(",")[0]
+        rows.append(
+            (
+                f"{line.name} ({note})" if line.name == "best fixed" else line.name,
+                f"{line.tokens_per_s:.0f}",
+                f"{line.to_plain.value:.2f}",
+                line.to_best_fixed.text(),
+                f"{measured.measured / best.measured:.3f}" if measured else "",
+                f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
+            )
         )
-        for line in result.live
-    ]
     columns = (
-        "policy, live",
+        "decoding",
         "tokens/s",
-        "predicted",
-        "measured",
-        "miss",
-        "quartiles over prompts",
-        *([] if result.live[0].same_text is None else ["same text as plain"]),
+        "÷ plain",
+        "÷ best fixed length [95%]",
+        "the same, live",
+        "tokens per target call",
     )
-    table(f"Live on {texts} held-out prompts, as ratio to plain decoding", columns, rows)
-    folder = result.folder
-    output().print(
-        f"In {folder}: traces-train, traces-test, profile.json, policies/, report/ (open report.html; also .md, .json, "
-        ".csv and .png).\n"
-        f"Try: specstop decode --policy {folder}/policies/mlp   or   specstop info {folder}/traces-test"
+    texts = result.live[0].tally.texts
+    table(
+        f"{report.facts['prompts']} held-out prompts by replay, {texts} of them decoded live (best fixed there: {best.name})",
+        columns,
+        rows,
+    )
+    console = output()
+    for text in explain(result):
+        console.print(text)
+    console.print(
+        f"Report: {result.folder / 'report' / 'report.html'}\n"
+        "Next, on a pair of your own (T and D: folders or names on the hub):\n"
+        "  specstop collect --target T --draft D --prompts train.jsonl --out traces\n"
+        "  specstop profile --target T --draft D --prompts train.jsonl --out profile.json\n"
+        "  specstop train --traces traces --profile profile.json --out policy",
+        soft_wrap=True,
     )

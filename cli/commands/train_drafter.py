@@ -64,7 +64,7 @@ def train_drafter(
 
     check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
     with progress_bars(quiet or json) as progress, config_saved(out):
-        # As for lookup, no draft model stands beside the target; that of the demo pair is left alone.
+        # As for lookup, no draft model stands beside the target; that of the shipped pair is left alone.
         found = Models(target, drafter="lookup").find(progress)._replace(draft=None)
         chosen = find_prompts(prompts, found.demo, "train", limit)
         pair = Models(device=device, device_map=device_map, dtype=dtype, engine="plain").open(found)
@@ -77,7 +77,7 @@ def train_drafter(
         print_json(dict(trained.metrics))
         return
     show_drafter(trained, out)
-    # The demo pair brings prompts of its own.
+    # The shipped pair brings prompts of its own.
     told = ("PROMPT", "--target", target, *(("--chat",) if chat else ())) if target else ()
     next_step("decode", *told, "--drafter", f"{kind}:{out}")
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,18 +30,22 @@ from rich.text import Text
 from ...policies.progress import Progress, silent
 from .streams import say
 
-_PLAIN_EVERY_S = 15.0
+_PLAIN_EVERY_S = 5.0
 
 
 @contextlib.contextmanager
 def progress_bars(quiet: bool = False) -> Iterator[Progress]:
-    """Yield a progress callback: bars with the time left on a terminal, a line now and then elsewhere."""
+    """Yield a progress callback: bars with the time left on a terminal, a line every few seconds elsewhere."""
     if quiet:
         yield silent
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _PlainProgress()
+        plain = _PlainProgress()
+        try:
+            yield plain
+        finally:
+            plain.close()
         return
     columns = (
         TextColumn("{task.description:<14}"),
@@ -72,21 +77,40 @@ class _RateColumn(ProgressColumn):
 
 
 class _PlainProgress:
-    """One line when a task ends, and every 15 seconds in between with the rate and the time left."""
+    """One line when a task ends, and one every few seconds with its rate and the time left, also while nothing advances."""
 
     def __init__(self) -> None:
         self._began: dict[str, tuple[float, int]] = {}
-        self._last = time.monotonic()
+        self._last, self._latest = time.monotonic(), ("", 0, 0)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        threading.Thread(target=self._repeat, daemon=True).start()
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        began, before = self._began.setdefault(task, (now, done))
-        if done < total and now - self._last < _PLAIN_EVERY_S:
-            return
+        with self._lock:
+            now = time.monotonic()
+            self._began.setdefault(task, (now, done))
+            self._latest = (task, done, total)
+            if done >= total or now - self._last >= _PLAIN_EVERY_S:
+                self._print(now)
+            if done >= total:
+                self._began.pop(task, None)  # a task of this name may begin again
+
+    def close(self) -> None:
+        """Stop printing."""
+        self._closed.set()
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(_PLAIN_EVERY_S / 5):
+            with self._lock:
+                now = time.monotonic()
+                if self._latest[0] in self._began and now - self._last >= _PLAIN_EVERY_S:
+                    self._print(now)
+
+    def _print(self, now: float) -> None:
+        task, done, total = self._latest
+        began, before = self._began[task]
         self._last = now
         say(progress_line(task, done, total, done - before, now - began))
-        if done >= total:
-            self._began.pop(task, None)  # a task of this name may begin again
 
 
 def progress_line(task: str, done: int, total: int, new: int, spent: float) -> str:

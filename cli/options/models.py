@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """Names of the models, no draft where candidates come from elsewhere; the demo pair's folder where it stands in."""
+    """Names of target and draft (None if another drafter proposes), and the shipped pair's folder if it is used."""
 
     target: str
     draft: str | None
@@ -36,7 +36,7 @@ class Models:
     engine: Engine = "auto"
 
     def find(self, progress: Progress = silent) -> Found:
-        """Find the models, and make the demo pair where it is asked for and not there yet.
+        """Return the models, by default those of the shipped pair.
 
         Raises:
             InputError: a target without a draft, or the other way round; or there is no such drafter.
@@ -49,7 +49,7 @@ class Models:
             if self.drafter != "model" and self.draft is None:
                 raise InputError(f"--draft: expected a draft model, which the drafter {self.drafter} reads")
             raise InputError(
-                "expected both --target and --draft, or neither for the demo pair; some drafters need no --draft "
+                "expected both --target and --draft, or neither for the shipped pair; some drafters need no --draft "
                 "(--drafter suffix, medusa:PATH, ...)"
             )
         if alone and self.draft is not None:
@@ -58,9 +58,9 @@ class Models:
         kernels.load(progress)
         if self.target is not None:
             return Found(self.target, self.draft, None)
-        from ...train.demo.pair import demo_pair
+        from ...train.demo.pair import shipped_pair
 
-        folder = demo_pair(progress=progress)
+        folder = shipped_pair()
         return Found(str(folder / "target"), str(folder / "draft"), folder)
 
     def open(self, found: Found) -> Pair:

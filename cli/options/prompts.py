@@ -57,7 +57,7 @@ class Asked:
     ] = None
 
     def read(self, demo: Path | None) -> list[Prompt]:
-        """Read the prompts; `demo` is the folder of the embedded pair where that is used.
+        """Read the prompts; `demo` is the folder of the shipped pair where that is used.
 
         Raises:
             InputError: a source is missing or contradicts another, or a record is not what is expected.
@@ -82,20 +82,20 @@ class Asked:
         return read_prompts(str(source), preset=self.preset, split=split, columns=columns, choice=choice)
 
     def _demo(self, demo: Path | None, columns: Columns, choice: Choice) -> list[Prompt]:
-        """Read the embedded pair's prompts, whose sides are two files of different documents."""
+        """Read the shipped pair's prompts, whose sides are two files of different documents."""
         from ...collect.prompts.read import read_prompts
 
         if self.prompts is not None:
             raise InputError("--preset demo: brings its own prompts; leave --prompts out, or name another preset")
         if demo is None:
-            from ...train.demo.pair import demo_pair
+            from ...train.demo.pair import shipped_pair
 
             if self.preset is None:
                 raise InputError(
                     "--prompts: expected a JSON Lines file, .txt, .csv, .parquet, a data set folder, or hf:org/name; only "
-                    "the demo pair brings prompts of its own"
+                    "the shipped pair brings prompts of its own"
                 )
-            demo = demo_pair()
+            demo = shipped_pair()
         path = demo / f"prompts-{self.side or 'train'}.jsonl"
         return read_prompts(path, columns=columns, choice=replace(choice, side=None))
 

@@ -9,7 +9,7 @@ import typer
 
 from .config import apply_settings, load_config
 
-Target = Annotated[str | None, typer.Option(help="Target model: a folder or a hub name. Default: the demo pair.")]
+Target = Annotated[str | None, typer.Option(help="Target model: a folder or a hub name. Default: the shipped pair.")]
 Draft = Annotated[str | None, typer.Option(help="Draft model of the same tokenizer: a folder or a hub name.")]
 Drafter = Annotated[
     str,

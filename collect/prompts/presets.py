@@ -62,7 +62,7 @@ PRESETS: Mapping[str, Layout] = {
 }
 
 DEMO = "demo"
-"""The embedded pair's own prompts; files that only the room which trains that pair knows."""
+"""The prompts of the shipped pair."""
 
 
 def find_preset(name: str) -> Layout:

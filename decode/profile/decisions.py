@@ -14,6 +14,7 @@ from ...policies.errors import SpecstopWarning
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
+from ...policies.progress import Progress, silent
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..settings import Settings
@@ -65,13 +66,21 @@ def loop_decisions(
     settings: Settings,
     profile: Profile | None = None,
     effort: Effort = EFFORT,
+    progress: Progress = silent,
 ) -> Measurements:
-    """Return the timings of decisions by `cost_name`, features included, as texts of the live loop have them, in turns.
+    """Return the timings of decisions in the live loop by `cost_name`, features included, measured in alternation.
 
-    With a profile what a policy hears of each round, the seconds among it, is a part of the price.
+    Args:
+        pair: Target and draft.
+        policies: Policies whose decisions are timed.
+        prompts: Token ids.
+        settings: Settings of the texts.
+        profile: If given, the time that a policy takes to observe each round is a part of its price.
+        effort: How long to measure.
+        progress: See `Progress`.
     """
     sizes = streams_of(profile) if profile else ()
-    return measure(decision_cases(pair, policies, prompts, settings, profile, sizes), effort)
+    return measure(decision_cases(pair, policies, prompts, settings, profile, sizes), effort, progress=progress)
 
 
 def decision_cases(

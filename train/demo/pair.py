@@ -1,165 +1,121 @@
-"""A demo pair that needs no download: two small Llama models trained on the running Python's own source text.
+"""The pair of models that ships with the package, as folders that `from_pretrained` loads.
 
-The target learns the text; the draft learns the target's distribution on the same batches, then on text
-that the target writes itself. The result is an ordinary pair of Hugging Face folders, with prompts from
-documents that neither model has seen.
+The package holds int8 weights with one scale per row. When they are first used they are expanded to float32 in the cache
+folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import platform
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import tokenizers
-import torch
-import transformers
-from transformers.utils import logging as transformers_logging
+from typing import TYPE_CHECKING
 
 from ...policies.errors import InputError
-from ...policies.files.atomic import cache_folder, read_json, sha256, write_atomic, write_json
-from ...policies.files.outputs import claim_folder, staged_folder
-from ...policies.progress import Progress, silent
-from .pair_fit import fit_pair
-from .pair_recipe import RECIPES, PairRecipe
-from .pair_text import Document, cut_prompts, encode, split_documents, stdlib_documents, train_tokenizer
+from ...policies.files.atomic import cache_folder, read_json, sha256, write_json
+from ...policies.files.outputs import staged_folder
 
-# To be raised when the same recipe gives other files: cached pairs are found by it.
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DATA = Path(__file__).parent / "data"
+"""Package data: `target/`, `draft/`, one tokenizer, prompts, `pair.json` and the model card."""
+
+WEIGHTS = "model.int8.safetensors"
+_SCALE = ".scale"
+_CHECKSUMS = "checksums.json"
 
 
-def make_pair(documents: Sequence[Document], recipe: PairRecipe, out: Path, progress: Progress = silent) -> Path:
-    """Train tokenizer, target and draft on `documents` and write the pair's folder, whole or not at all.
+def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return matrices as int8 with one bfloat16 scale per row, and the other weights as they are.
 
-    The same documents, recipe and versions give the same weights. The global random state is left as it was.
+    A scale has 8 significant bits and a quantized weight 7, so that their product is exact in float32. Quantizing expanded
+    weights again therefore returns the same integers and scales. A tied `lm_head.weight` is left out.
+    """
+    import torch
 
-    Args:
-        documents: The text; a seeded share of it is held out for prompts.
-        recipe: Shapes, steps and seed.
-        out: The folder to write; an existing one is replaced once the new one is complete.
-        progress: Called with the training steps done.
+    quantized: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name == "lm_head.weight":
+            continue
+        if weight.ndim == 2:
+            scale = (weight.abs().amax(1) / 127).clamp_min(1e-12).bfloat16()  # [rows]
+            integers = (weight / scale.float()[:, None]).round().clamp(-127, 127)
+            quantized |= {name: integers.to(torch.int8), name + _SCALE: scale}
+        else:
+            quantized[name] = weight.float().contiguous()
+    return quantized
+
+
+def expand_weights(quantized: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the float32 weights of `quantize_weights`, with `lm_head.weight` tied to the embedding."""
+    expanded = {}
+    for name, weight in quantized.items():
+        if name.endswith(_SCALE):
+            continue
+        scale = quantized.get(name + _SCALE)
+        expanded[name] = weight.clone() if scale is None else weight.float() * scale.float()[:, None]
+    expanded["lm_head.weight"] = expanded["model.embed_tokens.weight"]
+    return expanded
+
+
+def shipped_pair() -> Path:
+    """Return the folder of the shipped pair, expanding it into the cache folder when it is missing there or damaged.
+
+    The cache folder is the user's, or the one that the environment variable `SPECSTOP_CACHE` names.
 
     Returns:
-        `out`, with `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
+        A folder with `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl`, `pair.json` and `README.md`.
 
     Raises:
-        InputError: Too few documents, too little text for one window or one prompt, or as `claim_folder`.
+        InputError: The package data is missing.
+        OSError: The cache folder cannot be written.
     """
-    claim_folder(out, overwrite=True)
-    started = time.perf_counter()
-    split = split_documents(documents, recipe.held_out, recipe.seed, recipe.text_bytes)
-    tokenizer = train_tokenizer((document.text for document in split.learn), recipe.vocabulary)
-    stream = encode(tokenizer, split.learn)
-    prompts = {
-        "train": cut_prompts(tokenizer, split.prompts_train, recipe.prompts_train, recipe.prompt_tokens, recipe.seed),
-        "test": cut_prompts(tokenizer, split.prompts_test, recipe.prompts_test, recipe.prompt_tokens, recipe.seed),
-    }
-    _check(stream, prompts, recipe)
-    starts = encode(tokenizer, split.spare)
-    target, draft, losses = fit_pair(stream, starts, recipe, tokenizer.eos_token_id, progress)
-    with staged_folder(out) as stage, _no_bars():
-        for name, model in (("target", target), ("draft", draft)):
-            model.save_pretrained(stage / name)
-            tokenizer.save_pretrained(str(stage / name))
-        for name, found in prompts.items():
-            lines = "".join(json.dumps(prompt) + "\n" for prompt in found)
-            write_atomic(stage / f"prompts-{name}.jsonl", lines)
-        files = sorted(path for path in stage.rglob("*") if path.is_file())
-        described = {
-            **_describe(recipe, len(stream), losses),
-            "seconds": round(time.perf_counter() - started, 1),
-            "files": {path.relative_to(stage).as_posix(): sha256(path) for path in files},
-        }
-        write_json(stage / "pair.json", described)
-    return out
-
-
-def demo_pair(seed: int = 0, progress: Progress = silent) -> Path:
-    """Return the cached demo pair of the running Python's standard library, building it when it is missing."""
-    return cached_pair(replace(RECIPES["small"], seed=seed), progress=progress)
-
-
-def cached_pair(recipe: PairRecipe, documents: Sequence[Document] | None = None, progress: Progress = silent) -> Path:
-    """Return the cached pair of a recipe, building it when it is missing.
-
-    The folder lies in the user's cache directory, or below the environment variable `SPECSTOP_CACHE`.
-
-    Args:
-        recipe: Which pair; a recipe belongs to one text, as the cache knows pairs by their recipes.
-        documents: That text; default: the running Python's standard library.
-        progress: Called with the training steps done.
-    """
-    out = cache_folder() / f"pair-{_digest(recipe)}"
-    if not _complete(out, recipe):
-        make_pair(stdlib_documents() if documents is None else documents, recipe, out, progress)
-    return out
-
-
-def _digest(recipe: PairRecipe) -> str:
-    """Name a recipe together with what else decides the weights: the Python whose library is read."""
-    fields = {"recipe": asdict(recipe), "python": platform.python_version(), "schema": SCHEMA_VERSION}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _complete(out: Path, recipe: PairRecipe) -> bool:
-    """Say whether `out` holds a whole pair of this recipe."""
-    try:
-        described = read_json(out / "pair.json", "the cached pair")
-    except InputError:
-        return False
-    if not isinstance(described, dict) or described.get("digest") != _digest(recipe):
-        return False
-    files = described.get("files")
-    if not isinstance(files, dict) or not files:
-        return False
-    return all((out / name).is_file() and sha256(out / name) == digest for name, digest in files.items())
-
-
-def _check(stream: torch.Tensor, prompts: dict[str, list[dict[str, str]]], recipe: PairRecipe) -> None:
-    for name, found in prompts.items():
-        if not found:
-            raise InputError(
-                f"expected text for at least one {name} prompt of {recipe.prompt_tokens[0]} tokens "
-                "in the held-out documents, found none; give more or longer documents"
-            )
-    if len(stream) <= recipe.length:
+    if not (DATA / "pair.json").is_file():
         raise InputError(
-            f"expected more than {recipe.length} tokens of text to train on, got {len(stream)}; "
-            "give more or longer documents"
+            f"expected the shipped pair in {DATA}; install the package again, or give --target and --draft"
         )
+    folder = cache_folder() / f"pair-{_digest(DATA)}"
+    if not _is_complete(folder):
+        try:
+            _expand(folder)
+        except (OSError, InputError):
+            if not _is_complete(folder):  # otherwise another process has expanded it meanwhile
+                raise
+    return folder
 
 
-def _describe(recipe: PairRecipe, text_tokens: int, losses: dict[str, float]) -> dict[str, Any]:
-    target, draft = recipe.parameters()
-    return {
-        "schema": SCHEMA_VERSION,
-        "digest": _digest(recipe),
-        "recipe": asdict(recipe),
-        "parameters": {"target": target, "draft": draft},
-        "text_tokens": text_tokens,
-        "losses": losses,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
-            "tokenizers": tokenizers.__version__,
-        },
-    }
+def _digest(folder: Path) -> str:
+    """Return a short name for the contents of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-@contextlib.contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keep transformers from drawing its own progress bars: the console belongs to the caller."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+def _expand(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    with staged_folder(folder) as stage:
+        for name in ("target", "draft"):
+            (stage / name).mkdir()
+            weights = expand_weights(load_file(DATA / name / WEIGHTS))
+            del weights["lm_head.weight"]  # tied: `from_pretrained` restores it
+            save_file(weights, stage / name / "model.safetensors", metadata={"format": "pt"})
+            for path in (*(DATA / name).glob("*.json"), *DATA.glob("tokenizer*.json")):
+                shutil.copyfile(path, stage / name / path.name)
+        for name in ("prompts-train.jsonl", "prompts-test.jsonl", "pair.json", "README.md"):
+            shutil.copyfile(DATA / name, stage / name)
+        files = sorted(path for path in stage.rglob("*") if path.is_file())
+        write_json(stage / _CHECKSUMS, {path.relative_to(stage).as_posix(): sha256(path) for path in files})
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether all files of an expanded pair are there with the bytes that were written."""
     try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+        checksums = read_json(folder / _CHECKSUMS, "the expanded pair")
+        return bool(checksums) and all(sha256(folder / name) == digest for name, digest in checksums.items())
+    except (InputError, OSError, AttributeError):
+        return False

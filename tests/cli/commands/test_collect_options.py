@@ -156,7 +156,7 @@ def test_a_preset_without_a_home_asks_for_a_file(pair_folder: Path, tmp_path: Pa
     assert "--prompts: expected a file for --preset spec-bench" in answer.err
 
 
-def test_the_demo_preset_reads_the_embedded_pairs_own_sides(tmp_path: Path) -> None:
+def test_the_demo_preset_reads_the_prompts_of_the_shipped_pair(tmp_path: Path) -> None:
     for side in ("train", "test"):
         (tmp_path / f"prompts-{side}.jsonl").write_text("".join(f'{{"prompt": "{side} {i}"}}\n' for i in range(3)))
 

@@ -1,43 +1,63 @@
-"""The demo: every step of the pipeline once, small, and the live comparison."""
+"""The demo: every stage once, small; continued after an interruption; its verdict in plain words."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import specstop.train.demo.demo as demonstration
+import specstop.train.demo.demo as module
 from conftest import make_prompts
 from specstop.collect.store.folder import open_trace
 from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.compare.intervals import Ratio
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
+from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.adaptive import Heuristic
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.files.outputs import beside
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.demo.demo import DEMO_HEADS, Demo, Sizes, demo
+from specstop.train.demo.demo import Demo, Sizes, demo
+from specstop.train.demo.verdict import explain
+from specstop.train.report.records import Answer, Line, Report
 
-SIZES = Sizes(train=14, test=4, live=3, tokens=16, depth=3, effort=Effort(repetitions=1))
-FEWER = dataclasses.replace(SIZES, train=8, test=2, live=2)
-"""For what holds of any trace."""
+EFFORT = Effort(repetitions=1)
+SIZES = Sizes(
+    train=14, test=4, live=3, tokens=16, depth=3, heads=("logistic", "mlp"), effort=EFFORT, decision_effort=EFFORT
+)
+SMALL = replace(SIZES, train=8, test=2, live=2, heads=("logistic",))
 
 
 @pytest.fixture(scope="module")
-def done(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory, few_draws: None) -> Demo:
-    folder = tmp_path_factory.mktemp("demo")
-    shutil.copytree(pair_folder, folder / "pair")
+def pair_with_prompts(pair_folder: Path, tmp_path_factory: pytest.TempPathFactory, few_draws: None) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "pair"
+    shutil.copytree(pair_folder, folder)
     for side, seed in (("train", 21), ("test", 22)):
         lines = [json.dumps({"id": p.id, "prompt": p.text}) for p in make_prompts(30, side, seed)]
-        (folder / "pair" / f"prompts-{side}.jsonl").write_text("\n".join(lines))
+        (folder / f"prompts-{side}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(pair_with_prompts: Path) -> Demo:
+    lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specstop.train.heads.kinds.mlp.EPOCHS", 6)  # nothing here hangs on how well it is fitted
-        return demo(folder / "out", pair=folder / "pair", temperature=0.7, verification="match", sizes=SIZES)
+        patch.setattr("specstop.train.heads.kinds.mlp.EPOCHS", 6)  # its quality does not matter here
+        result = demo(
+            pair_with_prompts.parent / "out", pair=pair_with_prompts, temperature=0.7, verification="match", sizes=SIZES,
+            announce=lines.append,
+        )  # fmt: skip
+    assert [line.partition(":")[0] for line in lines] == ["collect", "profile", "train", "evaluate", "decode"]
+    return result
 
 
 def test_it_leaves_what_every_command_reads(done: Demo) -> None:
@@ -45,15 +65,17 @@ def test_it_leaves_what_every_command_reads(done: Demo) -> None:
         header = open_trace(done.folder / f"traces-{side}").header
         assert (header.prompts, header.depth, header.temperature) == (count, SIZES.depth, 0.7)
         assert header.max_new_tokens == SIZES.tokens
-    assert Profile.load(done.folder / "profile.json").max_depth == SIZES.depth
-    for kind in DEMO_HEADS:
-        assert load_policy_folder(done.folder / "policies" / kind).head.kind == kind
+    profile = Profile.load(done.folder / "profile.json")
+    assert profile.max_depth == SIZES.depth
+    for kind in SIZES.heads:
+        policy = load_policy_folder(done.folder / "policies" / kind)
+        assert policy.head.kind == kind and policy.cost_name in profile.decision_s
     written = json.loads((done.folder / "report" / "report.json").read_text())
     assert written == json.loads(json.dumps(done.report.to_dict()))
 
 
 def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) -> None:
-    assert {"plain decoding", "best fixed", *DEMO_HEADS} <= {line.name for line in done.report.lines}
+    assert {"plain decoding", "best fixed", *SIZES.heads} <= {line.name for line in done.report.lines}
     assert done.live[0].measured == done.live[0].predicted == 1.0
     assert len(done.live) > 2
     for line in done.live:
@@ -61,27 +83,116 @@ def test_it_reports_every_head_and_decodes_the_same_text_with_all(done: Demo) ->
         assert line.measured > 0 < line.predicted
 
 
-def test_when_sampling_everything_is_for_the_fastest_lossless_verification(
-    done: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demonstration, "DEMO_HEADS", ("logistic",))
-    made = demo(tmp_path / "out", pair=done.folder.parent / "pair", temperature=0.7, sizes=FEWER)
-    headers = [open_trace(made.folder / f"traces-{side}").header for side in ("train", "test")]
-    policy = load_policy_folder(made.folder / "policies" / "logistic")
-    profile = Profile.load(made.folder / "profile.json")
+def test_sampling_uses_the_fastest_lossless_verification_everywhere(pair_with_prompts: Path, tmp_path: Path) -> None:
+    result = demo(tmp_path / "out", pair=pair_with_prompts, temperature=0.7, sizes=SMALL)
+    headers = [open_trace(result.folder / f"traces-{side}").header for side in ("train", "test")]
+    policy = load_policy_folder(result.folder / "policies" / "logistic")
+    profile = Profile.load(result.folder / "profile.json")
     assert [h.verification for h in headers] == ["block", "block"]
     assert (policy.facts.verification, profile.verification) == ("block", "block")
-    assert all(line.same_text is None for line in made.live), "texts hang on what is drafted"
+    assert all(line.same_text is None for line in result.live), "texts depend on what is drafted"
 
 
-def test_a_folder_in_use_is_refused(done: Demo) -> None:
+def test_a_folder_in_use_is_refused(done: Demo, pair_with_prompts: Path) -> None:
     with pytest.raises(InputError, match="not empty"):
-        demo(done.folder, pair=done.folder.parent / "pair", sizes=SIZES)
+        demo(done.folder, pair=pair_with_prompts, sizes=SIZES)
+
+
+def test_a_pair_without_prompts_is_refused(pair_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="prompts-train"):
+        demo(tmp_path / "out", pair=pair_folder)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "stage", ["collect test", "profile", "train logistic", "time decisions", "report", "decode live"]
+)
+def test_an_interrupted_demo_continues_where_it_stopped(stage: str, pair_with_prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def interrupt(task: str, done: int, total: int) -> None:
+        if task == stage and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo(out, pair=pair_with_prompts, sizes=SMALL, progress=interrupt)
+    assert not out.exists()
+    complete = {path: path.stat().st_mtime_ns for path in beside(out).rglob("*.parquet")}
+    complete |= {path: path.stat().st_mtime_ns for path in beside(out).rglob("head*.safetensors")}
+    assert complete, "the first stage was complete"
+    lines: list[str] = []
+    result = demo(out, pair=pair_with_prompts, sizes=SMALL, announce=lines.append)
+    assert "Continuing" in lines[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+    assert {"traces-train", "traces-test", "profile.json", "policies", "report"} <= {p.name for p in out.iterdir()}
+    unchanged = {
+        path: (out / path.relative_to(beside(out))).stat().st_mtime_ns for path in complete if "traces" in str(path)
+    }
+    assert all(complete[path] == written for path, written in unchanged.items())
+    assert result.report.answer is not None
+
+
+def test_an_interrupted_demo_with_other_settings_starts_again(pair_with_prompts: Path, tmp_path: Path) -> None:
+    def interrupt(task: str, done: int, total: int) -> None:
+        if task == "profile":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        demo(tmp_path / "out", pair=pair_with_prompts, sizes=SMALL, progress=interrupt)
+    lines: list[str] = []
+    result = demo(tmp_path / "out", pair=pair_with_prompts, sizes=replace(SMALL, tokens=12), announce=lines.append)
+    assert "Continuing" not in lines[0]
+    assert open_trace(result.folder / "traces-train").header.max_new_tokens == 12
+
+
+@pytest.mark.parametrize(("slower", "train"), [(0.5, 160), (2.0, 80), (100.0, 56)])
+def test_a_slow_machine_gets_fewer_prompts(
+    slower: float, train: int, pair: Pair, pair_with_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "token_seconds", lambda *_: slower * module.REFERENCE_TOKEN_S)
+    lines: list[str] = []
+    sizes = module._sizes(tmp_path / "work", pair_with_prompts, pair, {}, None, Sizes(train=160), lines.append)
+    assert sizes.train == train
+    assert f"{train} training" in lines[0] and "tokens/s" in lines[0]
+
+
+def result_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) -> Any:
+    one = Ratio(1.0, 1.0, 1.0)
+    lines = (
+        Line("best fixed", "fixed", 100.0, one, one, one),
+        Line("mlp", "learned", 101.0, one, ratio, one),
+        Line("oracle bound", "bound", 120.0, one, Ratio(bound, bound, bound), one),
+    )
+    stops = (
+        SimpleNamespace(name="best fixed", ms_per_token=(0.1, 0.1, 0.0, 0.0)),
+        SimpleNamespace(name="mlp", ms_per_token=(0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)),
+    )
+    answer = Answer(ratio.is_above, "mlp", "mlp", "The headline.", "", (), 0.5)
+    report = Report(lines, (), (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
+    return SimpleNamespace(report=report)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bound", "decided_ms", "saved_ms", "reason"),
+    [
+        (Ratio(1.0, 0.98, 1.02), 1.02, 1.0, 2.0, "1.020"),
+        (Ratio(0.97, 0.95, 0.99), 1.3, 5.0, 3.0, "5.0 ms"),
+        (Ratio(1.01, 0.99, 1.03), 1.3, 1.0, 3.0, "40 prompts"),
+    ],
+)
+def test_the_verdict_explains_a_refusal_with_numbers(
+    ratio: Ratio, bound: float, decided_ms: float, saved_ms: float, reason: str
+) -> None:
+    texts = explain(result_with(ratio, bound, decided_ms, saved_ms))
+    assert texts[0] == "The headline." and len(texts) == 2
+    assert reason in texts[1]
+
+
+def test_the_verdict_of_a_gain_needs_no_reason() -> None:
+    assert explain(result_with(Ratio(1.08, 1.05, 1.11), 1.3, 1.0, 5.0)) == ["The headline."]
 
 
 def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    from specstop.decode.loop import Settings
-
     calls: list[tuple[str, int, int]] = []
     prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
     runs = [Speculator(pair, FixedLength(length), Settings(0.7, 10)) for length in (0, 2)]
@@ -93,8 +204,6 @@ def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: 
 
 
 def test_the_text_that_warms_up_is_not_remembered(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    from specstop.decode.loop import Settings
-
     prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
     runs = [Speculator(pair, Heuristic(2), Settings(0.7, 10)) for _ in range(2)]
     alternated = run_alternating(runs[:1], prompts)[0]
