@@ -91,7 +91,7 @@ def main() -> int:
             collected(pair, prompts, tokens // 2, Path(out), options, bars)
     if "speeds" in options.part:
         stock = load_pair(folder / "target", folder / "draft", engine="plain")
-        speeds("embedded" if options.pair is None else options.pair.name, pair, ids, tokens // 2, options, bars, stock)
+        speeds("shipped" if options.pair is None else options.pair.name, pair, ids, tokens // 2, options, bars, stock)
         if not options.quick:
             large, _ = scripted_pair(("100M", "18M"), "cpu", torch.float32, 512, 0.7)
             texts = [[7 + at, 5, 3] * 12 for at in range(32)]
@@ -213,7 +213,7 @@ def loads(
     def alone(profile: Profile, policies: Sequence[StopPolicy]) -> Profile:
         return add_decisions(profile, policies, arrays.header.vocabulary)
 
-    name = "embedded" if options.pair is None else options.pair.name
+    name = "shipped" if options.pair is None else options.pair.name
     asked = [(prompt.id, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
     if "loads" in options.part:
         replays = {}

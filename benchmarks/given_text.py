@@ -5,7 +5,7 @@
 
 First the law: V = 3, depth 3, every choice of the loop, the collector and replay enumerated, random stop rules. Then a real
 pair: what live rounds accept against what their own texts say; replay against live runs of the same prompts; and collection
-under each verification beside that under `match`. It runs from the repository root, on the embedded
+under each verification beside that under `match`. It runs from the repository root, on the shipped
 pair where there is no `--pair`.
 The last line printed is one JSON object; with `--check` the exit code is 1 where a bar falls short.
 """

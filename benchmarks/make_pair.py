@@ -8,8 +8,7 @@
 The target learns the next token of the text. The draft is trained on the target's distribution (`--draft distilled`) or, like
 the target, on the text alone (`--draft plain`). All weights are rounded to int8 with one scale per row before they are
 measured. Prompts come from files that neither model has seen. The last line is one JSON object: acceptance by depth on the
-test prompts. With `--compare` no pair is made: the stages of the demo run on each folder, and a table shows its acceptance,
-its costs, the oracle bound and the best learned policy.
+test prompts. `--compare` trains nothing: it runs the demo's stages before live decoding on each folder and prints a table.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ from safetensors.torch import save_file
 from specstop.cli.console.output import progress_bars
 from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
+from specstop.policies.files.atomic import read_json
 from specstop.policies.files.outputs import claim_folder, list_also, staged_folder
 from specstop.train.demo.demo import QUICK, Sizes, run_offline
 from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
@@ -97,7 +97,7 @@ class Recipe:
         shallow_steps: Steps of that network, on windows of `shallow_length` tokens.
         steps: Steps of the whole target, on windows of `length` tokens.
         draft_steps: Steps of the draft.
-        own_rows: Texts that the target generates for the draft to learn from.
+        generated_rows: Texts that the target generates for the draft to learn from.
         vocabulary: Entries of the tokenizer.
         positions: `max_position_embeddings` of both models.
         tokens_per_step: Tokens of one training step.
@@ -116,7 +116,7 @@ class Recipe:
     shallow_steps: int
     steps: int
     draft_steps: int
-    own_rows: int
+    generated_rows: int
     vocabulary: int = 2048
     positions: int = 2048
     shallow_length: int = 256
@@ -139,7 +139,7 @@ RECIPES = {
         shallow_steps=1600,
         steps=1700,
         draft_steps=2200,
-        own_rows=3072,
+        generated_rows=3072,
     ),
     "small": Recipe(
         target=ModelShape(hidden=192, layers=10, heads=3, intermediate=512),
@@ -148,7 +148,7 @@ RECIPES = {
         shallow_steps=1600,
         steps=1700,
         draft_steps=1500,
-        own_rows=2048,
+        generated_rows=2048,
     ),
     # For timing only: its acceptance means nothing.
     "100m": Recipe(
@@ -158,7 +158,7 @@ RECIPES = {
         shallow_steps=60,
         steps=10,
         draft_steps=60,
-        own_rows=16,
+        generated_rows=16,
         vocabulary=4096,
         text_bytes=500_000,
     ),
@@ -209,7 +209,9 @@ def read_documents(path: Path) -> list[Document]:
         documents = folder_documents(path)
     elif path.is_file():
         documents = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
                 text = f"{record['prompt']}\n{record.get('completion', '')}"
@@ -271,8 +273,8 @@ def cut_prompts(
     tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document], count: int, recipe: Recipe
 ) -> list[dict[str, str]]:
     """Return up to `count` prompts, from all documents in turn; pieces of one document do not overlap."""
-    chance = random.Random(recipe.seed)
-    pieces = [_pieces(tokenizer, document, recipe.prompt_tokens, chance) for document in documents]
+    rng = random.Random(recipe.seed)
+    pieces = [_pieces(tokenizer, document, recipe.prompt_tokens, rng) for document in documents]
     prompts: list[dict[str, str]] = []
     for turn in range(max(map(len, pieces))):
         for document, texts in zip(documents, pieces, strict=True):
@@ -282,22 +284,22 @@ def cut_prompts(
 
 
 def _pieces(
-    tokenizer: PreTrainedTokenizerFast, document: Document, tokens: tuple[int, int], chance: random.Random
+    tokenizer: PreTrainedTokenizerFast, document: Document, tokens: tuple[int, int], rng: random.Random
 ) -> list[str]:
     """Cut one document into pieces that start at a line, in a seeded order."""
     if document.prompt is not None:
         return [document.prompt]
     text, pieces, begin = document.text, [], 0
     while begin < len(text):
-        length = chance.randint(*tokens)
-        # A token is hardly ever longer than 16 characters.
+        length = rng.randint(*tokens)
+        # Tokens rarely exceed 16 characters.
         encoding = tokenizer.backend_tokenizer.encode(text[begin : begin + 16 * length])
         if len(encoding.ids) < length:
             break
         end = begin + encoding.offsets[length - 1][1]
         pieces.append(text[begin:end])
         begin = text.find("\n", end) + 1 or len(text)
-    chance.shuffle(pieces)
+    rng.shuffle(pieces)
     return pieces
 
 
@@ -324,10 +326,10 @@ class LanguageModelTraining(lightning.LightningModule):
             torch.optim.Muon(matrices, lr=self.recipe.rate, momentum=0.95, weight_decay=0.01),
             torch.optim.AdamW(others, lr=self.recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
-        rise = max(1, self.steps // 20)
+        warmup_steps = max(1, self.steps // 20)
 
         def share(step: int) -> float:
-            return max(0.0, min((step + 1) / rise, (self.steps - step) / (self.steps - rise)))
+            return max(0.0, min((step + 1) / warmup_steps, (self.steps - step) / (self.steps - warmup_steps)))
 
         return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, share) for optimizer in optimizers]
 
@@ -340,9 +342,9 @@ class LanguageModelTraining(lightning.LightningModule):
             loss = functional.cross_entropy(logits, tokens[:, 1:].flatten())
         else:
             with torch.no_grad():
-                wanted = teacher(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
+                teacher_logits = teacher(input_ids=inputs, use_cache=False).logits.float().flatten(0, 1)
             loss = functional.kl_div(
-                logits.log_softmax(-1), wanted.log_softmax(-1), reduction="batchmean", log_target=True
+                logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="batchmean", log_target=True
             )
         optimizers: Any = self.optimizers()
         self.manual_backward(loss)
@@ -405,28 +407,36 @@ def train_target(stream: torch.Tensor, recipe: Recipe) -> tuple[LlamaForCausalLM
 def train_draft(
     target: LlamaForCausalLM, stream: torch.Tensor, recipe: Recipe, distilled: bool
 ) -> tuple[LlamaForCausalLM, float]:
-    """Train the draft: on the text, or on the target's distribution over the text and over text of its own."""
+    """Train the draft and return it with its last mean loss.
+
+    Args:
+        target: The teacher.
+        stream: Tokens that the target was trained on.
+        recipe: Shapes and steps.
+        distilled: Whether the draft learns the target's distribution, on the text and on continuations of it by the target;
+            otherwise it learns the text alone.
+    """
     draft = recipe.draft.build(recipe.vocabulary, recipe.positions)
     windows = windows_of(stream, recipe.shallow_length)
     if not distilled:
         return draft, fit(LanguageModelTraining(draft, recipe, recipe.draft_steps), windows)
-    own = own_text(target, windows, recipe)
+    generated = generate_text(target, windows, recipe.generated_rows)
+    target.compile()  # now that all text is generated: `generate` would compile it for every length
     # Twice as much text of the target as of the standard library: what is drafted later is text of the target.
-    repeated = own.repeat(max(1, 2 * len(windows) // len(own)), 1)
-    target.compile()
+    repeated = generated.repeat(max(1, 2 * len(windows) // len(generated)), 1)
     module = LanguageModelTraining(draft, recipe, recipe.draft_steps, teacher=target)
     return draft, fit(module, torch.cat([windows, repeated]))
 
 
-def own_text(target: LlamaForCausalLM, windows: torch.Tensor, recipe: Recipe, batch: int = 128) -> torch.Tensor:
-    """Let the target continue the first half of windows, greedily and sampled in turn."""  # [own_rows, length + 1]
+def generate_text(target: LlamaForCausalLM, windows: torch.Tensor, rows: int, batch: int = 128) -> torch.Tensor:
+    """Let the target continue the first half of `rows` windows, greedily and sampled in turn."""  # [rows, length + 1]
     half = windows.shape[1] // 2
-    chosen = windows[torch.randperm(len(windows))[: recipe.own_rows]]
+    chosen = windows[torch.randperm(len(windows))[:rows]]
     texts = []
-    for turn, rows in enumerate(chosen.split(batch)):
+    for turn, part in enumerate(chosen.split(batch)):
         temperature = (0.0, 0.5, 0.0, 1.0)[turn % 4]
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        prompt = rows[:, :half]
+        prompt = part[:, :half]
         with torch.autocast("cpu", torch.bfloat16):
             text = target.generate(
                 prompt,
@@ -457,26 +467,32 @@ def make_pair(
         recipe: Settings that decide the weights.
         out: The folder to write: `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl` and `pair.json`.
         distilled: Whether the draft learns from the target; otherwise from the text alone.
-        target: Folder of a target of the same recipe, which is used instead of training one.
+        target: Folder of a target of the same recipe, which is used instead of training one. Default: train it, and keep it
+            in the folder `OUT-target`.
     """
     started = time.perf_counter()
     learn, train_documents, test_documents = split_documents(documents, recipe)
     lightning.seed_everything(recipe.seed, verbose=False)
-    losses: dict[str, float] = {}
+    kept = target or out.with_name(f"{out.name}-target")
     if target is not None:
         tokenizer = AutoTokenizer.from_pretrained(target)
         stream = encode(tokenizer, learn)
         network: Any = AutoModelForCausalLM.from_pretrained(target)
+        trained = json.loads((target / "training.json").read_text())
     else:
         tokenizer = train_tokenizer((document.text for document in learn), recipe.vocabulary)
         stream = encode(tokenizer, learn)
-        network, losses["target_cross_entropy"] = train_target(stream, recipe)
+        network, loss = train_target(stream, recipe)
         network = round_weights(network)
-        network.save_pretrained(out.with_name(f"{out.name}-target"))
-        tokenizer.save_pretrained(out.with_name(f"{out.name}-target"))
-    draft, losses["draft_divergence" if distilled else "draft_cross_entropy"] = train_draft(
-        network, stream, recipe, distilled
-    )
+        network.save_pretrained(kept)
+        tokenizer.save_pretrained(kept)
+        trained = {"target_cross_entropy": loss, "seconds": time.perf_counter() - started}
+        (kept / "training.json").write_text(json.dumps(trained), encoding="utf-8")
+    started = time.perf_counter()
+    lightning.seed_everything(
+        recipe.seed, verbose=False
+    )  # the same draft whether or not the target was trained just now
+    draft, draft_loss = train_draft(network, stream, recipe, distilled)
     with staged_folder(out) as stage:
         for name, model in (("target", network), ("draft", round_weights(draft))):
             model.save_pretrained(stage / name)
@@ -492,8 +508,11 @@ def make_pair(
             "draft": "distilled" if distilled else "plain",
             "parameters": {"target": network.num_parameters(), "draft": draft.num_parameters()},
             "text_tokens": len(stream),
-            "losses": losses,
-            "seconds": round(time.perf_counter() - started),
+            "losses": {
+                "target_cross_entropy": trained["target_cross_entropy"],
+                "draft_divergence" if distilled else "draft_cross_entropy": draft_loss,
+            },
+            "seconds": round(trained["seconds"] + time.perf_counter() - started),
             "versions": {
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),
@@ -527,11 +546,11 @@ def acceptance(pair: Path, prompts: int, tokens: int) -> dict[str, Any]:
             window = same[start : start + MAX_DEPTH]
             lengths.append(window.index(False) if False in window else MAX_DEPTH)
     reached = [sum(length >= depth for length in lengths) / len(lengths) for depth in range(MAX_DEPTH + 1)]
-    given = [after / max(before, 1e-9) for before, after in itertools.pairwise(reached)]
+    conditional = [after / max(before, 1e-9) for before, after in itertools.pairwise(reached)]
     return {
         "rounds": len(lengths),
         "reached": [round(value, 4) for value in reached[1:]],
-        "given": [round(value, 4) for value in given],
+        "given": [round(value, 4) for value in conditional],
     }
 
 
@@ -552,9 +571,9 @@ def compare(options: argparse.Namespace) -> int:
     )
     rows = []
     for folder in options.compare:
-        with tempfile.TemporaryDirectory() as room, progress_bars() as progress:
+        with tempfile.TemporaryDirectory() as temporary, progress_bars() as progress:
             models = load_pair(folder / "target", folder / "draft")
-            sizes, work = (QUICK if options.quick else Sizes()), Path(room) / "work"
+            sizes, work = (QUICK if options.quick else Sizes()), Path(temporary) / "work"
             offline = run_offline(work, work, folder, models, 0.0, "match", sizes, 0, progress)
         lengths = offline.arrays.accepted[~offline.arrays.cut]
         reached = [float((lengths >= depth).float().mean()) for depth in (1, 6)]
@@ -616,7 +635,7 @@ tags: [speculative-decoding]
 # The pair that ships with specstop
 
 Two Llama models with one byte-level BPE tokenizer of {vocabulary} entries, for demonstrations, tests and benchmarks of
-speculative decoding. They continue Python source text and are of no other use.
+speculative decoding. They continue Python source text and have no other use.
 
 - Target: {target}.
 - Draft: {draft}.
@@ -652,7 +671,7 @@ def card(described: dict[str, Any], command: str, rates: dict[str, Any]) -> str:
         for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1)
     )
     shapes = {
-        name: f"{recipe[name]['layers']} layers of width {recipe[name]['hidden']}, {count / 1e6:.2f}M parameters"
+        name: f"{recipe[name]['layers']} layer(s) of width {recipe[name]['hidden']}, {count / 1e6:.2f}M parameters"
         for name, count in described["parameters"].items()
     }
     losses = ", ".join(f"{name} {loss:.3f}" for name, loss in described["losses"].items())
@@ -692,17 +711,30 @@ def main() -> int:
         parser.error("expected --out, the folder to write the pair to")
     recipe = dataclasses.replace(RECIPES[options.size], seed=options.seed)
     if options.quick:
-        recipe = dataclasses.replace(recipe, shallow_steps=2, steps=2, draft_steps=2, own_rows=8, text_bytes=100_000)
+        recipe = dataclasses.replace(
+            recipe,
+            shallow_steps=2,
+            steps=2,
+            draft_steps=2,
+            generated_rows=8,
+            text_bytes=100_000,
+        )
     transformers.logging.disable_progress_bar()
     try:
-        if not (options.out / "pair.json").is_file() or options.overwrite:
+        existing = read_json(options.out / "pair.json", "the pair") if (options.out / "pair.json").is_file() else None
+        if existing is not None and not options.overwrite:
+            if existing["draft"] != options.draft or existing["recipe"] != json.loads(
+                json.dumps(dataclasses.asdict(recipe))
+            ):
+                raise InputError(f"--out: {options.out} holds a pair of another recipe; pass --overwrite to replace it")
+        else:
             claim_folder(options.out, overwrite=options.overwrite, inputs=[options.text])
             documents = read_documents(options.text) if options.text else stdlib_documents()
             make_pair(documents, recipe, options.out, distilled=options.draft == "distilled", target=options.target)
     except SpecstopError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    rates = acceptance(options.out, prompts=4 if options.quick else 100, tokens=32 if options.quick else 128)
+    rates = acceptance(options.out, prompts=4 if options.quick else 100, tokens=32 if options.quick else 160)
     print(f"{'depth':>5} {'P(A >= depth)':>14} {'given the depth before':>23}")
     for depth, (reached, given) in enumerate(zip(rates["reached"], rates["given"], strict=True), start=1):
         print(f"{depth:>5} {reached:>14.3f} {given:>23.3f}")
@@ -713,7 +745,10 @@ def main() -> int:
     bars.figures |= {"out": str(options.out), "size": options.size, "draft": options.draft, **rates}
     list_also(options.out, "figures.json")
     if options.ship is not None:
-        ship(options.out, options.ship, f"python benchmarks/make_pair.py --size {options.size} --out pair", rates)
+        described = json.loads((options.out / "pair.json").read_text())
+        kind = described["draft"]
+        command = f"python benchmarks/make_pair.py --size {options.size} --draft {kind} --seed {recipe.seed} --out pair"
+        ship(options.out, options.ship, command, rates)
     return bars.finish(options, f"{rates['rounds']} rounds of greedy text on held-out prompts")
 
 

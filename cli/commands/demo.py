@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,31 +39,51 @@ def demo(
 
     The same command continues a run that was interrupted.
     """
-    quiet_libraries()
+    from ...policies.files.outputs import beside, claim_folder
+    from ...train.demo.pair import check_pair
+
     folder = out or _unused(Path("specstop-demo"))
+    claim_folder(folder, overwrite=overwrite, inputs=[pair])  # bad input is refused before anything is printed
+    if pair is not None:
+        check_pair(pair)
+    quiet_libraries()
     try:
         with progress_bars(quiet or json) as progress, config_saved(folder):
             progress("import libraries", 0, 1)
-            from ...train.demo.demo import demo as run, ignore_line
+            from ...train.demo.demo import demo as run
 
             progress("import libraries", 1, 1)
             result = run(
                 folder, pair=pair, temperature=temperature, verification=verification, quick=quick, seed=seed,
-                overwrite=overwrite, progress=progress, announce=ignore_line if quiet or json else output().print,
+                overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
             )  # fmt: skip
     except Interrupted as error:
-        error.line += "; complete stages are kept, and the same command continues with the next one"
+        if beside(folder).exists():
+            error.line += "; complete stages are kept, and the same command continues with the next one"
         raise
     if json:
+        from ...train.demo.verdict import explain
+
         print_json(
             {
                 "report": result.report.to_dict(),
+                "verdict": explain(result),
                 "live": [_record(line) for line in result.live],
                 "out": str(folder),
             }
         )
         return
     show(result)
+
+
+def _print_line(line: str) -> None:
+    """Print above the progress bars: rich redirects standard output, but not other consoles."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _ignore(line: str) -> None:
+    """Print nothing."""
 
 
 def _unused(base: Path) -> Path:
@@ -86,36 +107,21 @@ def show(result: Demo) -> None:
     """Print the table, the verdict, the path of the report and the commands to run next."""
     from ...train.demo.verdict import explain
 
-    report, live = result.report, {line.name: line for line in result.live}
-    best = result.live[1]
+    report, best = result.report, result.live[1]
+    live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}
+    candidate = report.answer.candidate if report.answer else ""
     rows = []
     for line in report.lines:
-        measured = live.get(best.name if line.name == "best fixed" else line.name)
-        if line.kind not in ("learned", "bound") and line.name not in ("plain decoding", "best fixed"):
-            continue
-        note = line.note.partition(",")[0]
-        rows.append(
-            (
-                f"{line.name} ({note})" if line.name == "best fixed" else line.name,
-                f"{line.tokens_per_s:.0f}",
-                f"{line.to_plain.value:.2f}",
-                line.to_best_fixed.text(),
-                f"{measured.measured / best.measured:.3f}" if measured else "",
-                f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
-            )
-        )
-    columns = (
-        "decoding",
-        "tokens/s",
-        "÷ plain",
-        "÷ best fixed length [95%]",
-        "the same, live",
-        "tokens per target call",
-    )
-    texts = result.live[0].tally.texts
+        if line.kind in ("learned", "bound") or line.name in ("plain decoding", "best fixed", candidate):
+            one = live.get(line.name)
+            measured = f"{one.measured / best.measured:.3f} ({one.predicted / best.predicted:.3f})" if one else ""
+            speed, to_plain = f"{line.tokens_per_s:.0f}", f"{line.to_plain.value:.2f}"
+            rows.append((line.name, speed, to_plain, line.to_best_fixed.text(), measured))
+    fixed = report.line("best fixed").note.partition(",")[0]
     table(
-        f"{report.facts['prompts']} held-out prompts by replay, {texts} of them decoded live (best fixed there: {best.name})",
-        columns,
+        f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "
+        f"{fixed}, live {best.name}",
+        ("decoding", "tokens/s", "÷ plain", "÷ best fixed [95%]", "live (predicted)"),
         rows,
     )
     console = output()
@@ -123,7 +129,7 @@ def show(result: Demo) -> None:
         console.print(text)
     console.print(
         f"Report: {result.folder / 'report' / 'report.html'}\n"
-        "Next, on a pair of your own (T and D: folders or names on the hub):\n"
+        "Next, on your models (T and D: folders or names on the hub):\n"
         "  specstop collect --target T --draft D --prompts train.jsonl --out traces\n"
         "  specstop profile --target T --draft D --prompts train.jsonl --out profile.json\n"
         "  specstop train --traces traces --profile profile.json --out policy",

@@ -77,38 +77,39 @@ class _RateColumn(ProgressColumn):
 
 
 class _PlainProgress:
-    """One line when a task ends, and one every few seconds with its rate and the time left, also while nothing advances."""
+    """Print a line when a task ends, and one about the newest open task every few seconds, even if it does not advance."""
 
     def __init__(self) -> None:
-        self._began: dict[str, tuple[float, int]] = {}
-        self._last, self._latest = time.monotonic(), ("", 0, 0)
+        self._open: dict[str, tuple[float, int, int, int]] = {}  # start, units done then, units done now, total
+        self._last = time.monotonic()
         self._lock, self._closed = threading.Lock(), threading.Event()
-        threading.Thread(target=self._repeat, daemon=True).start()
+        self._thread = threading.Thread(target=self._repeat, daemon=True)
+        self._thread.start()
 
     def __call__(self, task: str, done: int, total: int) -> None:
         with self._lock:
             now = time.monotonic()
-            self._began.setdefault(task, (now, done))
-            self._latest = (task, done, total)
+            began, before, _, _ = self._open.get(task, (now, done, done, total))
+            self._open[task] = began, before, done, total
             if done >= total or now - self._last >= _PLAIN_EVERY_S:
-                self._print(now)
+                self._print(task, now)
             if done >= total:
-                self._began.pop(task, None)  # a task of this name may begin again
+                del self._open[task]  # a task of this name may begin again
 
     def close(self) -> None:
         """Stop printing."""
         self._closed.set()
+        self._thread.join(1.0)
 
     def _repeat(self) -> None:
         while not self._closed.wait(_PLAIN_EVERY_S / 5):
             with self._lock:
                 now = time.monotonic()
-                if self._latest[0] in self._began and now - self._last >= _PLAIN_EVERY_S:
-                    self._print(now)
+                if self._open and now - self._last >= _PLAIN_EVERY_S:
+                    self._print(list(self._open)[-1], now)
 
-    def _print(self, now: float) -> None:
-        task, done, total = self._latest
-        began, before = self._began[task]
+    def _print(self, task: str, now: float) -> None:
+        began, before, done, total = self._open[task]
         self._last = now
         say(progress_line(task, done, total, done - before, now - began))
 

@@ -1,1 +1,1 @@
-"""The demo pair and the demo."""
+"""The shipped pair and the demo."""

@@ -6,15 +6,21 @@ stage that is not complete when it is called again with the same arguments.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
+import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 
 from ...collect.facts import facts
@@ -27,11 +33,12 @@ from ...decode.models.pair import Pair, load_pair
 from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
 from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
+from ...decode.verify.modes import find_mode
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files.atomic import read_json, write_json
+from ...policies.files.atomic import STAGE_PREFIX, cache_folder, read_json, sha256, write_json
 from ...policies.files.outputs import beside, claim_folder, put_in_place, refuse_inputs
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
@@ -44,17 +51,19 @@ from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.evaluate import evaluate
 from ..report.records import Report
 from .live import LiveLine, compare_live
-from .pair import shipped_pair
+from .pair import check_pair, shipped_pair
 
 PROFILE_PROMPTS = 16
 STATE_FILE = "demo.json"
 PROBE_TOKENS = 24
+STAGES = 5
+"""Collect, profile, train, evaluate, decode."""
 
-REFERENCE_TOKEN_S = 2.6e-3
-"""Seconds of a token of the shipped target alone on two quiet cores, for which the default sizes are chosen."""
+REFERENCE_TOKEN_S = 3.3e-3
+"""Seconds per token of plain decoding on a quiet machine; the default sizes assume it."""
 
 SMALLEST_SHARE = 0.35
-"""Share of the default prompts below which no speed reduces them: fewer give no verdict."""
+"""Smallest share of the default prompts: fewer give wide intervals."""
 
 
 @dataclass(frozen=True)
@@ -72,19 +81,20 @@ class Sizes:
         decision_effort: How long the costs of decisions are measured.
     """
 
-    train: int = 160
-    test: int = 120
-    live: int = 12
-    tokens: int = 128
+    train: int = 136
+    test: int = 100
+    live: int = 24
+    tokens: int = 160
     depth: int = 10
     heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")
     effort: Effort = field(default_factory=lambda: Effort(budget_s=20.0))
     decision_effort: Effort = field(default_factory=lambda: Effort(repetitions=8))
 
     def scaled(self, share: float) -> Sizes:
-        """Return sizes with `share` of the prompts, and shorter texts where that is little."""
-        counts = {name: max(1, round(getattr(self, name) * share)) for name in ("train", "test", "live")}
-        return dataclasses.replace(self, **counts, tokens=self.tokens if share > 0.6 else min(self.tokens, 96))
+        """Scale the numbers of prompts by `share`, and shorten the texts if it is at most 0.6."""
+        fewest = {"train": 16, "test": 20, "live": 3}  # fewer give no verdict, or no profile between live texts
+        counts = {name: max(least, round(getattr(self, name) * share)) for name, least in fewest.items()}
+        return dataclasses.replace(self, **counts, tokens=self.tokens if share > 0.6 else min(self.tokens, 128))
 
     def text(self) -> str:
         """Return the sizes in words."""
@@ -92,14 +102,14 @@ class Sizes:
 
 
 QUICK = Sizes(
-    train=48, test=40, live=4, tokens=96, heads=("logistic", "tokens"), effort=Effort(budget_s=5.0),
+    train=48, test=40, live=6, tokens=96, heads=("logistic", "tokens"), effort=Effort(budget_s=5.0),
     decision_effort=Effort(repetitions=4),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Offline:
-    """What the stages before live decoding leave.
+    """Results of the stages before live decoding.
 
     Attributes:
         pair: Folder of the pair.
@@ -196,43 +206,104 @@ def _demo(
     seed: int, overwrite: bool, progress: Progress, announce: Callable[[str], None],
 ) -> Demo:  # fmt: skip
     folder = claim_folder(out, overwrite=overwrite, inputs=[pair])
-    where = Path(pair) if pair is not None else shipped_pair()
-    refuse_inputs(folder, [where])
-    progress("load models", 0, 2)
-    models = load_pair(str(where / "target"), str(where / "draft"))
-    progress("load models", 1, 2)
-    kernels.load(progress)
-    progress("load models", 2, 2)
-    work = beside(folder)
-    settings = {
-        "pair": str(where.resolve()), "temperature": temperature, "verification": verification, "quick": quick, "seed": seed,
-        "sizes": None if sizes is None else dataclasses.asdict(sizes),
-    }  # fmt: skip
-    sizes = _sizes(work, where, models, settings, sizes, QUICK if quick else Sizes(), announce)
-    offline = run_offline(work, folder, where, models, temperature, verification, sizes, seed, progress, announce)
-    live = _live(offline, sizes, seed, progress)
-    announce(f"decode: {_live_text(live, offline)}")
-    put_in_place(work, folder)
+    pair_folder = check_pair(pair) if pair is not None else shipped_pair()
+    refuse_inputs(folder, [pair_folder])
+    if verification != "auto":
+        find_mode(verification, temperature)
+    with _only_one(folder):
+        progress("demo", 0, STAGES)
+        progress("load models", 0, 2)
+        models = load_pair(str(pair_folder / "target"), str(pair_folder / "draft"))
+        progress("load models", 1, 2)
+        kernels.load(progress)
+        progress("load models", 2, 2)
+        work = beside(folder)
+        settings = {
+            "pair": models.fingerprint,
+            "prompts": [sha256(pair_folder / f"prompts-{side}.jsonl") for side in ("train", "test")],
+            "folder": str(pair_folder),
+            "temperature": temperature,
+            "verification": verification,
+            "quick": quick,
+            "seed": seed,
+            "sizes": None if sizes is None else dataclasses.asdict(sizes),
+            "version": version("specstop"),
+        }
+        settings = json.loads(json.dumps(settings))  # as the state file holds them: tuples are lists
+        default_sizes = QUICK if quick else Sizes()
+        sizes = _continued(work, folder, settings, overwrite, announce) or _begun(
+            work, pair_folder, models, settings, sizes, default_sizes, announce
+        )
+        offline = run_offline(
+            work, folder, pair_folder, models, temperature, verification, sizes, seed, progress, announce
+        )
+        live = _live(offline, sizes, seed, progress)
+        announce(f"decode: {_live_text(live)}")
+        (work / STATE_FILE).unlink()
+        put_in_place(work, folder)
+        progress("demo", STAGES, STAGES)
     return Demo(folder, sizes, offline.report, live)
 
 
-def _sizes(
-    work: Path, where: Path, models: Pair, settings: dict[str, Any], requested: Sizes | None, usual: Sizes,
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold a lock that two demos with the same result folder share.
+
+    Raises:
+        InputError: Another process holds it.
+    """
+    name = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(cache_folder() / f"demo-{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise InputError(f"--out: another demo is writing {folder}; wait for it, or choose another folder") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _continued(
+    work: Path, folder: Path, settings: dict[str, Any], overwrite: bool, announce: Callable[[str], None]
+) -> Sizes | None:
+    """Return the sizes of an interrupted run with these settings; remove an interrupted run that cannot be continued.
+
+    Raises:
+        InputError: There is an interrupted run with other settings, and `overwrite` is not given.
+    """
+    if not (work / STATE_FILE).is_file():
+        shutil.rmtree(work, ignore_errors=True)
+        return None
+    state = read_json(work / STATE_FILE, "the interrupted demo")
+    if state.get("settings") == settings:
+        announce("Continuing the interrupted demo.")
+        for left in work.rglob(f"{STAGE_PREFIX}*"):  # files that were being written
+            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        saved = state["sizes"]
+        efforts = {name: Effort(**saved[name]) for name in ("effort", "decision_effort")}
+        return Sizes(**{**saved, **efforts, "heads": tuple(saved["heads"])})
+    if not overwrite:
+        changed = [name for name, value in settings.items() if state.get("settings", {}).get(name) != value]
+        raise InputError(
+            f"--out: an interrupted demo for {folder} differs in {', '.join(changed)}; repeat its options to continue it, "
+            "pass --overwrite to discard it, or choose another folder"
+        )
+    (work / STATE_FILE).unlink()  # first: without it the rest is never continued
+    shutil.rmtree(work, ignore_errors=True)
+    return None
+
+
+def _begun(
+    work: Path, pair_folder: Path, models: Pair, settings: dict[str, Any], sizes: Sizes | None, default_sizes: Sizes,
     announce: Callable[[str], None],
 ) -> Sizes:  # fmt: skip
-    """Return the sizes of this run, those of an interrupted one with the same settings if there is one."""
-    state = read_json(work / STATE_FILE, "the interrupted demo") if (work / STATE_FILE).is_file() else {}
-    if state.get("settings") == settings:
-        announce(f"Continuing the interrupted run in {work}.")
-        kept = state["sizes"]
-        return Sizes(**{**kept, "heads": tuple(kept["heads"]), "effort": Effort(**kept["effort"]),
-                        "decision_effort": Effort(**kept["decision_effort"])})  # fmt: skip
-    shutil.rmtree(work, ignore_errors=True)  # an interrupted run with other settings
-    sizes = requested
+    """Create the working folder and return the sizes, by default adapted to the measured speed."""
     if sizes is None:
-        token_s = token_seconds(models, _encoded(where, "train", 4, models, PROBE_TOKENS))
-        share = min(1.0, max(SMALLEST_SHARE, REFERENCE_TOKEN_S / token_s))
-        sizes = usual.scaled(share)
+        prompts = read_prompts(pair_folder / "prompts-train.jsonl", 4)
+        token_s = token_seconds(models, encode(prompts, models.tokenizer, models.readable - PROBE_TOKENS))
+        sizes = default_sizes.scaled(min(1.0, max(SMALLEST_SHARE, REFERENCE_TOKEN_S / token_s)))
         announce(f"This machine decodes {1 / token_s:.0f} tokens/s with the target alone: {sizes.text()}.")
     work.mkdir(parents=True)
     write_json(work / STATE_FILE, {"settings": settings, "sizes": dataclasses.asdict(sizes)})
@@ -240,7 +311,7 @@ def _sizes(
 
 
 def token_seconds(models: Pair, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the median seconds of a token that the target decodes alone, over `prompts` after a warm-up."""
+    """Return the median seconds per token of plain decoding over `prompts`, after a warm-up."""
     plain = Speculator(models, FixedLength(0), Settings(0.0, PROBE_TOKENS, 1, ignore_eos=True))
     plain.generate(prompts[0], 0)
     seconds = []
@@ -252,15 +323,17 @@ def token_seconds(models: Pair, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def run_offline(
-    work: Path, folder: Path, where: Path, models: Pair, temperature: float, verification: str, sizes: Sizes, seed: int,
+    work: Path, folder: Path, pair_folder: Path, models: Pair, temperature: float, verification: str, sizes: Sizes, seed: int,
     progress: Progress, announce: Callable[[str], None] = ignore_line,
 ) -> Offline:  # fmt: skip
-    """Collect, profile, train and evaluate on the pair in `where`; stages whose files are in `work` are not repeated.
+    """Collect, profile, train and evaluate on the pair in `pair_folder`.
+
+    Stages whose files are in `work` are not repeated, except for the evaluation.
 
     Args:
         work: Folder that the files are written to.
         folder: Name that `work` will have when it is complete.
-        where: Folder of the pair.
+        pair_folder: Folder of the pair.
         models: The pair, loaded.
         temperature: 0 = greedy.
         verification: Mode of traces, profile and policies.
@@ -272,32 +345,35 @@ def run_offline(
     prompts: dict[str, list[Prompt]] = {}
     traces: dict[str, Trace] = {}
     for side, count in (("train", sizes.train), ("test", sizes.test)):
-        prompts[side] = _prompts(where, side, count)
+        prompts[side] = read_prompts(pair_folder / f"prompts-{side}.jsonl", count)
         out = work / f"traces-{side}"
         trace = collect(
             models,
             prompts[side],
             out,
-            target=str(where / "target"),
-            draft=str(where / "draft"),
+            target=str(pair_folder / "target"),
+            draft=str(pair_folder / "draft"),
             depth=sizes.depth,
             temperature=temperature,
             verification=verification,
             max_new_tokens=sizes.tokens,
             seed=seed,
             resume=out.exists(),
-            progress=_renamed(progress, f"collect {side}"),
+            progress=_within(progress, side),
         )
         # Reports name the folder that the trace will have; its rows are read while it has another name.
         traces[side] = Trace(folder / out.name, trace.header, trace.rows)
     arrays = {side: trace_arrays(trace) for side, trace in traces.items()}
+    progress("demo", 1, STAGES)
     announce(f"collect: {_trace_text(arrays)}")
     ids = {side: encode(prompts[side], models.tokenizer, models.readable - sizes.tokens) for side in prompts}
     profile_prompts = ids["train"][:PROFILE_PROMPTS]
     settings = Settings(temperature, sizes.tokens, sizes.depth, verification=verification)
     profile = _profiled(work, models, profile_prompts, settings, sizes, progress)
+    progress("demo", 2, STAGES)
     announce(f"profile: {_profile_text(profile)}")
     profile, learned = _trained(work, traces["train"], profile, models, ids["train"], settings, sizes, seed, progress)
+    progress("demo", 3, STAGES)
     announce(f"train: {_heads_text(learned, profile)}")
     report = evaluate(
         traces["test"],
@@ -310,32 +386,21 @@ def run_offline(
         overwrite=True,
         progress=progress,
     )
+    progress("demo", 4, STAGES)
     announce(f"evaluate: {_report_text(report)}")
     best = best_of(fixed_grid(arrays["train"], profile))
     named = {prompt.id: tokens for prompt, tokens in zip(prompts["test"], ids["test"], strict=True)}
     return Offline(
-        where,
+        pair_folder,
         models, named, arrays["test"], profile, learned, FixedLength(int(best.name.partition(":")[2])), report,
         profile_prompts, settings,
     )  # fmt: skip
 
 
-def _prompts(where: Path, side: str, count: int) -> list[Prompt]:
-    """Return prompts of a pair's folder."""
-    path = where / f"prompts-{side}.jsonl"
-    if not path.is_file():
-        raise InputError(f"--pair: expected {path.name} in {where}, with one JSON object with `prompt` per line")
-    return read_prompts(path, count)
-
-
-def _encoded(where: Path, side: str, count: int, models: Pair, tokens: int) -> list[list[int]]:
-    return encode(_prompts(where, side, count), models.tokenizer, models.readable - tokens)
-
-
 def _profiled(
     work: Path, models: Pair, prompts: list[list[int]], settings: Settings, sizes: Sizes, progress: Progress
 ) -> Profile:
-    """Return the profile of this machine with the decisions of a threshold, measured unless it was before."""
+    """Load the profile of this machine; measure it first if it is missing."""
     path = work / "profile.json"
     if not path.is_file():
         profile = measure_profile(
@@ -361,12 +426,13 @@ def _trained(
     paths = [work / "policies" / kind for kind in sizes.heads]
     for kind, path in zip(sizes.heads, paths, strict=True):
         if not path.exists():
-            train(traces, profile, head=kind, out=path, seed=seed, progress=_renamed(progress, f"train {kind}"))
+            train(traces, profile, head=kind, out=path, seed=seed, progress=_within(progress, kind))
     learned = [load_policy_folder(path) for path in paths]
-    if all(policy.cost_name in profile.decision_s for policy in learned):
+    state = read_json(work / STATE_FILE, "the demo") if (work / STATE_FILE).is_file() else {}
+    if state.get("tuned"):
         return profile, learned
     timings = loop_decisions(
-        models, learned, ids, settings, effort=sizes.decision_effort, progress=_renamed(progress, "time decisions")
+        models, learned, ids, settings, effort=sizes.decision_effort, progress=_within(progress, "decisions")
     )
     profile = profile.with_measured_decisions(timings)
     tuned = []
@@ -374,35 +440,38 @@ def _trained(
         progress("tune policies", done, len(paths))
         tuned.append(settle(path, traces, profile))
     progress("tune policies", len(paths), len(paths))
-    profile.save(work / "profile.json")  # last: it marks the stage as complete
+    profile.save(work / "profile.json")
+    write_json(work / STATE_FILE, {**state, "tuned": True})
     return profile, tuned
 
 
 def _live(offline: Offline, sizes: Sizes, seed: int, progress: Progress) -> list[LiveLine]:
-    """Decode held-out prompts live with every policy, and compare with the replay."""
-    policies: list[StopPolicy] = [FixedLength(0), offline.best_fixed, *offline.learned]
+    """Decode held-out prompts live: plain, with the best fixed length, and with the fastest learned policy by replay."""
+    rates = {line.name: line.tokens_per_s for line in offline.report.lines}
+    fastest = max(offline.learned, key=lambda policy: rates[policy.shown_name])
+    policies: list[StopPolicy] = [FixedLength(0), offline.best_fixed, fastest]
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
-    progress("decode live", 0, len(prompts))
+    progress("decode: live", 0, len(prompts))
     calibration = offline.calibration()
     runs = [Speculator(offline.models, policy, offline.settings, offline.profile) for policy in policies]
     generations = run_alternating(
         runs,
         prompts,
         calibration=calibration,
-        calibrate_every=1,
+        calibrate_every=1 if len(prompts) < 8 else 2,
         seed=seed,
-        progress=_renamed(progress, "decode live"),
+        progress=_within(progress, "decode"),
     )
     profile = calibration.profile().with_decisions(offline.profile.decision_s)
     return compare_live(generations, policies, offline.arrays if arrays.header.given_text else arrays, profile)
 
 
-def _renamed(progress: Progress, name: str) -> Progress:
-    """Return a progress callback that shows one task under `name`."""
+def _within(progress: Progress, name: str) -> Progress:
+    """Return a progress callback that shows tasks as parts of `name`."""
 
     def advance(task: str, done: int, total: int) -> None:
-        progress(name, done, total)
+        progress(f"{name}: {task}", done, total)
 
     return advance
 
@@ -439,13 +508,12 @@ def _report_text(report: Report) -> str:
     )
 
 
-def _live_text(live: Sequence[LiveLine], offline: Offline) -> str:
-    fixed = live[1]
-    top = max(live[2:], key=lambda line: line.predicted)
+def _live_text(live: Sequence[LiveLine]) -> str:
+    _, fixed, top = live
     measured, predicted = top.measured / fixed.measured, top.predicted / fixed.predicted
-    same = (
+    same_text = (
         ""
         if top.same_text is None
         else f"; {sum(line.same_text == top.tally.texts for line in live)} of {len(live)} give plain decoding's text"
     )
-    return f"{top.name} {measured:.3f} times {fixed.name} live, {predicted:.3f} predicted{same}"
+    return f"{top.name} {measured:.3f} times {fixed.name} live, {predicted:.3f} predicted{same_text}"

@@ -24,6 +24,7 @@ DATA = Path(__file__).parent / "data"
 
 WEIGHTS = "model.int8.safetensors"
 _SCALE = ".scale"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _CHECKSUMS = "checksums.json"
 
 
@@ -31,13 +32,13 @@ def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return matrices as int8 with one bfloat16 scale per row, and the other weights as they are.
 
     A scale has 8 significant bits and a quantized weight 7, so that their product is exact in float32. Quantizing expanded
-    weights again therefore returns the same integers and scales. A tied `lm_head.weight` is left out.
+    weights again therefore returns the same integers and scales. An output layer that is equal to the embedding is omitted.
     """
     import torch
 
     quantized: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        if name == "lm_head.weight":
+        if name == _HEAD and torch.equal(weight, weights[_EMBEDDING]):
             continue
         if weight.ndim == 2:
             scale = (weight.abs().amax(1) / 127).clamp_min(1e-12).bfloat16()  # [rows]
@@ -49,14 +50,14 @@ def quantize_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def expand_weights(quantized: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 weights of `quantize_weights`, with `lm_head.weight` tied to the embedding."""
+    """Return the float32 weights of `quantize_weights`, with the output layer tied to the embedding if it is absent."""
     expanded = {}
     for name, weight in quantized.items():
         if name.endswith(_SCALE):
             continue
         scale = quantized.get(name + _SCALE)
         expanded[name] = weight.clone() if scale is None else weight.float() * scale.float()[:, None]
-    expanded["lm_head.weight"] = expanded["model.embed_tokens.weight"]
+    expanded.setdefault(_HEAD, expanded[_EMBEDDING])
     return expanded
 
 
@@ -86,6 +87,19 @@ def shipped_pair() -> Path:
     return folder
 
 
+def check_pair(folder: str | Path) -> Path:
+    """Return the folder of a pair as an absolute path.
+
+    Raises:
+        InputError: A model or a file of prompts is missing.
+    """
+    path = Path(folder).resolve()
+    for name in ("target/config.json", "draft/config.json", "prompts-train.jsonl", "prompts-test.jsonl"):
+        if not (path / name).is_file():
+            raise InputError(f"--pair: expected {name} in {folder}, which does not exist; see benchmarks/make_pair.py")
+    return path
+
+
 def _digest(folder: Path) -> str:
     """Return a short name for the contents of a folder."""
     digest = hashlib.sha256()
@@ -102,7 +116,8 @@ def _expand(folder: Path) -> None:
         for name in ("target", "draft"):
             (stage / name).mkdir()
             weights = expand_weights(load_file(DATA / name / WEIGHTS))
-            del weights["lm_head.weight"]  # tied: `from_pretrained` restores it
+            if weights[_HEAD] is weights[_EMBEDDING]:
+                del weights[_HEAD]  # tied: `from_pretrained` restores it
             save_file(weights, stage / name / "model.safetensors", metadata={"format": "pt"})
             for path in (*(DATA / name).glob("*.json"), *DATA.glob("tokenizer*.json")):
                 shutil.copyfile(path, stage / name / path.name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...decode.compare.intervals import FEWEST
+
 if TYPE_CHECKING:
     from ..report.records import Line, Report
     from .demo import Demo
@@ -28,7 +30,10 @@ def _reason(report: Report) -> str:
     if bound < SMALL_HEADROOM:
         return f"Why: little head-room. The oracle bound is only {bound:.3f} times the best fixed length."
     saved, decided = _savings(report, line)
-    per_tokens = f"in 100 tokens, decisions take {decided:.1f} ms and avoid {saved:.1f} ms of wrong stops"
+    avoided = f"avoid {saved:.1f} ms of wrong stops" if saved > 0 else f"add {-saved:.1f} ms of wrong stops"
+    per_tokens = f"in 100 tokens, decisions take {decided:.1f} ms and {avoided}"
+    if report.facts["prompts"] < FEWEST:
+        return f"Why: only {report.facts['prompts']} prompts, of which {FEWEST} are needed; {per_tokens}."
     if decided > saved:
         return f"Why: the price of decisions: {per_tokens}."
     return (

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import specstop.train.demo.demo as module
 from commands import cli
 from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
+from specstop.policies.files.outputs import beside
 from specstop.train.demo.demo import Sizes
 
 EFFORT = Effort(repetitions=1)
@@ -62,3 +66,34 @@ def test_bad_input_is_one_line_and_exit_code_2(small: Path, options: list[str], 
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert word in answer.err
     assert not Path("specstop-demo").exists()
+
+
+SMALL_DEMO = """
+import specstop.train.demo.demo as demo
+from specstop.cli.main import run
+from specstop.decode.profile.measuring import Effort
+
+effort = Effort(repetitions=1)
+demo.QUICK = demo.Sizes(10, 4, 2, 12, 3, ("logistic",), effort, effort)
+demo.REFERENCE_TOKEN_S = 1.0
+run()
+"""
+
+
+@pytest.mark.slow
+def test_a_demo_that_was_killed_continues(small: Path) -> None:
+    command = [sys.executable, "-c", SMALL_DEMO, "demo", "--quick", "--pair", "pair", "--out", "out"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 120
+        while not (beside("out") / "profile.json").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        process.kill()
+    assert not Path("out").exists()
+    written = (beside("out") / "profile.json").stat().st_mtime_ns
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert "Continuing" in again.stdout
+    assert {path.name for path in Path().iterdir()} == {"pair", "out"}
+    assert not list(Path("out").rglob(".specstop-*"))
+    assert Path("out/report/report.html").is_file()
+    assert all(path.stat().st_mtime_ns < written for path in Path("out").rglob("*.parquet")), "traces were not repeated"

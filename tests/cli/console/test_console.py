@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -61,19 +62,35 @@ def test_progress_counts_only_what_this_run_did() -> None:
     assert progress_line("collect", 40, 100, 0, 3.0) == "collect: 40 of 100, 3 s"
 
 
-def test_progress_where_there_is_no_terminal_is_a_line_every_quarter_minute(
+def test_progress_without_a_terminal_is_a_line_every_few_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with progress_bars() as progress:
-        for done, spent in ((3, 4.0), (4, 4.0), (5, 8.0), (6, 1.0), (7, 1.0)):
+        for done, spent in ((3, 2.0), (4, 2.0), (5, 4.0), (6, 1.0), (7, 1.0)):
             now[0] += spent
             progress("collect", done, 7)
     assert capsys.readouterr().err.splitlines() == [
-        "collect: 5 of 7, 12 s, 0.167/s, 12 s left",
-        "collect: 7 of 7, 14 s, 0.286/s",
+        "collect: 5 of 7, 6 s, 0.333/s, 6 s left",
+        "collect: 7 of 7, 8 s, 0.5/s",
     ]
+
+
+def test_a_task_that_does_not_advance_is_printed_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_PLAIN_EVERY_S", 0.05)
+    with progress_bars() as progress:
+        progress("outer", 0, 2)
+        progress("inner", 0, 3)
+        time.sleep(0.3)
+        progress("inner", 3, 3)
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    ended = next(number for number, line in enumerate(lines) if line.startswith("inner: 3 of 3"))
+    assert lines[:ended] and all(line.startswith("inner: 0 of 3") for line in lines[1:ended])
+    assert lines[ended + 1 :] and all(line.startswith("outer: 0 of 2") for line in lines[ended + 1 :])
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(8.4, "8 s"), (119, "119 s"), (150, "2 min"), (9000, "2.5 h")])
