@@ -81,14 +81,14 @@ class Sizes:
         decision_effort: How long the costs of decisions are measured.
     """
 
-    train: int = 136
-    test: int = 100
-    live: int = 24
+    train: int = 116
+    test: int = 84
+    live: int = 10
     tokens: int = 160
     depth: int = 10
     heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")
-    effort: Effort = field(default_factory=lambda: Effort(budget_s=20.0))
-    decision_effort: Effort = field(default_factory=lambda: Effort(repetitions=8))
+    effort: Effort = field(default_factory=lambda: Effort(budget_s=14.0))
+    decision_effort: Effort = field(default_factory=lambda: Effort(repetitions=6))
 
     def scaled(self, share: float) -> Sizes:
         """Scale the numbers of prompts by `share`, and shorten the texts if it is at most 0.6."""
