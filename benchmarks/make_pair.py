@@ -38,8 +38,9 @@ from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
 from specstop.policies.files.atomic import read_json
 from specstop.policies.files.outputs import claim_folder, list_also, staged_folder
-from specstop.train.demo.demo import QUICK, Sizes, run_offline
+from specstop.train.demo.demo import run_offline
 from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
+from specstop.train.demo.resume import QUICK, Sizes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional
@@ -131,15 +132,23 @@ class Recipe:
     seed: int = 0
 
 
+LARGE = Recipe(
+    target=ModelShape(hidden=256, layers=12, heads=4, intermediate=704),
+    draft=ModelShape(hidden=128, layers=2, heads=2, intermediate=352),
+    shallow_layers=4,
+    shallow_steps=1600,
+    steps=1700,
+    draft_steps=2200,
+    generated_rows=3072,
+)
+
 RECIPES = {
-    "large": Recipe(
-        target=ModelShape(hidden=256, layers=12, heads=4, intermediate=704),
-        draft=ModelShape(hidden=128, layers=2, heads=2, intermediate=352),
-        shallow_layers=4,
-        shallow_steps=1600,
-        steps=1700,
-        draft_steps=2200,
-        generated_rows=3072,
+    "large": LARGE,
+    "large-1": dataclasses.replace(
+        LARGE,
+        draft=ModelShape(hidden=160, layers=1, heads=2, intermediate=432),
+        draft_steps=1500,
+        generated_rows=2048,
     ),
     "small": Recipe(
         target=ModelShape(hidden=192, layers=10, heads=3, intermediate=512),

@@ -33,8 +33,9 @@ from specstop.decode.profile.measuring import Effort
 from specstop.decode.verify.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
 from specstop.policies.files.outputs import claim_folder, staged_folder
-from specstop.train.demo.demo import Offline, Sizes, run_offline
+from specstop.train.demo.demo import Offline, run_offline
 from specstop.train.demo.live import compare_live
+from specstop.train.demo.resume import Sizes
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import seen_features

@@ -62,12 +62,12 @@ def demo(
             error.line += "; complete stages are kept, and the same command continues with the next one"
         raise
     if json:
-        from ...train.demo.verdict import explain
+        from ...train.demo.texts import explain
 
         print_json(
             {
                 "report": result.report.to_dict(),
-                "verdict": explain(result),
+                "verdict": explain(result.report),
                 "live": [_record(line) for line in result.live],
                 "out": str(folder),
             }
@@ -105,7 +105,7 @@ def _record(line: LiveLine) -> dict[str, object]:
 
 def show(result: Demo) -> None:
     """Print the table, the verdict, the path of the report and the commands to run next."""
-    from ...train.demo.verdict import explain
+    from ...train.demo.texts import explain
 
     report, best = result.report, result.live[1]
     live = {line.name: line for line in result.live} | {"plain decoding": result.live[0], "best fixed": best}
@@ -125,7 +125,7 @@ def show(result: Demo) -> None:
         rows,
     )
     console = output()
-    for text in explain(result):
+    for text in explain(result.report):
         console.print(text)
     console.print(
         f"Report: {result.folder / 'report' / 'report.html'}\n"

@@ -6,21 +6,13 @@ stage that is not complete when it is called again with the same arguments.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
-import os
-import shutil
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import filelock
 import torch
 
 from ...collect.facts import facts
@@ -31,14 +23,12 @@ from ...decode.compare.alternate import run_alternating
 from ...decode.loop import Speculator
 from ...decode.models.pair import Pair, load_pair
 from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
-from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
 from ...decode.verify.modes import find_mode
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError
-from ...policies.files.atomic import STAGE_PREFIX, cache_folder, read_json, sha256, write_json
+from ...policies.files.atomic import read_json, sha256, write_json
 from ...policies.files.outputs import beside, claim_folder, put_in_place, refuse_inputs
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
@@ -52,59 +42,12 @@ from ..report.evaluate import evaluate
 from ..report.records import Report
 from .live import LiveLine, compare_live
 from .pair import check_pair, shipped_pair
+from .resume import QUICK, STATE_FILE, Sizes, begin, continued_sizes, only_one
+from .texts import heads_text, live_text, profile_text, report_text, trace_text
 
 PROFILE_PROMPTS = 16
-STATE_FILE = "demo.json"
-PROBE_TOKENS = 24
 STAGES = 5
 """Collect, profile, train, evaluate, decode."""
-
-REFERENCE_TOKEN_S = 3.3e-3
-"""Seconds per token of plain decoding on a quiet machine; the default sizes assume it."""
-
-SMALLEST_SHARE = 0.35
-"""Smallest share of the default prompts: fewer give wide intervals."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much work the demo does.
-
-    Attributes:
-        train: Training prompts.
-        test: Held-out prompts.
-        live: Held-out prompts that are decoded live.
-        tokens: New tokens of each text.
-        depth: Longest draft, K.
-        heads: Kinds of heads to train.
-        effort: How long the costs of model calls are measured.
-        decision_effort: How long the costs of decisions are measured.
-    """
-
-    train: int = 116
-    test: int = 84
-    live: int = 10
-    tokens: int = 160
-    depth: int = 10
-    heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")
-    effort: Effort = field(default_factory=lambda: Effort(budget_s=14.0))
-    decision_effort: Effort = field(default_factory=lambda: Effort(repetitions=6))
-
-    def scaled(self, share: float) -> Sizes:
-        """Scale the numbers of prompts by `share`, and shorten the texts if it is at most 0.6."""
-        fewest = {"train": 16, "test": 20, "live": 3}  # fewer give no verdict, or no profile between live texts
-        counts = {name: max(least, round(getattr(self, name) * share)) for name, least in fewest.items()}
-        return dataclasses.replace(self, **counts, tokens=self.tokens if share > 0.6 else min(self.tokens, 128))
-
-    def text(self) -> str:
-        """Return the sizes in words."""
-        return f"{self.train} training and {self.test} held-out prompts of {self.tokens} tokens, drafts of up to {self.depth}"
-
-
-QUICK = Sizes(
-    train=48, test=40, live=6, tokens=96, heads=("logistic", "tokens"), effort=Effort(budget_s=5.0),
-    decision_effort=Effort(repetitions=4),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -210,7 +153,7 @@ def _demo(
     refuse_inputs(folder, [pair_folder])
     if verification != "auto":
         find_mode(verification, temperature)
-    with _only_one(folder):
+    with only_one(folder):
         progress("demo", 0, STAGES)
         progress("load models", 0, 2)
         models = load_pair(str(pair_folder / "target"), str(pair_folder / "draft"))
@@ -231,95 +174,18 @@ def _demo(
         }
         settings = json.loads(json.dumps(settings))  # as the state file holds them: tuples are lists
         default_sizes = QUICK if quick else Sizes()
-        sizes = _continued(work, folder, settings, overwrite, announce) or _begun(
+        sizes = continued_sizes(work, folder, settings, overwrite, announce) or begin(
             work, pair_folder, models, settings, sizes, default_sizes, announce
         )
         offline = run_offline(
             work, folder, pair_folder, models, temperature, verification, sizes, seed, progress, announce
         )
         live = _live(offline, sizes, seed, progress)
-        announce(f"decode: {_live_text(live)}")
+        announce(f"decode: {live_text(live)}")
         (work / STATE_FILE).unlink()
         put_in_place(work, folder)
         progress("demo", STAGES, STAGES)
     return Demo(folder, sizes, offline.report, live)
-
-
-@contextlib.contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Hold a lock that two demos with the same result folder share.
-
-    Raises:
-        InputError: Another process holds it.
-    """
-    name = hashlib.sha256(os.fsencode(folder.absolute())).hexdigest()[:16]
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(cache_folder() / f"demo-{name}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise InputError(f"--out: another demo is writing {folder}; wait for it, or choose another folder") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _continued(
-    work: Path, folder: Path, settings: dict[str, Any], overwrite: bool, announce: Callable[[str], None]
-) -> Sizes | None:
-    """Return the sizes of an interrupted run with these settings; remove an interrupted run that cannot be continued.
-
-    Raises:
-        InputError: There is an interrupted run with other settings, and `overwrite` is not given.
-    """
-    if not (work / STATE_FILE).is_file():
-        shutil.rmtree(work, ignore_errors=True)
-        return None
-    state = read_json(work / STATE_FILE, "the interrupted demo")
-    if state.get("settings") == settings:
-        announce("Continuing the interrupted demo.")
-        for left in work.rglob(f"{STAGE_PREFIX}*"):  # files that were being written
-            shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-        saved = state["sizes"]
-        efforts = {name: Effort(**saved[name]) for name in ("effort", "decision_effort")}
-        return Sizes(**{**saved, **efforts, "heads": tuple(saved["heads"])})
-    if not overwrite:
-        changed = [name for name, value in settings.items() if state.get("settings", {}).get(name) != value]
-        raise InputError(
-            f"--out: an interrupted demo for {folder} differs in {', '.join(changed)}; repeat its options to continue it, "
-            "pass --overwrite to discard it, or choose another folder"
-        )
-    (work / STATE_FILE).unlink()  # first: without it the rest is never continued
-    shutil.rmtree(work, ignore_errors=True)
-    return None
-
-
-def _begun(
-    work: Path, pair_folder: Path, models: Pair, settings: dict[str, Any], sizes: Sizes | None, default_sizes: Sizes,
-    announce: Callable[[str], None],
-) -> Sizes:  # fmt: skip
-    """Create the working folder and return the sizes, by default adapted to the measured speed."""
-    if sizes is None:
-        prompts = read_prompts(pair_folder / "prompts-train.jsonl", 4)
-        token_s = token_seconds(models, encode(prompts, models.tokenizer, models.readable - PROBE_TOKENS))
-        sizes = default_sizes.scaled(min(1.0, max(SMALLEST_SHARE, REFERENCE_TOKEN_S / token_s)))
-        announce(f"This machine decodes {1 / token_s:.0f} tokens/s with the target alone: {sizes.text()}.")
-    work.mkdir(parents=True)
-    write_json(work / STATE_FILE, {"settings": settings, "sizes": dataclasses.asdict(sizes)})
-    return sizes
-
-
-def token_seconds(models: Pair, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the median seconds per token of plain decoding over `prompts`, after a warm-up."""
-    plain = Speculator(models, FixedLength(0), Settings(0.0, PROBE_TOKENS, 1, ignore_eos=True))
-    plain.generate(prompts[0], 0)
-    seconds = []
-    for number, tokens in enumerate(prompts):
-        started = time.perf_counter()
-        plain.generate(tokens, number)
-        seconds.append((time.perf_counter() - started) / PROBE_TOKENS)
-    return statistics.median(seconds)
 
 
 def run_offline(
@@ -365,16 +231,16 @@ def run_offline(
         traces[side] = Trace(folder / out.name, trace.header, trace.rows)
     arrays = {side: trace_arrays(trace) for side, trace in traces.items()}
     progress("demo", 1, STAGES)
-    announce(f"collect: {_trace_text(arrays)}")
+    announce(f"collect: {trace_text(arrays)}")
     ids = {side: encode(prompts[side], models.tokenizer, models.readable - sizes.tokens) for side in prompts}
     profile_prompts = ids["train"][:PROFILE_PROMPTS]
     settings = Settings(temperature, sizes.tokens, sizes.depth, verification=verification)
     profile = _profiled(work, models, profile_prompts, settings, sizes, progress)
     progress("demo", 2, STAGES)
-    announce(f"profile: {_profile_text(profile)}")
+    announce(f"profile: {profile_text(profile)}")
     profile, learned = _trained(work, traces["train"], profile, models, ids["train"], settings, sizes, seed, progress)
     progress("demo", 3, STAGES)
-    announce(f"train: {_heads_text(learned, profile)}")
+    announce(f"train: {heads_text(learned, profile)}")
     report = evaluate(
         traces["test"],
         profile,
@@ -387,7 +253,7 @@ def run_offline(
         progress=progress,
     )
     progress("demo", 4, STAGES)
-    announce(f"evaluate: {_report_text(report)}")
+    announce(f"evaluate: {report_text(report)}")
     best = best_of(fixed_grid(arrays["train"], profile))
     named = {prompt.id: tokens for prompt, tokens in zip(prompts["test"], ids["test"], strict=True)}
     return Offline(
@@ -474,46 +340,3 @@ def _within(progress: Progress, name: str) -> Progress:
         progress(f"{name}: {task}", done, total)
 
     return advance
-
-
-def _trace_text(arrays: dict[str, TraceArrays]) -> str:
-    anchors = sum(len(side.accepted) for side in arrays.values())
-    whole = arrays["test"].accepted[~arrays["test"].cut]
-    shares = [float((whole >= k).float().mean()) for k in (1, min(6, arrays["test"].depth))]
-    return (
-        f"{anchors:,} rounds; the first drafted token is accepted in {shares[0]:.0%} of them, "
-        f"{min(6, arrays['test'].depth)} or more in {shares[1]:.0%}"
-    )
-
-
-def _profile_text(profile: Profile) -> str:
-    target, draft = profile.low.verify_s[0], profile.low.later_draft_s
-    noise = "" if profile.noise is None or not profile.noise.is_noisy else "; the machine was not quiet"
-    return (
-        f"a target call takes {1e3 * target:.2f} ms, a draft step {1e3 * draft:.2f} ms (1/{target / draft:.0f}){noise}"
-    )
-
-
-def _heads_text(learned: Sequence[LearnedPolicy], profile: Profile) -> str:
-    prices = [f"{p.name} {1e6 * profile.decision(p.cost_name).each:.0f}" for p in learned]
-    return f"{len(learned)} policies; one decision costs (µs): {', '.join(prices)}"
-
-
-def _report_text(report: Report) -> str:
-    best, oracle = report.line("best fixed"), next(line for line in report.lines if line.kind == "bound")
-    top = max((line for line in report.lines if line.kind == "learned"), key=lambda line: line.tokens_per_s)
-    return (
-        f"best fixed length ({best.note.partition(',')[0]}) {best.to_plain.value:.2f} times plain decoding; {top.name} "
-        f"{top.to_best_fixed.text()} times that, oracle bound {oracle.to_best_fixed.value:.2f} times"
-    )
-
-
-def _live_text(live: Sequence[LiveLine]) -> str:
-    _, fixed, top = live
-    measured, predicted = top.measured / fixed.measured, top.predicted / fixed.predicted
-    same_text = (
-        ""
-        if top.same_text is None
-        else f"; {sum(line.same_text == top.tally.texts for line in live)} of {len(live)} give plain decoding's text"
-    )
-    return f"{top.name} {measured:.3f} times {fixed.name} live, {predicted:.3f} predicted{same_text}"

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import specstop.train.demo.demo as module
+import specstop.train.demo.resume as resume
 from commands import cli
 from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.files.outputs import beside
-from specstop.train.demo.demo import Sizes
+from specstop.train.demo.resume import Sizes
 
 EFFORT = Effort(repetitions=1)
 
@@ -31,7 +32,7 @@ def small(pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fe
         train=10, test=4, live=2, tokens=12, depth=3, heads=("logistic",), effort=EFFORT, decision_effort=EFFORT
     )
     monkeypatch.setattr(module, "QUICK", sizes)
-    monkeypatch.setattr(module, "REFERENCE_TOKEN_S", 1.0)  # any machine is fast enough
+    monkeypatch.setattr(resume, "REFERENCE_TOKEN_S", 1.0)  # any machine is fast enough
     monkeypatch.chdir(tmp_path)
     return tmp_path / "pair"
 
@@ -70,12 +71,13 @@ def test_bad_input_is_one_line_and_exit_code_2(small: Path, options: list[str], 
 
 SMALL_DEMO = """
 import specstop.train.demo.demo as demo
+import specstop.train.demo.resume as resume
 from specstop.cli.main import run
 from specstop.decode.profile.measuring import Effort
 
 effort = Effort(repetitions=1)
 demo.QUICK = demo.Sizes(10, 4, 2, 12, 3, ("logistic",), effort, effort)
-demo.REFERENCE_TOKEN_S = 1.0
+resume.REFERENCE_TOKEN_S = 1.0
 run()
 """
 

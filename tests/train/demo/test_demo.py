@@ -7,10 +7,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import specstop.train.demo.demo as module
+import specstop.train.demo.resume as module
 from conftest import make_prompts
 from specstop.collect.store.folder import open_trace
 from specstop.decode.compare.alternate import run_alternating
@@ -26,8 +25,9 @@ from specstop.policies.errors import InputError
 from specstop.policies.files.outputs import beside
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
-from specstop.train.demo.demo import Demo, Sizes, demo
-from specstop.train.demo.verdict import explain
+from specstop.train.demo.demo import Demo, demo
+from specstop.train.demo.resume import Sizes
+from specstop.train.demo.texts import explain
 from specstop.train.report.records import Answer, Line, Report
 
 EFFORT = Effort(repetitions=1)
@@ -154,12 +154,12 @@ def test_a_slow_machine_gets_fewer_prompts(
 ) -> None:
     monkeypatch.setattr(module, "token_seconds", lambda *_: slower * module.REFERENCE_TOKEN_S)
     lines: list[str] = []
-    sizes = module._begun(tmp_path / "work", pair_with_prompts, pair, {}, None, Sizes(train=160), lines.append)
+    sizes = module.begin(tmp_path / "work", pair_with_prompts, pair, {}, None, Sizes(train=160), lines.append)
     assert sizes.train == train
     assert f"{train} training" in lines[0] and "tokens/s" in lines[0]
 
 
-def result_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) -> Any:
+def report_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) -> Report:
     one = Ratio(1.0, 1.0, 1.0)
     lines = (
         Line("best fixed", "fixed", 100.0, one, one, one),
@@ -171,8 +171,7 @@ def result_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) 
         SimpleNamespace(name="mlp", ms_per_token=(0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)),
     )
     answer = Answer(ratio.is_above, "mlp", "mlp", "The headline.", "", (), 0.5)
-    report = Report(lines, (), (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
-    return SimpleNamespace(report=report)
+    return Report(lines, (), (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
 
 
 @pytest.mark.parametrize(
@@ -186,13 +185,13 @@ def result_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) 
 def test_the_verdict_explains_a_refusal_with_numbers(
     ratio: Ratio, bound: float, decided_ms: float, saved_ms: float, reason: str
 ) -> None:
-    texts = explain(result_with(ratio, bound, decided_ms, saved_ms))
+    texts = explain(report_with(ratio, bound, decided_ms, saved_ms))
     assert texts[0] == "The headline." and len(texts) == 2
     assert reason in texts[1]
 
 
 def test_the_verdict_of_a_gain_needs_no_reason() -> None:
-    assert explain(result_with(Ratio(1.08, 1.05, 1.11), 1.3, 1.0, 5.0)) == ["The headline."]
+    assert explain(report_with(Ratio(1.08, 1.05, 1.11), 1.3, 1.0, 5.0)) == ["The headline."]
 
 
 def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: list[list[int]]) -> None:
