@@ -67,7 +67,8 @@ def trace_text(arrays: Mapping[str, TraceArrays]) -> str:
 
 def profile_text(profile: Profile) -> str:
     """Return the costs of a target call and a draft step."""
-    target, draft = profile.low.verify_s[0], profile.low.later_draft_s
+    costs = profile.low
+    target, draft = costs.verify_s[0], costs.later_draft_s or costs.draft_s[0]
     noise = "" if profile.noise is None or not profile.noise.is_noisy else "; the machine was not quiet"
     return (
         f"a target call takes {1e3 * target:.2f} ms, a draft step {1e3 * draft:.2f} ms (1/{target / draft:.0f}){noise}"
