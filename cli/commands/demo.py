@@ -125,8 +125,8 @@ def show(result: Demo) -> None:
         rows,
     )
     console = output()
-    for text in explain(result.report):
-        console.print(text)
+    for text in (*explain(report), *(f"Note: {finding}" for finding in report.findings)):
+        console.print(text, soft_wrap=True)
     console.print(
         f"Report: {result.folder / 'report' / 'report.html'}\n"
         "Next, on your models (T and D: folders or names on the hub):\n"
