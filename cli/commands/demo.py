@@ -121,7 +121,7 @@ def show(result: Demo) -> None:
     table(
         f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "
         f"{fixed}, live {best.name}",
-        ("decoding", "tokens/s", "÷ plain", "÷ best fixed [95%]", "live (predicted)"),
+        ("decoding", "tokens/s", "÷ plain", "÷ best fixed [95%]", "live (replay)"),
         rows,
     )
     console = output()
