@@ -64,7 +64,7 @@ def expand_weights(quantized: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def shipped_pair() -> Path:
     """Return the folder of the shipped pair, expanding it into the cache folder when it is missing there or damaged.
 
-    The cache folder is the user's, or the one that the environment variable `SPECSTOP_CACHE` names.
+    The environment variable `SPECSTOP_CACHE` overrides the default cache folder of the user.
 
     Returns:
         A folder with `target/`, `draft/`, `prompts-train.jsonl`, `prompts-test.jsonl`, `pair.json` and `README.md`.
