@@ -50,13 +50,13 @@ class Sizes:
         decision_effort: How long the costs of decisions are measured.
     """
 
-    train: int = 116
-    test: int = 84
-    live: int = 10
+    train: int = 104
+    test: int = 76
+    live: int = 8
     tokens: int = 160
     depth: int = 10
     heads: tuple[str, ...] = ("logistic", "tokens", "mlp", "xgboost")
-    effort: Effort = field(default_factory=lambda: Effort(budget_s=14.0))
+    effort: Effort = field(default_factory=lambda: Effort(budget_s=12.0))
     decision_effort: Effort = field(default_factory=lambda: Effort(repetitions=6))
 
     def scaled(self, share: float) -> Sizes:
