@@ -201,7 +201,7 @@ def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
     )
     rows, nodes = columns["accepted"].shape
     zeros: dict[str, Any] = {
-        "group": [""] * rows,
+        **dict.fromkeys(("group", "sample", "text_hash"), [""] * rows),
         "prompt_id": [f"p{s}" for s in columns["sequence"]],
         "tokens": np.zeros((rows, nodes), dtype=np.int32),
         "prompt_tokens": np.full(rows, PROMPT_TOKENS),

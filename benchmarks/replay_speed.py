@@ -127,7 +127,10 @@ def write_trace(folder: Path, texts: int, length: int) -> Path:
         for text in range(shard, texts, 4):
             anchor = np.arange(1, length + 1)
             accepted = np.minimum(np.minimum(chance.geometric(0.3, length) - 1, 12), length + 1 - anchor)
-            values: dict[str, Any] = {"prompt_id": [f"p{text}"] * length, "group": [""] * length}
+            values: dict[str, Any] = {
+                "prompt_id": [f"p{text}"] * length,
+                **dict.fromkeys(("sample", "text_hash", "group"), [""] * length),
+            }
             node = np.arange(12)
             known = {
                 "sequence": np.full(length, text), "prompt_tokens": np.full(length, 60),

@@ -30,15 +30,8 @@ from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import Conditions
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _HIDDEN = "vectors"  # what headers on disk call `Header.hidden`
-# Fields by the version that brought them, each with what holds of traces that lack it.
-_SINCE: Mapping[int, Mapping[str, Any]] = {3: {_HIDDEN: {}}, 4: {"shaping": {}}, 5: {"draws": 1, "off_text": "exact"}}
-_LATER: Mapping[int, Mapping[str, Any]] = {
-    version: {name: value for since, added in _SINCE.items() if since > version for name, value in added.items()}
-    for version in range(2, SCHEMA_VERSION)
-}
-"""Older versions that are read, with what their headers lack."""
 
 UNKNOWN, NO_TOKEN = -1, -2
 """In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
@@ -195,13 +188,10 @@ class Header:
         if not is_text(json.dumps(raw, ensure_ascii=False)):
             raise TraceError(f"{where}: the header has {HALF}")
         version = raw.get("schema") if isinstance(raw, dict) else None
-        if version not in (*_LATER, SCHEMA_VERSION) or isinstance(version, bool):
+        if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {version!r}, but this specstop reads schema {min(_LATER)} to "
-                f"{SCHEMA_VERSION}; collect it again, or use the version that wrote it"
+                f"{where}: the trace has schema {version!r}, but this specstop reads schema {SCHEMA_VERSION}; collect it again"
             )
-        # From here on a header of this version, also where it is written again.
-        raw = {**_LATER.get(version, {}), **raw, "schema": SCHEMA_VERSION}
         names = {_HIDDEN if f.name == "hidden" else f.name for f in dataclasses.fields(Header)}
         if set(raw) != names:
             raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")
@@ -256,6 +246,8 @@ def arrow_schema(header: Header) -> pa.Schema:
 
     columns = [
         ("prompt_id", pa.string()),
+        ("sample", pa.string()),  # name of the sample where a prompt has several texts, else ""
+        ("text_hash", pa.string()),  # of the prompt's token ids; "" where they are not known
         ("group", pa.string()),
         ("sequence", pa.int32()),  # index of the prompt in its file
         ("prompt_tokens", pa.int32()),

@@ -215,6 +215,8 @@ def _arrays(case: Case, columns: Any, many: int, rows: int) -> TraceArrays:
     return TraceArrays(
         header=header,
         prompt_ids=[str(at) for at in range(many)],
+        samples=[""] * many,
+        text_hashes=[""] * many,
         groups=[""] * many,
         keys=torch.zeros(many, dtype=torch.int64),
         offset=torch.arange(many) * rows,

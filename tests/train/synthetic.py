@@ -36,6 +36,8 @@ def synthetic_trace(
     return TraceArrays(
         header=header,
         prompt_ids=[str(i) for i in range(len(accepted))],
+        samples=[""] * len(accepted),
+        text_hashes=[""] * len(accepted),
         groups=[""] * len(accepted),
         keys=torch.zeros(len(accepted), dtype=torch.int64),
         offset=counts.cumsum(0) - counts,

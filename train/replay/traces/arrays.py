@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....collect.schema import UNKNOWN, Header
 from ....collect.store.folder import Trace
+from ....collect.work import stream_name
 from ....decode.topology import Topology
 from ....decode.verify.noise import stream_key
 from ....policies.errors import TraceError
@@ -32,7 +33,7 @@ class TraceArrays:
 
     Attributes:
         header: of the trace.
-        prompt_ids, groups: [S] by sequence.
+        prompt_ids, samples, text_hashes, groups: [S] by sequence, see `collect.schema`.
         keys: [S] int64, the stream keys, for randomised policies.
         offset, rows: [S] first row and number of rows.
         first_anchor: [S] the anchor of the first row.
@@ -52,6 +53,8 @@ class TraceArrays:
 
     header: Header
     prompt_ids: list[str]
+    samples: list[str]
+    text_hashes: list[str]
     groups: list[str]
     keys: Tensor
     offset: Tensor
@@ -84,6 +87,14 @@ class TraceArrays:
     def sequences(self) -> int:
         """S."""
         return len(self.prompt_ids)
+
+    @cached_property
+    def clusters(self) -> list[str]:
+        """[S], the prompt that each sequence is of: the hash of its text, or the prompt's id where the text is not known.
+
+        Samples of a prompt, and equal texts under several ids, are one cluster. Splits and intervals are over clusters.
+        """
+        return [text or name for text, name in zip(self.text_hashes, self.prompt_ids, strict=True)]
 
     @cached_property
     def owner(self) -> Tensor:
@@ -170,8 +181,7 @@ class TraceArrays:
         by_row = {name: values[index] for name in BY_ROW if (values := getattr(self, name)) is not None}
         return dataclasses.replace(
             self,
-            prompt_ids=[self.prompt_ids[i] for i in keep],
-            groups=[self.groups[i] for i in keep],
+            **{name: [getattr(self, name)[i] for i in keep] for name in NAMES},
             offset=counts.cumsum(0) - counts,
             columns={name: values[index] for name, values in self.columns.items()},
             extra={name: values[index] for name, values in self.extra.items()},
@@ -180,6 +190,9 @@ class TraceArrays:
             **by_row,
         )
 
+
+NAMES = ("prompt_ids", "samples", "text_hashes", "groups")
+"""Fields of `TraceArrays` that are lists by sequence."""
 
 BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
 BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
@@ -247,7 +260,8 @@ def trace_arrays(
     read = {name: torch.from_numpy(made) for name, made in read_columns(trace, kinds, order.place, into).items()}
     read |= zip(node_names, torch.from_numpy(block).unbind(-1), strict=True)
     more = read_columns(trace, dict.fromkeys(extra), order.place) if extra else {}
-    ids, groups = read_texts(trace, ("prompt_id", "group"), order.of[order.start])
+    names = ("prompt_id", "sample", "text_hash", "group")
+    ids, samples, text_hashes, groups = read_texts(trace, names, order.of[order.start])
     # Hidden states are kept in the order of the file; all else is put in order as it is read.
     index = None if (order.of[1:] > order.of[:-1]).all() else torch.from_numpy(order.of)
     deepest, accepted = header.tree.deepest, read["accepted_length"]
@@ -257,8 +271,15 @@ def trace_arrays(
     made = TraceArrays(
         header=header,
         prompt_ids=ids,
+        samples=samples,
+        text_hashes=text_hashes,
         groups=groups,
-        keys=torch.tensor([stream_key(header.seed, name, draw) for name, draw in zip(ids, draws, strict=True)]),
+        keys=torch.tensor(
+            [
+                stream_key(header.seed, stream_name(name, sample), draw)
+                for name, sample, draw in zip(ids, samples, draws, strict=True)
+            ]
+        ),
         offset=torch.from_numpy(order.start.astype(np.int64)),
         rows=torch.from_numpy(order.count.astype(np.int64)),
         first_anchor=torch.from_numpy(order.anchor[order.start]),

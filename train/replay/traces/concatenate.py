@@ -12,7 +12,7 @@ from torch import Tensor
 from ....collect.schema import Header
 from ....collect.store.folder import Trace
 from ....policies.errors import TraceError
-from .arrays import BY_ROW, BY_SEQUENCE, TraceArrays, trace_arrays
+from .arrays import BY_ROW, BY_SEQUENCE, NAMES, TraceArrays, trace_arrays
 from .hidden_states import StoredHidden
 
 _ALIKE = (
@@ -83,8 +83,7 @@ def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:
         joined["anchors"] = torch.cat([part.every_anchor for part in parts])
     return dataclasses.replace(
         first,
-        prompt_ids=[name for part in parts for name in part.prompt_ids],
-        groups=[name for part in parts for name in part.groups],
+        **{name: [value for part in parts for value in getattr(part, name)] for name in NAMES},
         offset=joined["rows"].cumsum(0) - joined["rows"],
         columns=columns,
         extra={name: torch.cat([part.extra[name] for part in parts]) for name in first.extra},
