@@ -131,11 +131,9 @@ def _dense(
         verification=mode.name, off_text=off_text, draws=draws,
     )  # fmt: skip
     if completions is not None:
-        texts = dict(completions)
         header["texts"] = "sampled" if settings.temperature > 0 else "completions"
-        return Collector(
-            features, lambda batch: completion_rows(pair, unroller, batch, texts, limit), header, memory=memory
-        )
+        rows = partial(completion_rows, pair, unroller, completions=completions, max_new_tokens=limit)
+        return Collector(features, rows, header, memory=memory)
     return Collector(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 
 
@@ -211,7 +209,7 @@ def choose_engine_collector(
         *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,
         batch or REQUESTS, str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    return Collector(made.features, made.rows, made.header)
+    return Collector(made.features, made.rows, {**made.header, "batch": batch or REQUESTS})
 
 
 def _live(
@@ -225,5 +223,6 @@ def _live(
         "explore": explore,
         "verification": made.verification,
         "label": made.label,
+        "batch": batch,
     }
     return Collector(made.features, made.rows, header, made.begin, made.carries)

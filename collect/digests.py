@@ -15,7 +15,7 @@ from ..policies.contract import StopPolicy
 from ..policies.latency.profile import Profile
 from ..policies.learned.policy import LearnedPolicy
 from ..policies.storage.folder import content
-from .dense.completions import Completions
+from .dense.completions import Completions, find_completion
 from .prompts.read import Prompt
 
 
@@ -28,7 +28,9 @@ def digests(
     policy: StopPolicy, profile: Profile | None, prompts: Sequence[Prompt], completions: Completions | None
 ) -> dict[str, str]:
     """Return a digest of each; empty = there is none, which differs from any."""
-    texts = None if completions is None else [_completion(completions.get(prompt.id)) for prompt in prompts]
+    texts = (
+        None if completions is None else [_completion(find_completion(completions, p.id, p.sample)) for p in prompts]
+    )
     return {
         "policy": policy_digest(policy),
         "profile": "" if profile is None else short_hash(profile.to_dict()),

@@ -30,6 +30,7 @@ from .dense.completions import Completions
 from .digests import digests, short_hash
 from .facts import facts
 from .prompts.read import Prompt, fit
+from .prompts.samples import DistinctPrompts
 from .schema import Header, parents
 from .shards import BATCH, Plan
 from .work import Work
@@ -72,7 +73,7 @@ def plan_run(
 
     Args:
         pair: target and draft.
-        prompts: with unique ids.
+        prompts: with unique (id, sample); samples of a prompt have the same text.
         target, draft: names for the header.
         depth: K of a chain.
         tree: what `decode.topology.parse_tree` reads; None = a chain, or the policy's own tree.
@@ -91,8 +92,9 @@ def plan_run(
         explore: share of the rounds of a live run that are drafted to full depth whatever the policy says.
         mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads, the other ones being
             its own samples, as SpecDec++ trains on; 0 = the text as it is.
-        completions: text (or token ids) after each prompt, by prompt id, to label in the place of the target's own; above
-            temperature 0 they must have been sampled from the target as `temperature` and `shaping` say.
+        completions: text (or token ids) after each prompt, by prompt id or by (prompt id, sample), to label in the place of
+            the target's own; above temperature 0 they must have been sampled from the target as `temperature` and `shaping`
+            say.
         hidden: hidden states to record (`features.hidden_states`), in float16: 2 bytes x width for the target's, and
             2 bytes x width x nodes for the draft's, at each anchor.
         draws: of drafts and acceptances given each text, under those; several shrink the variance of replay.
@@ -106,8 +108,8 @@ def plan_run(
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
     Raises:
-        InputError: an option is out of range, a prompt is too long, a logits processor remembers earlier calls, or the
-            completions were not sampled so.
+        InputError: an option is out of range, prompts are not unique, one is too long, a logits processor remembers earlier
+            calls, or the completions were not sampled so.
         PolicyError: an unknown hidden state.
     """
     check_limits(
@@ -144,8 +146,8 @@ def plan_run(
     told = _told(source, chosen.memory, len(prompts), asked, profile)
     told["digests"] = digests(policy or FixedLength(topology.deepest), profile, prompts, completions)
     if completions is not None:
-        named = list(zip((prompt.id for prompt in prompts), ids, strict=True))
-        if found := check_completions(pair, settings, named, completions, max_new_tokens + topology.deepest):
+        texts = list(zip(prompts, ids, strict=True))
+        if found := check_completions(pair, settings, texts, completions, max_new_tokens + topology.deepest):
             told["completions"] = found
     count = shards or _shard_count(chosen.carries, len(prompts), draws * max_new_tokens, widths, topology.nodes)
     header = Header(
@@ -162,7 +164,7 @@ def plan_run(
         shards=count,
         prompts=len(prompts),
         # --resume goes on with the very same prompts only (`Header.differences`).
-        prompts_hash=short_hash([[p.id, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
+        prompts_hash=short_hash([[p.id, p.sample, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         hidden=widths,
         shaping=shaping.facts,
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
@@ -176,6 +178,9 @@ def plan_run(
 def _check_prompts(prompts: Sequence[Prompt], completions: Completions | None, long: str) -> None:
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
+    distinct = DistinctPrompts()
+    for number, prompt in enumerate(prompts, 1):
+        distinct.add(prompt.id, prompt.sample, (prompt.system, prompt.text), f"prompt number {number}")
     if completions is not None and long in ("left", "right"):
         raise InputError(
             f"--long {long}: expected skip or refuse with --completions, whose texts follow the whole prompt"
@@ -183,11 +188,12 @@ def _check_prompts(prompts: Sequence[Prompt], completions: Completions | None, l
 
 
 def _dealt(prompts: Sequence[Prompt], ids: Sequence[list[int]], seed: int, shards: int) -> tuple[tuple[Work, ...], ...]:
-    """Return the work of each shard: prompts are dealt by their ids, so that some fall as they would among all."""
+    """Return the work of each shard, which depends on ids and samples alone: some prompts go where they would among all."""
     work: list[list[Work]] = [[] for _ in range(shards)]
     for sequence, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
-        key = stream_key(seed, prompt.id)
-        work[int(short_hash(prompt.id), 16) % shards].append(Work(sequence, prompt.id, prompt.group, tokens, key))
+        key = stream_key(seed, prompt.stream_name)
+        shard = work[int(short_hash(prompt.stream_name), 16) % shards]
+        shard.append(Work(sequence, prompt.id, prompt.group, tokens, key, prompt.sample))
     return tuple(map(tuple, work))
 
 

@@ -28,10 +28,9 @@ from ..policies.errors import TraceError
 from ..policies.features import Kind
 from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.files.text import HALF, is_text
-from ..policies.learned.conditions import Conditions
+from ..policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 
 SCHEMA_VERSION = 6
-_HIDDEN = "vectors"  # what headers on disk call `Header.hidden`
 
 UNKNOWN, NO_TOKEN = -1, -2
 """In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
@@ -68,12 +67,13 @@ class Header:
         max_new_tokens: limit of each text; rows stop there, labels look past it.
         seed: of the streams.
         shards: number of shards of a complete trace.
-        prompts: number of prompts, and `prompts_hash` of their ids and token ids.
+        prompts: number of prompts (each sample counts), and `prompts_hash` of ids, samples, groups and token ids.
         collector: "dense", or "live".
         texts: "target": the target's own; "sampled": completions that were sampled from it; "completions": ones of any
             origin, of which the anchors count after which the target says the same.
         policy: that a live run was under, "" for dense traces.
         explore: share of its rounds that were drafted to full depth whatever the policy said.
+        batch: number of texts that a live run decodes in parallel; 1 where that is not known, as of a server's rounds.
         mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
         draws: of drafts and acceptances given each text, sequences that follow one another; 1 where nothing is drawn so.
         off_text: how candidates off the text were drawn under block verification: "exact", or "approximate".
@@ -101,6 +101,7 @@ class Header:
     texts: str = "target"
     policy: str = ""
     explore: float = 0.0
+    batch: int = 1
     mix: float = 0.0
     draws: int = 1
     off_text: str = "exact"
@@ -141,7 +142,13 @@ class Header:
     @property
     def conditions(self) -> Conditions:
         """What acceptance rests on in this trace, for policies to be checked against."""
-        return Conditions(self.temperature, self.shaping, self.verification, self.pair)
+        known = None if self.shown_temperature == UNKNOWN_TEMPERATURE else self.temperature
+        return Conditions(known, self.shaping, self.verification, self.pair)
+
+    @property
+    def shown_temperature(self) -> float | str:
+        """The temperature for readers: "unknown" of an engine's records without one, whose `temperature` is 0."""
+        return UNKNOWN_TEMPERATURE if self.facts.get("temperature") == UNKNOWN_TEMPERATURE else self.temperature
 
     def hidden_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a recorded hidden state in a row: [N, H], or [H] for one of the anchor."""
@@ -150,9 +157,7 @@ class Header:
 
     def to_json(self) -> str:
         """Return the header as JSON."""
-        fields = dataclasses.asdict(self)
-        fields[_HIDDEN] = fields.pop("hidden")
-        return json.dumps(fields, sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
 
     def differing(self, other: Header, names: Iterable[str]) -> list[str]:
         """Return in which of some fields two traces differ, with what either has: `temperature (0.0, 0.7)`."""
@@ -164,15 +169,15 @@ class Header:
         return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
     def differences(self, other: Header) -> list[str]:
-        """Return in what two runs differ whose rows do not belong into one trace.
+        """Return the names of the settings in which two runs differ, so that their rows do not belong into one trace.
 
-        Of the `facts` precision counts, and the digests of what the runs were given, where both tell them: traces of
-        earlier versions do not.
+        Of the `facts` only the precision and the digests of the inputs are compared.
         """
         mine, theirs = (vars(one) | {"facts": None, "dtype": one.facts.get("dtype")} for one in (self, other))
-        apart = [key for key in mine if mine[key] != theirs[key]]
-        given, told = (found if isinstance(found := one.facts.get("digests"), dict) else {} for one in (self, other))
-        return apart + [key for key in given if given[key] != told.get(key, given[key]) and key not in apart]
+        names = [key for key in mine if mine[key] != theirs[key]]
+        inputs = [found if isinstance(found := one.facts.get("digests"), dict) else {} for one in (self, other)]
+        names += [key for key in inputs[0] | inputs[1] if inputs[0].get(key) != inputs[1].get(key)]
+        return list(dict.fromkeys(names))  # `policy` is a field and a digest
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:
@@ -190,18 +195,21 @@ class Header:
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {version!r}, but this specstop reads schema {SCHEMA_VERSION}; collect it again"
+                f"{where}: the trace has schema {version!r}, but this specstop reads schema {SCHEMA_VERSION}; collect it "
+                "again"
             )
-        names = {_HIDDEN if f.name == "hidden" else f.name for f in dataclasses.fields(Header)}
+        names = {field.name for field in dataclasses.fields(Header)}
         if set(raw) != names:
             raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")
-        raw["hidden"] = raw.pop(_HIDDEN)
         kinds = get_type_hints(Header)
         for name, value in raw.items():
             if not _fits(value, kinds[name]):
                 raise TraceError(f"{where}: the header has {value!r} as {name}")
-        if raw["draws"] < 1 or not all(0 <= token < _MOST_TOKENS for token in raw["eos"]):
-            raise TraceError(f"{where}: the header has {raw['draws']} draws and the end tokens {str(raw['eos'])[:40]}")
+        if min(raw["draws"], raw["batch"]) < 1 or not all(0 <= token < _MOST_TOKENS for token in raw["eos"]):
+            raise TraceError(
+                f"{where}: the header has {raw['draws']} draws, a batch of {raw['batch']} and the end tokens "
+                f"{str(raw['eos'])[:40]}"
+            )
         for name, width in raw["hidden"].items():
             if name not in HIDDEN_STATES or not 0 < width <= _WIDEST:
                 raise TraceError(

@@ -126,13 +126,14 @@ def _refusals(
 ) -> dict[str, Any]:
     """Count refused sets: of right texts, and of texts of other temperatures."""
     settings, size = Settings(TEMPERATURE, place.tokens), max(len(prompts) // SETS, 8)
-    ids = dict(zip([p.id for p in prompts], encode(prompts, place.pair.tokenizer, 1 << 20), strict=True))
+    tokens = encode(prompts, place.pair.tokenizer, 1 << 20)
+    by_id = {prompt.id: (prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True)}
 
     def refused(texts: dict[str, list[int]], sets: int) -> list[bool]:
         names = list(texts)
         parts = [names[at * size : (at + 1) * size] for at in range(sets) if len(names) >= (at + 1) * size]
         return [
-            balance(place.pair, settings, [(n, ids[n]) for n in part], texts, length).errors > MOST_ERRORS
+            balance(place.pair, settings, [by_id[n] for n in part], texts, length).errors > MOST_ERRORS
             for part in parts
         ]
 

@@ -65,8 +65,7 @@ def bench(
 
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...decode.compare.alternate import texts_a_turn
-    from ...decode.compare.bench import bench as run
-    from ...decode.compare.intervals import FEWEST
+    from ...decode.compare.bench import FEWEST_TURNS, bench as run
     from ...decode.models.pair import with_engine
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
@@ -92,7 +91,7 @@ def bench(
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,
-            list(zip([p.id for p in chosen], tokens, strict=True)),
+            list(zip([p.stream_name for p in chosen], tokens, strict=True)),
             rules,
             settings=settings,
             library=stock,
@@ -109,10 +108,10 @@ def bench(
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
     turn = texts_a_turn(batch)
-    if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST:
+    if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST_TURNS:
         say(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
-            f"{FEWEST * turn} or more, with as many prompts"
+            f"{FEWEST_TURNS * turn} or more, with as many prompts"
         )
 
 

@@ -236,7 +236,7 @@ def collect(
             off_text=off_text,
             explore=explore,
             mix=mix,
-            completions=None if asked.completions is None else {p.id: p.completion or "" for p in chosen},
+            completions=None if asked.completions is None else {(p.id, p.sample): p.completion or "" for p in chosen},
             temperature=temperature,
             max_new_tokens=max_new_tokens,
             seed=seed,

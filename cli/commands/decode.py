@@ -96,13 +96,14 @@ def decode(
     given = {p.id: p.text for p in chosen}  # they are shown as they were given
     kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
     mode = resolve_mode(verification, rule, settings.topology, temperature)
-    shown = _Shown([p.id for p in kept], [given[p.id] for p in kept])
+    names = [f"{p.id}, sample {p.sample}" if p.sample else p.id for p in kept]
+    shown = _Shown(names, [given[p.id] for p in kept])
     generations = run(
         pair,
         tokens,
         rule,
         settings=settings,
-        ids=[p.id for p in kept],
+        ids=[p.stream_name for p in kept],
         seed=seed,
         profile=costs,
         batch=batch,

@@ -14,10 +14,15 @@ from ..console.output import print_json, table
 from ..options.shared import Json
 
 if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+    from ...collect.acceptance import DepthOutcomes
     from ...collect.store.folder import Trace
     from ...policies.latency.batch import BatchCosts
 
 _NAMED = 6
+_NOT_OBSERVED, _MEAN = "-", "accepted length, mean"
 
 UNJUDGED = "nothing says how noisy the machine was: the timings of these costs were not kept, or the costs were edited"
 
@@ -67,7 +72,11 @@ def trace_json(trace: Trace) -> dict[str, Any]:
     facts, rows = describe_trace(trace)
     return {
         **facts,
-        "acceptance": [{"depth": int(k), "probability": float(p), "positions": int(n)} for k, p, n in rows],
+        _MEAN: None if facts[_MEAN] == _NOT_OBSERVED else facts[_MEAN],
+        "acceptance": [
+            {"depth": int(k), "probability": None if p == _NOT_OBSERVED else float(p), "positions": int(n)}
+            for k, p, n in rows
+        ],
         "branches": [
             {"depth": int(k), "branch": b, "probability": p, "rows": int(n)} for k, b, p, n in branch_rows(trace)
         ],
@@ -79,43 +88,51 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     """Return the plain facts of a trace, and its acceptance by depth as table rows."""
     import numpy as np
 
+    from ...collect.acceptance import LENGTHS
     from ...collect.store.card import balance_text, hidden_text, replay_text
     from ...decode.verify.modes import describe
     from ...policies.learned.conditions import shaping_text
 
     header = trace.header
-    columns = trace.table(["accepted_length", "cut", "prompt_id", "group"])
+    columns = trace.table(["accepted_length", "cut", "prompt_id", "sample", "group"])
     length, cut = columns["accepted_length"].to_numpy(), columns["cut"].to_numpy().astype(bool)
-    uncut = length[~cut]
-    depths = np.arange(1, header.depth + 1)
-    # Beside P(A >= k) the positions at which depth k was tried: the k - 1 tokens before it were accepted.
-    table_rows = (
-        [(str(k), f"{float((uncut >= k).mean()):.3f}", str(int((uncut >= k - 1).sum()))) for k in depths]
-        if len(uncut)
-        else []
-    )
+    outcomes = _outcomes(trace)
+    survival = outcomes.survival
+    # Beside P(A >= k) the positions at which depth k was observed after the k - 1 tokens before it were accepted.
+    table_rows = [
+        (str(k), f"{share:.3f}" if np.isfinite(share) else _NOT_OBSERVED, str(count))
+        for k, (share, count) in enumerate(zip(survival, outcomes.observed.sum(0), strict=True), 1)
+        if len(outcomes.row)
+    ]
+    mean: float | str = float(length[~cut].mean()) if len(outcomes.row) else 0.0
+    if outcomes.basis:  # E[A] is the sum of P(A >= k)
+        mean = float(survival.sum()) if np.isfinite(survival).all() else _NOT_OBSERVED
     groups = columns["group"].unique().to_pylist()
     facts = {
         "kind": "trace",
         "schema": header.schema,
         "collector": header.collector + (f" under {header.policy}" if header.policy else ""),
+        **({"batch": header.batch} if header.batch > 1 else {}),
         "texts": header.texts,
         "target": header.target,
         "draft": header.draft,
         "verification": describe(header.verification),
         "replay": replay_text(header),
-        "temperature": header.temperature,
+        "temperature": header.shown_temperature,
         "filter": shaping_text(header.shaping),
         "depth": header.depth,
         "nodes": len(header.topology),
         "prompts": header.prompts,
-        "prompts with rows": len(columns["prompt_id"].unique()),
+        "prompts with rows": len(columns.group_by(["prompt_id", "sample"]).aggregate([])),
+        "distinct prompt ids": len(columns["prompt_id"].unique()),
         **({"prompts left out": out} if (out := header.facts.get("prompts left out")) else {}),
         "prompts from": header.facts.get("prompts from") or "not recorded",
         "groups": f"{len(groups)}: {', '.join(map(str, groups[:_NAMED]))}{', ...' if len(groups) > _NAMED else ''}",
         "positions": len(length),
         "cut": int(cut.sum()),
-        "accepted length, mean": float(uncut.mean()) if len(uncut) else 0.0,
+        _MEAN: mean,
+        **({"note on acceptance": outcomes.basis} if outcomes.basis else {}),
+        **({"draft lengths": header.facts[LENGTHS]} if LENGTHS in header.facts else {}),
         "max new tokens": header.max_new_tokens,
         "shards": f"{len(trace.finished)} of {header.shards}",
         "bytes": sum(path.stat().st_size for path in (trace.folder / "data").glob("*.parquet")),
@@ -128,16 +145,30 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     return facts, table_rows
 
 
+def _outcomes(trace: Trace) -> DepthOutcomes:
+    """Return what the rounds of a trace show of each depth."""
+    from ...collect.acceptance import COLUMNS, LIVE_COLUMNS, depth_outcomes
+
+    table = trace.table([*COLUMNS, *(LIVE_COLUMNS if trace.header.collector == "live" else ())])
+    return depth_outcomes(trace.header, {name: _array(table[name]) for name in table.column_names})
+
+
+def _array(column: pa.ChunkedArray) -> np.ndarray[Any, Any]:
+    """Return a column as an array [N], or [N, nodes] of fixed-size lists."""
+    import numpy as np
+    import pyarrow as pa
+
+    if not pa.types.is_fixed_size_list(column.type):
+        return np.asarray(column.to_numpy())
+    width = column.type.list_size
+    parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return np.concatenate(parts).reshape(-1, width) if parts else np.zeros((0, width))
+
+
 def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
     """Return acceptance of each node of a tree as table rows: depth, branch, P(accepted), rows it is known of."""
-    import numpy as np
-
     columns = trace.table(["accepted", "labelled"])
-    nodes = len(trace.header.topology)
-    accepted, labelled = (
-        np.concatenate([np.asarray(c.flatten()).astype(bool) for c in columns[name].chunks]).reshape(-1, nodes)
-        for name in ("accepted", "labelled")
-    )
+    accepted, labelled = (_array(columns[name]).astype(bool) for name in ("accepted", "labelled"))
     depths: list[int] = []
     ranks: dict[int, int] = {}
     rows = []

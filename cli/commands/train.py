@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...train.fit.trained import Trained
 
 HEADS = "logistic,tokens,mlp,xgboost"
-DIAGNOSTICS = ("accept_", "next_", "survival_")
+DIAGNOSTICS = ("accept_", "next_", "survival_", "fit_", "select_", "held_out_rounds")
 """What the names of metrics begin with that tell how a policy came about, not how good it is."""
 
 
@@ -64,9 +64,17 @@ def train(
     folds: Annotated[
         int | None,
         typer.Option(
-            help="Number of parts that the prompts are split into; the first one stays held out.", show_default="4"
+            help="Parts that the training prompts are split into; the saved head is fitted on all but the first.",
+            show_default="4",
         ),
     ] = None,
+    report_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the prompts that is kept out of fitting and selection, for the held-out figures; 0 = none, if "
+            "other traces are evaluated."
+        ),
+    ] = 0.2,
     passes: Annotated[
         int | None,
         typer.Option(
@@ -75,7 +83,8 @@ def train(
         ),
     ] = None,
     cross_fit: Annotated[
-        bool, typer.Option(help="Calibrate on all prompts, by a head for each part; else on the first part alone.")
+        bool,
+        typer.Option(help="Select on all training prompts, by a head for each part; else on the first part alone."),
     ] = True,
     nodes: Annotated[
         str,
@@ -114,6 +123,7 @@ def train(
 
     common: dict[str, Any] = {
         "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
+        "report_share": report_share,
     }  # fmt: skip
     with progress_bars(quiet or json) as progress, config_saved(out):
         opened = [load_traces(path) for path in traces]
@@ -166,7 +176,7 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
     told = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
     table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(told))
     for key, title in (
-        ("reliability", "Survival by depth, of prompts that neither head nor calibration was fitted on"),
+        ("reliability", "Survival by depth, on report prompts"),
         ("trials", "Trials, replayed on prompts left out, the best first"),
     ):
         rows = metrics.get(key)

@@ -45,7 +45,9 @@ class Asked:
     shuffle_seed: Annotated[
         int | None, typer.Option(help="Shuffle the prompts with this seed; default: as they come.")
     ] = None
-    deduplicate: Annotated[bool, typer.Option("--deduplicate", help="Drop prompts whose text has come before.")] = False
+    deduplicate: Annotated[
+        bool, typer.Option("--deduplicate", help="Drop prompts that repeat an earlier text; samples are kept.")
+    ] = False
     limit: Limit = None
     chat: Chat = False
     completions: Annotated[

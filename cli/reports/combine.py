@@ -78,6 +78,7 @@ def _facts(found: BothChoice) -> dict[str, Any]:
         "tokens_per_s": found.rate,
         "alone": found.alone,
         "over_the_better": dataclasses.asdict(found.over),
+        "intervals": found.intervals,
         "tried": {name: one.rates for name, one in found.tried.items()},
     }
 
@@ -94,4 +95,5 @@ def _show(found: BothChoice, where: str) -> None:
     alone = [(name, f"{rate:.0f}", "", "") for name, rate in found.alone.items() if name != found.spec]
     chosen = (found.spec, f"{found.rate:.0f}", found.policy_name, found.over.text())
     table(f"On {where}", ("drafter", "tokens/s", "policy", "of the better one alone"), [*alone, chosen])
+    output().print(f"Interval: {found.intervals}")
     output().print(f"Draft with --drafter {found.spec}")

@@ -13,7 +13,7 @@ from ..options.shared import Json, Seed
 if TYPE_CHECKING:
     from ...train.report.comparing.compare import Comparison, Difference
 
-COLUMNS = ("policy", "tokens/s, A", "tokens/s, B", "vs best fixed, A", "vs best fixed, B", "overlap", "B / A")
+COLUMNS = ("policy", "tokens/s, A", "tokens/s, B", "vs best fixed, A", "vs best fixed, B", "overlap")
 
 
 def compare(
@@ -33,23 +33,36 @@ def compare(
 
 
 def _show(found: Comparison) -> None:
-    """Print the lines, what B / A is, and what else differs."""
-    from ...train.report.comparing.compare import PAIRED
+    """Print the lines, what B / A is, what its intervals leave out, and what else differs."""
+    from ...train.report.comparing.compare import PAIRED, SAME
 
-    table(f"A: {found.a}   B: {found.b}", COLUMNS, [_cells(line) for line in found.lines])
-    if found.method == PAIRED:
+    is_paired = found.method == PAIRED
+    # On one profile tokens/s say it all: no pace can have changed.
+    over_best = not is_paired or found.profiles != SAME
+    heads = (*COLUMNS, *["B / A"] * is_paired, *["B / A, vs best fixed"] * over_best)
+    table(f"A: {found.a}   B: {found.b}", heads, [_cells(line, is_paired, over_best) for line in found.lines])
+    if is_paired:
         output().print(f"B / A: tokens/s, paired {found.why}")
-    else:
-        output().print(f"B / A: ratio to the best fixed length, unpaired, as of independent prompts ({found.why})")
+    if over_best:
+        over = (
+            "a change of pace that all rounds share cancels"
+            if is_paired
+            else f"unpaired, as of independent prompts ({found.why})"
+        )
+        output().print(f"B / A, vs best fixed: ratio to the best fixed length of each report; {over}")
+    for caveat in found.caveats:
+        output().print(caveat)
     if found.differs:
         table("The reports differ in", ("what", "A", "B"), found.differs)
     else:
         output().print("Traces, temperature, pair and profile are the same.")
 
 
-def _cells(line: Difference) -> tuple[str, ...]:
-
+def _cells(line: Difference, is_paired: bool, over_best: bool) -> tuple[str, ...]:
     rates = ("-" if rate is None else f"{rate:.1f}" for rate in (line.rate_a, line.rate_b))
-    ratios = ("-" if ratio is None else ratio.text() for ratio in (line.to_best_a, line.to_best_b))
+    gains = [line.gain] * is_paired + [line.gain_over_best] * over_best
+    to_best_a, to_best_b, *ratios = (
+        "-" if ratio is None else ratio.text() for ratio in (line.to_best_a, line.to_best_b, *gains)
+    )
     overlap = "-" if line.overlap is None else "yes" if line.overlap else "no"
-    return (line.name, *rates, *ratios, overlap, "-" if line.gain is None else line.gain.text())
+    return (line.name, *rates, to_best_a, to_best_b, overlap, *ratios)

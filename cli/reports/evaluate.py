@@ -49,6 +49,26 @@ def evaluate(
             "held-out texts, and all again until they are four times the largest batch. Default: all at once."
         ),
     ] = None,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="What intervals resample: prompt (with all its samples), group, or auto: groups if the prompts of a group "
+            "resemble each other."
+        ),
+    ] = "auto",
+    primary: Annotated[
+        str,
+        typer.Option(
+            help="Name of the one policy that was chosen before this evaluation: the verdict is about it, and its interval "
+            "is not widened for the number of policies."
+        ),
+    ] = "",
+    allow_overlap: Annotated[
+        bool,
+        typer.Option(
+            "--allow-overlap", help="Warn about prompts that policies were trained on instead of refusing them."
+        ),
+    ] = False,
     filters: Filters,
     seed: Seed = 0,
     overwrite: Overwrite = False,
@@ -79,6 +99,9 @@ def evaluate(
             shaping=shaping if (shaping := filters.shaping()).facts else None,
             batch=sizes,
             arrivals=coming,
+            cluster=cluster,
+            primary=primary,
+            allow_overlap=allow_overlap,
             seed=seed,
             overwrite=overwrite,
             progress=progress,
@@ -127,6 +150,8 @@ def show_report(report: Report) -> None:
     ]
     table("By length", ("k", *map(str, range(len(report.fixed)))), by_length)
     console = output()
+    if facts.get("cluster choice"):
+        console.print(f"Clusters: {facts['cluster choice']}.")
     if (sides := report.details.get("batch")) is not None:
         _show_batches(sides)
     for text in (*report.caveats, *report.findings):
@@ -135,7 +160,7 @@ def show_report(report: Report) -> None:
     if sides is not None:
         console.print(sides["words"])
     if report.answer is not None:
-        console.print(" ".join([f"How sure: {report.answer.sure}", *report.answer.why]))
+        console.print(" ".join([report.answer.interval, *report.answer.why]))
 
 
 def _show_batches(found: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.learned.conditions import sampling_text
+from ..prompts.tokens import Prompt
 from ..work import spread
 from .completions import Completions, completion_ids, sampled_rows, target_rows
 
@@ -56,20 +57,20 @@ class Balance:
 
 @torch.inference_mode()
 def balance(
-    pair: Pair, settings: Settings, prompts: Sequence[tuple[str, list[int]]], completions: Completions, most: int
+    pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
 ) -> Balance:
     """Return how well texts fit the distribution that they are taken for.
 
     Args:
         pair: its target.
         settings: temperature and shaping.
-        prompts: (id, token ids).
-        completions: by prompt id.
+        prompts: with their token ids.
+        completions: see `Completions`.
         most: tokens of a text that are looked at.
     """
     sums, counts, impossible = [], [], 0
-    for name, prompt in spread(prompts, MOST_TEXTS):
-        text = completion_ids(pair, completions, name)[:most]
+    for one, prompt in spread(prompts, MOST_TEXTS):
+        text = completion_ids(pair, completions, one.id, one.sample)[:most]
         if not text:
             continue
         rows = target_rows(pair, prompt, text)[0]
@@ -92,7 +93,7 @@ def balance(
 
 
 def check_completions(
-    pair: Pair, settings: Settings, prompts: Sequence[tuple[str, list[int]]], completions: Completions, most: int
+    pair: Pair, settings: Settings, prompts: Sequence[tuple[Prompt, list[int]]], completions: Completions, most: int
 ) -> dict[str, float]:
     """Refuse prompts without a completion, and texts that were not sampled as `settings` say; arguments as of `balance`.
 
@@ -102,8 +103,8 @@ def check_completions(
     Raises:
         InputError: there is none, it has ids beyond the vocabulary, or the mean is beyond `MOST_ERRORS`.
     """
-    for name, _ in prompts:  # of all, before any work
-        completion_ids(pair, completions, name)
+    for prompt, _ in prompts:  # of all, before any work
+        completion_ids(pair, completions, prompt.id, prompt.sample)
     if settings.temperature == 0.0:
         return {}
     found = balance(pair, settings, prompts, completions, most)

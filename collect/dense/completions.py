@@ -9,7 +9,7 @@ Texts that were not sampled so are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from ...decode.verify.noise import best_of_rows, gumbel_given
 from ...decode.verify.sampling import Sampler
 from ...policies.errors import InputError
 from ...policies.features.hidden_states import TARGET_HIDDEN
+from ..prompts.samples import sample_text
 from ..work import Work
 from .collector import Written, text_columns
 from .unroll import Unroller
 
-Completions = Mapping[str, "str | Sequence[int]"]
-"""By prompt id: what followed the prompt, as a text or as token ids."""
+Completions: TypeAlias = "Mapping[str, str | Sequence[int]] | Mapping[tuple[str, str], str | Sequence[int]]"
+"""By prompt id, or by (prompt id, sample): what followed the prompt, as a text or as token ids."""
 
 _CHUNK = 64
 """Positions whose noise is drawn together: it takes several rows of float64 each."""
@@ -48,7 +49,7 @@ def completion_rows(
         pair: target and draft.
         unroller: of the pair's draft.
         batch: the prompts.
-        completions: by prompt id.
+        completions: see `Completions`.
         max_new_tokens: anchors lie before it.
 
     Raises:
@@ -57,7 +58,7 @@ def completion_rows(
     chunks = []
     for one in batch:
         prompt = one.tokens
-        text = completion_ids(pair, completions, one.prompt_id)[: max_new_tokens + unroller.depth]
+        text = completion_ids(pair, completions, one.prompt_id, one.sample)[: max_new_tokens + unroller.depth]
         # Rounds begin after the first token, as in `dense_rows`.
         if len(text) < 2:
             continue
@@ -85,20 +86,28 @@ def completion_rows(
     return chunks
 
 
-def completion_ids(pair: Pair, completions: Completions, name: str) -> list[int]:
-    """Return the tokens of a prompt's completion, up to the first that ends a text.
+def find_completion(completions: Completions, prompt_id: str, sample: str) -> str | Sequence[int] | None:
+    """Return the completion of a sample of a prompt, or None. A prompt without samples may be given by its id alone."""
+    keyed: Mapping[Any, str | Sequence[int]] = completions
+    found = keyed.get((prompt_id, sample))
+    return keyed.get(prompt_id) if found is None and not sample else found
+
+
+def completion_ids(pair: Pair, completions: Completions, prompt_id: str, sample: str) -> list[int]:
+    """Return the tokens of the completion of a sample of a prompt, up to the first that ends a text.
 
     Raises:
         InputError: there is none, or an id is not one of the vocabulary.
     """
-    if name not in completions:
-        raise InputError(f"--completions: prompt {name!r} has none")
-    found = completions[name]
+    found = find_completion(completions, prompt_id, sample)
+    if found is None:
+        raise InputError(f"--completions: {sample_text(prompt_id, sample)} has none")
     if isinstance(found, str):
         assert pair.tokenizer is not None
         found = list(pair.tokenizer(found, add_special_tokens=False)["input_ids"])
     if odd := [token for token in found if not 0 <= token < pair.vocabulary]:
-        raise InputError(f"--completions: prompt {name!r} has the token {odd[0]}; expected ids below {pair.vocabulary}")
+        name = sample_text(prompt_id, sample)
+        raise InputError(f"--completions: {name} has the token {odd[0]}; expected ids below {pair.vocabulary}")
     return next((list(found[: at + 1]) for at, token in enumerate(found) if token in pair.eos), list(found))
 
 

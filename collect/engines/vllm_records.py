@@ -2,26 +2,32 @@
 
 It serves policies that look at the depth alone: which fixed length, which table of lengths. The records say how many tokens
 each step drafted and accepted, not which: single rounds can be evaluated (`train.report.single_rounds`), whole texts not
-replayed.
+replayed. Tokens beyond a step's draft were not observed. If all drafts are equally long, every depth was observed. If lengths
+vary, longer drafts stand for shorter ones where lengths do not depend on acceptance, which is tested here (`draft_lengths`).
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...policies.errors import InputError
+from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.files.text import HALF, is_text
+from ...policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.limits import MOST_ROWS
+from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
+from ..prompts.samples import SampleNames, warn_sample_ids
 from ..schema import TIMES, UNKNOWN, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, write_shard
 from ..work import Work
+from .draft_lengths import LEVEL, lengths_kind
 from .serving import import_parts
 
 
@@ -33,13 +39,16 @@ def import_vllm(
     Args:
         path: a folder that `serving.RecordingProposer` wrote; else JSON Lines: responses of the server, or their
             `metrics.speculative_decoding` objects alone. `detailed` records keep the order of the steps; of `summary` ones
-            the histogram is laid out, shortest first.
+            the histogram is laid out, shortest first, and every step counts.
         out: folder of the trace.
         target, draft: names for the header, which lines of JSON lack; a folder has its own.
         overwrite: replace an older result in `out`.
 
     Raises:
         InputError: the file is missing, a line has no such record (the message gives its number), or as `claim_folder`.
+
+    Warns:
+        SpecstopWarning: the draft lengths depend on acceptance.
     """
     file = Path(path)
     if file.is_dir():
@@ -52,7 +61,7 @@ def import_vllm(
     depth = max(steps, default=0)
     if not depth:
         raise InputError(f"--from-vllm: {file} has no step that drafted a token; there is nothing to learn from it")
-    full = sum(count == depth for count in steps) / len(steps)
+    lengths = _lengths(records)
     header = Header(
         target=target,
         draft=draft,
@@ -73,8 +82,7 @@ def import_vllm(
         collector="live",
         texts="vllm",
         policy="vllm",
-        explore=0.0 if full == 1.0 else full,  # steps to K show what any length would have met
-        facts={"temperature": "unknown", "from": file.name},
+        facts={"temperature": UNKNOWN_TEMPERATURE, "from": file.name, LENGTHS: lengths},
     )
     with staged_folder(out) as stage:
         open_for_writing(stage, header)
@@ -87,10 +95,15 @@ def import_vllm(
 def _records(file: Path) -> list[_Record]:
     if not file.is_file():
         raise InputError(f"--from-vllm: expected a JSON Lines file, but {file} does not exist or is no file")
-    records = [_Record(line, where) for where, line in lines(file, "--from-vllm")]
+    names = SampleNames()
+    records = [_Record(line, where, names) for where, line in lines(file, "--from-vllm")]
     if not records:
         raise InputError(f"--from-vllm: {file} is empty")
+    warn_sample_ids([record.name for record in records if not record.sample])
     return records
+
+
+Array = np.ndarray[Any, Any]
 
 
 class _Record:
@@ -98,13 +111,19 @@ class _Record:
 
     Attributes:
         accepted, drafted: by step.
+        ordered: the steps are in the order in which they were taken; of a histogram they are not.
         tokens: of the completion.
+        name, sample: id of the prompt, and name of the sample (fields `prompt_id` and `sample` of the record, or its id).
     """
 
-    def __init__(self, line: str, where: str) -> None:
+    def __init__(self, line: str, where: str, names: SampleNames) -> None:
         try:
             raw = json.loads(line)
-            self.accepted, self.drafted = _steps(_metrics(raw))
+            metrics = _metrics(raw)
+            self.accepted, self.drafted = _steps(metrics)
+            self.ordered = metrics.get("per_step_accepted") is not None
+            total = sum(self.drafted) if metrics.get("per_step_drafted") else metrics.get("num_draft_tokens")
+            total = sum(self.drafted) if total is None else int(total)
             usage = raw.get("usage") or {}
             self.prompt = int(usage.get("prompt_tokens") or 0)
             self.tokens = int(usage.get("completion_tokens") or 1 + sum(self.accepted) + len(self.accepted))
@@ -117,23 +136,50 @@ class _Record:
             not 0 <= a <= d for a, d in zip(self.accepted, self.drafted, strict=False)
         ):
             raise InputError(f"--from-vllm: {where}: steps accept more than they drafted, or their numbers differ")
+        if total != sum(self.drafted):
+            raise InputError(
+                f"--from-vllm: {where}: expected {len(self.drafted)} steps of {max(self.drafted, default=0)} drafted tokens, "
+                f"but they drafted {total} in all, and not how many each; record with "
+                "--per-request-spec-decode-metrics detailed, or leave the line out"
+            )
         if max(self.drafted, default=0) >= MOST_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
             raise InputError(
                 f"--from-vllm: {where}: expected steps of less than {MOST_ROWS} tokens, and texts of 0 to 2^31"
             )
-        self.name = str(raw.get("id") or where)
-        if not is_text(self.name):
+        self.name, self.sample = names.assign(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
+        if not is_text(self.name + self.sample):
             raise InputError(f"--from-vllm: {where}: the id has {HALF}")
 
+    @property
+    def anchor(self) -> Array:
+        """[steps] int64, tokens generated before each step: reading the prompt commits one, a step those accepted and one."""
+        accepted = np.array(self.accepted, dtype=np.int64)
+        return 1 + np.concatenate([[0], (accepted + 1).cumsum()])[:-1]
+
+    @property
+    def cut(self) -> Array:
+        """[steps] bool, drafts that reach beyond the end of the text; the last step always counts as one of them.
+
+        The step at the end accepts more than others, because a long step is more likely to be the one that reaches the end.
+        So all drafts that could reach it are left out, whatever they accepted. In a summary it is not known which step was
+        last; all steps together are an unbiased choice, and none is left out.
+        """
+        if not self.ordered:
+            return np.zeros(len(self.accepted), dtype=bool)
+        out: Array = self.anchor + np.array(self.drafted, dtype=np.int64) > self.tokens
+        out[-1:] = True
+        return out
+
     def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:
-        """Return the rows of the request, one a step; the last one counts as cut, for vLLM does not say whether it was."""
+        """Return the rows of the request, one a step."""
         accepted, drafted = np.array(self.accepted), np.array(self.drafted)
-        # Reading the prompt commits one token, a step those it accepts and one more.
-        anchor = 1 + np.concatenate([[0], (accepted + 1).cumsum()[:-1]])
+        anchor = self.anchor
         node, count = np.arange(depth), len(accepted)
         drawn, path = node < drafted[:, None], node < accepted[:, None]
         zeros = np.zeros((count, depth), dtype=np.float32)
-        return Work(sequence, self.name, "", []).columns(count, max(self.tokens, int(anchor[-1]) + 1)) | {
+        return Work(sequence, self.name, "", [], sample=self.sample).columns(
+            count, max(self.tokens, int(anchor[-1]) + 1)
+        ) | {
             "prompt_tokens": np.full(count, self.prompt),  # which the records only count
             "anchor": anchor,
             "tokens": np.full((count, depth), UNKNOWN, dtype=np.int32),
@@ -141,15 +187,40 @@ class _Record:
             "accepted": path,
             "labelled": drawn & (node <= accepted[:, None]),
             "accepted_length": accepted,
-            "cut": np.arange(count) == count - 1,
+            "cut": self.cut,
             "drawn": drawn,
             "sent": drawn,
-            "explored": drafted == depth,
+            "explored": np.zeros(count, dtype=bool),  # no coin chose the lengths
             "committed": accepted + 1,
             "decisions": np.zeros(count, dtype=np.int64),
             "backlog": np.ones(count, dtype=np.int64),
             **dict.fromkeys(TIMES, np.zeros(count)),
         }
+
+
+def _lengths(records: Sequence[_Record]) -> str:
+    """Return how the draft lengths were chosen, for the header; warn where they depend on acceptance."""
+    names = {name: at for at, name in enumerate(dict.fromkeys(record.name for record in records))}
+    every = [record for record in records if record.drafted]
+    drafted = np.concatenate([record.drafted for record in every])
+    cut = np.concatenate([record.cut for record in every])
+    kind, p_value = lengths_kind(
+        np.concatenate([record.accepted for record in every]),
+        drafted,
+        np.repeat([names[record.name] for record in every], [len(record.drafted) for record in every]),
+        cut,
+        np.concatenate([[False] + [record.ordered] * (len(record.drafted) - 1) for record in every]),
+    )
+    if kind == DEPENDENT:
+        limit = drafted[~cut].min(initial=drafted.max())
+        warnings.warn(
+            f"--from-vllm: draft lengths depend on acceptance (p = {p_value:.1g}, level {LEVEL:g}), so that acceptance "
+            f"beyond depth {limit}, which every step drafted, is not identified; record drafts of one length, or of random "
+            "lengths",
+            SpecstopWarning,
+            stacklevel=3,
+        )
+    return kind
 
 
 def _metrics(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,7 +6,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ _ROWS = 4096
 _HUB_FORM = "hf:organisation/name or hf:organisation/name:configuration"
 
 
-def records(source: str | Path, column: str = "prompt", split: str | None = None) -> Iterator[Record]:
+def records(source: str | Path, columns: Sequence[str] = ("prompt",), split: str | None = None) -> Iterator[Record]:
     """Yield the records of a source, one after the other, as they are asked for.
 
     Args:
         source: a file of JSON Lines; a .txt file, each line a prompt; a .csv or .parquet file, each row a record; a folder
             with a data set; or `hf:name[:config]`.
-        column: what the lines of a plain text are called.
+        columns: names of the columns that will be read, none of which may occur twice in a record. The first is that of the
+            lines of a plain text.
         split: of a data set.
 
     Raises:
@@ -48,11 +50,12 @@ def records(source: str | Path, column: str = "prompt", split: str | None = None
         )
     if split is not None:
         raise InputError(f"--split: expected a data set for --prompts, but {name} is one file; leave --split out")
-    if path.suffix == ".txt":
-        return ((where, {column: line}) for where, line in lines(path))
-    if path.suffix in _TABLES:
-        return _rows(name, _table_rows(path))
-    return _json_lines(path)
+    suffix = path.suffix.lower()
+    if suffix == ".txt":
+        return ((where, {columns[0]: line}) for where, line in lines(path))
+    if suffix in _TABLES:
+        return _rows(name, _table_rows(path, suffix[1:], columns))
+    return _json_lines(path, columns)
 
 
 def lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
@@ -68,10 +71,15 @@ def lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
         raise InputError(f"{option}: {path} cannot be read: {error.strerror or error}") from None
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
+def _json_lines(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if name := _duplicate([name for name, _ in pairs], columns):
+            raise ValueError(f"the key {name!r} occurs twice")
+        return dict(pairs)
+
     for where, line in lines(path):
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
             raise InputError(f"--prompts: {where}: invalid JSON: {error}") from None
         if not isinstance(record, dict):
@@ -81,26 +89,37 @@ def _json_lines(path: Path) -> Iterator[Record]:
         yield where, record
 
 
-def _table_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a .csv or .parquet file, some thousands in memory at a time."""
+def _duplicate(names: Sequence[str], columns: Sequence[str]) -> str | None:
+    """Return the first of `columns` that occurs more than once among `names`, or None."""
+    if len(set(names)) == len(names):
+        return None
+    counts = Counter(names)
+    return next((name for name in columns if counts[name] > 1), None)
+
+
+def _table_rows(path: Path, kind: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a "csv" or "parquet" file, with a few thousand rows in memory at a time."""
     import pyarrow as pa
     from pyarrow import csv, parquet
 
     try:
         batches: Any
-        if path.suffix == ".csv":
+        if kind == "csv":
             quoted = csv.ParseOptions(newlines_in_values=True)  # prompts have lines
             # Types must be given before a file is read, and its columns are known once it is open: it is opened twice.
             names = csv.open_csv(path, parse_options=quoted).schema.names
             text = csv.ConvertOptions(column_types={name: pa.string() for name in names})  # "12" is a prompt too
             batches = csv.open_csv(path, parse_options=quoted, convert_options=text)
         else:
-            batches = parquet.ParquetFile(path).iter_batches(_ROWS)
+            file = parquet.ParquetFile(path)
+            names, batches = file.schema_arrow.names, file.iter_batches(_ROWS)
+        if name := _duplicate(names, columns):
+            raise InputError(f"--prompts: {path} has several columns {name!r}; rename all but one")
         for batch in batches:
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"--prompts: {path} cannot be read as {path.suffix[1:]}: {reason[0]}") from None
+        raise InputError(f"--prompts: {path} cannot be read as {kind}: {reason[0]}") from None
 
 
 def _rows(name: str, table: Any) -> Iterator[Record]:

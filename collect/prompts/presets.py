@@ -14,6 +14,8 @@ class Layout:
 
     Attributes:
         prompt, id, group: column names.
+        prompt_id: columns with the id of the prompt that a record is a sample of.
+        sample: columns with the name of the sample.
         fixed_group: the group where no column gives one.
         hub: the data set on the hub as `hf:name[:config]`, or empty: a file must be given.
         split: its split.
@@ -23,6 +25,8 @@ class Layout:
     prompt: tuple[str, ...] = ("prompt",)
     id: tuple[str, ...] = ("id",)
     group: tuple[str, ...] = ("group", "category")
+    prompt_id: tuple[str, ...] = ("prompt_id",)
+    sample: tuple[str, ...] = ("sample",)
     fixed_group: str = ""
     hub: str = ""
     split: str = "train"
@@ -49,6 +53,7 @@ PRESETS: Mapping[str, Layout] = {
     "mt-bench": Layout(
         prompt=("turns", "prompt"),
         id=("question_id", "prompt_id", "id"),
+        prompt_id=(),  # here the id of the question
         fixed_group="mt-bench",
         hub="hf:HuggingFaceH4/mt_bench_prompts",
         known="MT-bench: question_id, category and turns, of which the first is the prompt",

@@ -13,6 +13,7 @@ from ...policies.files.text import HALF, is_text
 from ...policies.limits import check_limits
 from .files import records
 from .presets import PLAIN, Layout, find_preset
+from .samples import DistinctPrompts, SampleNames, warn_equal_texts, warn_sample_ids
 from .tokens import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
 
 SIDES = ("train", "test")
@@ -32,10 +33,12 @@ class Columns:
 class Choice:
     """Which prompts of a source are taken, in this order: each once, those of one side, shuffled, the first few.
 
-    All of it hangs on ids and seeds alone, so that it is the same whatever the order of the source.
+    The side depends on the prompt's text (with the system message) and a seed, so that samples of a prompt, and equal texts
+    under several ids, are on the same side. The shuffled order depends on ids, samples and a seed. Neither depends on the
+    order of the source.
 
     Attributes:
-        deduplicate: drop prompts whose text has come before.
+        deduplicate: drop prompts that repeat the text of an earlier one under another id, or without a sample name.
         side: "train" or "test"; None = both.
         test_share: of the prompts that go to the test side.
         split_seed: of the sides.
@@ -55,11 +58,12 @@ class Choice:
         if self.side not in (None, *SIDES):
             raise InputError(f"--side: expected train or test, not {self.side!r}{close_match(str(self.side), SIDES)}")
 
-    def takes(self, name: str) -> bool:
-        """Whether the prompt of this id is on the side asked for."""
+    def takes(self, prompt: Prompt) -> bool:
+        """Return whether the prompt is on the requested side, which its text decides."""
         if self.side is None:
             return True
-        return (_fraction(self.split_seed, "side", name) < self.test_share) == (self.side == "test")
+        fraction = _fraction(self.split_seed, "side", "\0".join(_text_key(prompt)))
+        return (fraction < self.test_share) == (self.side == "test")
 
 
 def read_prompts(
@@ -73,8 +77,10 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read prompts from a JSON Lines, CSV or Parquet file, a .txt file, a data set folder, or `hf:name[:config]`.
 
-    A record without an id is known by the hash of its prompt. Blank lines are skipped. Nothing is read past what `limit`
-    needs.
+    A record without an id gets the hash of its prompt as id. Columns `sample`, or `prompt_id`, tell samples of one prompt
+    apart; see `SampleNames`. Blank lines are skipped. Nothing is read past what `limit` needs.
+
+    Issues a `SpecstopWarning` if prompts with different ids have equal texts, or if ids look like samples of prompts.
 
     Args:
         source: see above.
@@ -85,14 +91,16 @@ def read_prompts(
         choice: which prompts are taken.
 
     Raises:
-        InputError: the source is missing or empty, or a record is not what is expected; the message says where it is.
+        InputError: the source is missing or empty, or a record is not what is expected; the message says where it is. Also
+            if two records have the same id and sample, or the same id and different texts.
     """
     choice = choice if choice is not None else Choice(limit=limit)
     layout = find_preset(preset) if preset else PLAIN
     found = _taken(_prompts(source, layout, split, columns), choice)
     # By a hash of each id: a part of the prompts is in the order that it has among all.
     if choice.shuffle_seed is not None:
-        found = iter(sorted(found, key=lambda prompt: _fraction(int(choice.shuffle_seed or 0), "order", prompt.id)))
+        seed = choice.shuffle_seed
+        found = iter(sorted(found, key=lambda prompt: _fraction(seed, "order", prompt.stream_name)))
     prompts = []
     for prompt in found:
         prompts.append(prompt)
@@ -102,44 +110,55 @@ def read_prompts(
         if choice.side:
             raise InputError(f"--side: no prompt of {source} is on the {choice.side} side; there are too few of them")
         raise InputError(f'--prompts: {source} is empty; expected one JSON object with a "prompt" a line')
+    warn_equal_texts([p.id for p in prompts], [_text_key(p) for p in prompts])
+    unnamed = [p for p in prompts if not p.sample]
+    warn_sample_ids([p.id for p in unnamed], [_text_key(p) for p in unnamed])
     return prompts
 
 
-def _prompts(
-    source: str | Path, layout: Layout, split: str | None, columns: Columns
-) -> Iterator[tuple[str, Prompt, bool]]:
-    """Yield (place, prompt, whether its id is its own) for each record."""
+def _prompts(source: str | Path, layout: Layout, split: str | None, columns: Columns) -> Iterator[tuple[str, Prompt]]:
+    """Yield (place, prompt) for each record."""
     wanted = (columns.prompt,) if columns.prompt else layout.prompt
-    for where, record in records(source, wanted[0], split):
+    groups = (columns.group,) if columns.group else layout.group
+    completions = (columns.completion,) if columns.completion else ()
+    # A column `sample` may hold the texts of samples.
+    prompt_ids, samples = (
+        [name for name in columns if name not in (*wanted, *completions)]
+        for columns in (layout.prompt_id, layout.sample)
+    )
+    names = SampleNames()
+    read = (*wanted, *layout.id, *groups, *prompt_ids, *samples, *completions)
+    for where, record in records(source, read, split):
         system, text = _text(record, wanted, where)
-        group = _first(record, (columns.group,) if columns.group else layout.group)
+        group = _first(record, groups)
         if columns.group and columns.group not in record:
             raise InputError(_no_column("--group", columns.group, record, where))
-        own = _first(record, layout.id)
-        name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest() if own is None else str(own)
+        text_hash = hashlib.blake2b((f"{system}\0{text}" if system else text).encode(), digest_size=8).hexdigest()
+        record_id, prompt_id, sample = (_first(record, c) for c in (layout.id, prompt_ids, samples))
+        name, sample = names.assign(record_id, prompt_id, sample, text_hash)
         completion = _completion(record, columns.completion, where) if columns.completion else None
         group_name = layout.fixed_group if group is None else str(group)
         _check_text("id", name, where)
         _check_text("group", group_name, where)
-        yield where, Prompt(name, text, group_name, completion, system), own is not None
+        _check_text("sample", sample, where)
+        yield where, Prompt(name, text, group_name, completion, system, sample=sample)
 
 
-def _taken(found: Iterable[tuple[str, Prompt, bool]], choice: Choice) -> Iterator[Prompt]:
-    """Yield the prompts that are taken; an id that comes twice is an error unless it goes with the same text."""
-    places: dict[str, str] = {}
-    texts: set[str] = set()
-    for where, prompt, own in found:
-        # Before ids are compared: without ids of their own equal texts have equal ids.
-        if choice.deduplicate and prompt.text in texts:
+def _taken(records: Iterable[tuple[str, Prompt]], choice: Choice) -> Iterator[Prompt]:
+    """Yield the prompts that are taken; ids and samples must be unique, and the text of an id the same in all its samples."""
+    distinct = DistinctPrompts()
+    ids: dict[tuple[str, str], str] = {}  # id by text
+    for where, prompt in records:
+        text = _text_key(prompt)
+        if choice.deduplicate and ids.setdefault(text, prompt.id) != prompt.id:
             continue
-        if prompt.id in places:
-            other = places[prompt.id].rpartition(", ")[2]
-            hint = "; give each its own id" if own else "; --deduplicate drops prompts that come again"
-            raise InputError(f"--prompts: {where}: id {prompt.id!r} stands in {other} too{hint}")
-        places[prompt.id] = where
-        texts.add(prompt.text)
-        if choice.takes(prompt.id):
+        if distinct.add(prompt.id, prompt.sample, text, where, choice.deduplicate) and choice.takes(prompt):
             yield prompt
+
+
+def _text_key(prompt: Prompt) -> tuple[str, str]:
+    """Return what makes two prompts the same: system message and text."""
+    return prompt.system, prompt.text
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -192,6 +211,6 @@ def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) ->
 
 
 def _fraction(seed: int, purpose: str, name: str) -> float:
-    """Return a number in [0, 1) that hangs on seed, purpose and prompt id alone."""
+    """Return a number in [0, 1) that depends on the arguments alone."""
     digest = hashlib.blake2b(f"{seed} {purpose} {name}".encode(), digest_size=8).digest()
     return float(int.from_bytes(digest, "big") / 2**64)

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files.text import HALF, is_text
+from ..work import stream_name
 
 LONG = ("skip", "left", "right", "refuse")
 """What becomes of prompts that are too long."""
@@ -23,12 +24,13 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: unique among the prompts of a run; noise, split, order and shard hang on it.
+        id: unique among the prompts of a run, except for samples of the same prompt. Noise, order and shard depend on it.
         text: what is read.
         group: under which it is reported.
         completion: an answer that came with it, as text or as token ids, or None.
         system: the system message that came with it; used under a chat template only.
         templated: `text` is the result of a chat template and holds its special tokens.
+        sample: name of the sample, "" if the prompt has one text. Samples of a prompt have the same id and text.
     """
 
     id: str
@@ -37,9 +39,15 @@ class Prompt:
     completion: str | tuple[int, ...] | None = None
     system: str = ""
     templated: bool = False
+    sample: str = ""
+
+    @property
+    def stream_name(self) -> str:
+        """Name that the random numbers of the text are keyed by; see `work.stream_name`."""
+        return stream_name(self.id, self.sample)
 
     def __post_init__(self) -> None:
-        for name in ("id", "text", "group", "completion", "system"):
+        for name in ("id", "text", "group", "completion", "system", "sample"):
             if not is_text(getattr(self, name)):
                 raise InputError(f"--prompts: the {name} of prompt {self.id!a} has {HALF}")
 

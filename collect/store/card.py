@@ -48,7 +48,7 @@ def _facts(header: Header) -> dict[str, Any]:
     return {
         "target": _model(header.target),
         "drafter": _model(header.draft),
-        "temperature": f"{header.temperature:g}",
+        "temperature": shown if isinstance(shown := header.shown_temperature, str) else f"{shown:g}",
         "filter": shaping_text(header.shaping),
         "verification": header.verification,
         "replay": replay_text(header),

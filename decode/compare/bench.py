@@ -19,7 +19,10 @@ from ..settings import Settings
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 from .alternate import Runner, run_alternating, texts_a_turn
 from .hf_baseline import PLAIN, SETTINGS, Assisted
-from .intervals import FEWEST, Ratio, Resamples
+from .intervals import Ratio, Resamples
+
+FEWEST_TURNS = 8
+"""Turns of a batch below which a ratio has no interval."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation], turn: i
     """Return tokens/s of `texts` over that of `base`, with the 95% bootstrap interval over turns of so many prompts.
 
     Both have the same prompts in each resample, as a long or hard one weighs on both; those of a turn share its seconds.
-    Two or three turns of a batch would give the range of as many numbers: fewer than `FEWEST` have no interval.
+    Two or three turns of a batch would give the range of as many numbers: fewer than `FEWEST_TURNS` have no interval.
     """
     samples = Resamples([number // turn for number in range(len(texts))])
     mine, theirs = (
@@ -123,4 +126,4 @@ def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation], turn: i
         for side in (texts, base)
     )
     ratio = samples.interval(mine / theirs)
-    return Ratio(ratio.value) if turn > 1 and samples.prompts < FEWEST else ratio
+    return Ratio(ratio.value) if turn > 1 and samples.clusters < FEWEST_TURNS else ratio

@@ -1,12 +1,18 @@
-"""Intervals over prompts: expanded percentile bootstrap of ratios of sums, paired because all figures share their resamples.
+"""Cluster bootstrap: intervals of ratios of sums, paired between policies and simultaneous over them.
 
-Prompts are what is drawn anew: rounds of one prompt resemble each other. Sums over resampled prompts are matrix products.
+A cluster is what is drawn independently: a prompt with all its samples, or a group of prompts. `Resamples` draws clusters
+with replacement, and all figures of a report share these draws.
 
-Resamples of P prompts vary by (P - 1) / P of the sample's variance, and normal quantiles are too narrow for a variance that
-is itself estimated. The plain percentile interval of 20 prompts therefore misses too often (up to 8% in the place of 5, in
-worlds of `benchmarks/intervals.py`). Percentiles that correspond to Student's t, Phi(+-sqrt(P / (P - 1)) t_{P-1}), mend that:
-the expanded percentile interval (T. Hesterberg, The American Statistician 69, 2015). What holds in every replicate, such as
-that no fixed length is above the best one, holds for percentiles and not for studentised intervals.
+Two kinds of intervals:
+
+- `Resamples.interval`, of any single statistic: the expanded percentile interval (Hesterberg, The American Statistician 69,
+  2015), in which percentiles correspond to Student's t with P - 1 degrees of freedom.
+- `simultaneous`, of ratios of speeds that are compared with each other: a bootstrap-t of the maximum over all of them. The
+  probability that any lower end lies above the truth is at most 2.5%, whatever the number of policies. Numerators and
+  denominators of the studentised statistic are linear (the influence function of a ratio of sums at the sample): the ratio
+  itself has an erratic bootstrap distribution if a few clusters are much longer than the others. Each end uses the larger of
+  the symmetric and the one-sided critical value, because the former fails for skewed and the latter for heavy-tailed
+  distributions. `benchmarks/intervals.py` measures coverage.
 """
 
 from __future__ import annotations
@@ -21,15 +27,18 @@ from ...policies.limits import check_limits
 
 REPLICATES = 2000
 LEVEL = 0.95
-FEWEST = 8
-"""Prompts, or turns of a batch, below which an interval says too little for a verdict."""
+FEWEST = 20
+"""Clusters below which an interval does not support a verdict."""
+
+SMALLEST_ERROR = 1e-3
+"""Least standard error of a replicate relative to that of the sample: a resample of one cluster has none."""
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of sums and its bootstrap interval; without one where a single prompt says nothing about others."""
+    """A ratio of sums and its bootstrap interval, which is None if there is a single cluster."""
 
     value: float
     low: float | None = None
@@ -51,60 +60,160 @@ class Ratio:
         return Ratio(factor * self.value, low, high)
 
     def text(self, digits: int = 3) -> str:
-        """Return `1.042 [1.021, 1.063]`; the value alone where there is no interval."""
+        """Return `1.042 [1.021, 1.063]`, or the value alone if there is no interval."""
         if self.low is None or self.high is None:
             return f"{self.value:.{digits}f}"
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
+@dataclass(frozen=True)
+class LogRatios:
+    """Logarithms of M ratios in the sample (row 0) and in R resamples, with standard errors.
+
+    Attributes:
+        values: [1 + R, M], linearised at the sample.
+        errors: [1 + R, M].
+    """
+
+    values: Values
+    errors: Values
+
+
 class Resamples:
-    """The sample, and R resamples of its P prompts with replacement.
+    """The sample, and R resamples of its P clusters with replacement.
 
     Args:
-        prompt_ids: [S] by sequence (or round); the sequences of a prompt are drawn together.
+        clusters: [S] cluster of each sequence (or round); the sequences of a cluster are drawn together.
         seed: of the draws.
         replicates: R.
     """
 
-    def __init__(self, prompt_ids: Sequence[Any], seed: int = 0, replicates: int = REPLICATES) -> None:
+    def __init__(self, clusters: Sequence[Any], seed: int = 0, replicates: int = REPLICATES) -> None:
         check_limits(seed=seed)
-        _, self._prompt = np.unique(np.asarray(prompt_ids), return_inverse=True)
-        self.prompts = int(self._prompt.max()) + 1
+        _, self._cluster = np.unique(np.asarray(clusters), return_inverse=True)
+        self.clusters = int(self._cluster.max()) + 1
         self.replicates = replicates
-        chance = np.full(self.prompts, 1.0 / self.prompts)
-        # How often each prompt is in a resample of P with replacement; row 0 is the sample itself, each once.
-        drawn = np.random.default_rng(seed).multinomial(self.prompts, chance, size=replicates)
-        self._weights = np.concatenate([np.ones((1, self.prompts)), drawn.astype(np.float64)])
+        chance = np.full(self.clusters, 1.0 / self.clusters)
+        # How often each cluster is in a resample of P with replacement; row 0 is the sample, each once.
+        drawn = np.random.default_rng(seed).multinomial(self.clusters, chance, size=replicates)
+        self._weights = np.concatenate([np.ones((1, self.clusters)), drawn.astype(np.float64)])
+
+    def by_cluster(self, values: Any) -> Values:
+        """Return [P] or [P, M], the sums over values [S] or [S, M] of each cluster."""
+        values = np.asarray(values, dtype=np.float64)
+        sums: Values = np.zeros((self.clusters, *values.shape[1:]))
+        np.add.at(sums, self._cluster, values)
+        return sums
 
     def total(self, values: Any) -> Values:
         """Return [1 + R] or [1 + R, M], the sums over values [S] or [S, M] in the sample and in every resample."""
-        values = np.asarray(values, dtype=np.float64)
-        by_prompt = np.zeros((self.prompts, *values.shape[1:]))  # [P] or [P, M]
-        np.add.at(by_prompt, self._prompt, values)
-        out: Values = self._weights @ by_prompt
+        out: Values = self._weights @ self.by_cluster(values)
         return out
 
     def counts(self) -> Values:
         """Return [1 + R, S], how often each sequence is in the sample (once) and in every resample."""
-        out: Values = self._weights[:, self._prompt]
+        out: Values = self._weights[:, self._cluster]
         return out
 
     def interval(self, values: Values) -> Ratio:
-        """Return the value of the sample and its interval, from values [1 + R] of a statistic of `total`s.
+        """Return the value of the sample and its expanded percentile interval.
 
-        Resamples without a value are left out. One prompt says nothing of how others differ: it has no interval.
+        Args:
+            values: [1 + R] of a statistic of `total`s; values that are not finite are skipped.
         """
         value, known = float(values[0]), values[1:][np.isfinite(values[1:])]
-        if not len(known) or self.prompts < 2:
+        if not len(known) or self.clusters < 2:
             return Ratio(value)
-        tail = expanded_tail(self.prompts)
+        tail = expanded_tail(self.clusters)
         low, high = np.quantile(known, [tail, 1.0 - tail])
         return Ratio(value, float(low), float(high))
 
+    def speed_influence(self, tokens: Any, seconds: Any) -> Values:
+        """Return [P, M], the influence of each cluster on the log of M speeds sum(tokens) / sum(seconds).
 
-def expanded_tail(prompts: int) -> float:
-    """Return the share of resamples below (and above) the expanded percentile interval of so many prompts."""
-    from scipy.special import ndtr, stdtrit  # half of scipy, for a number that not every comparison wants
+        Args:
+            tokens: [S] or [S, M].
+            seconds: [S, M].
+        """
+        parts = [self.by_cluster(np.reshape(values, (len(seconds), -1))) for values in (tokens, seconds)]
+        committed, spent = (part / part.mean(0) for part in parts)
+        out: Values = committed - spent
+        return out
 
-    t = stdtrit(prompts - 1, (1.0 + LEVEL) / 2)
-    return float(ndtr(-np.sqrt(prompts / (prompts - 1)) * t))
+    def log_ratios(
+        self, tokens: Any, seconds: Any, policies: Sequence[int], rivals: Sequence[int], price: Values | None = None
+    ) -> LogRatios:
+        """Return the log of the speeds of policies over the fastest rival, which is chosen again in each resample.
+
+        Args:
+            tokens: [S], or [S, M] if policies commit different numbers of tokens in the same rounds.
+            seconds: [S, M].
+            policies: columns of `seconds`.
+            rivals: columns of `seconds`.
+            price: [1 + R, M] log of the speed in each resample over that without the profile's uncertainty, or None.
+        """
+        influence = self.speed_influence(tokens, seconds)  # [P, M]
+        committed, spent = (np.reshape(part, (len(seconds), -1)).sum(0) for part in (tokens, seconds))
+        speed = np.log(committed) - np.log(spent)  # [M] log tokens/s
+        own, their = list(policies), list(rivals)
+        shift = np.zeros((1, influence.shape[1])) if price is None else price
+        drawn = self._weights @ influence / self.clusters + shift  # [1 + R, M] deviation of the log speed
+        rival = speed[their] + drawn[:, their]
+        winner = rival.argmax(1)
+        values = speed[own] + drawn[:, own] - rival.max(1, keepdims=True)
+        errors = np.zeros_like(values)
+        for at in np.unique(winner):
+            rows, difference = winner == at, influence[:, own] - influence[:, [their[at]]]
+            weights = self._weights[rows]
+            mean, square = weights @ difference / self.clusters, weights @ difference**2 / self.clusters
+            errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
+        priced = (shift[:, own] - shift[:, [their[winner[0]]]]).var(0)
+        return LogRatios(values, np.sqrt(errors + priced))
+
+    def simultaneous(self, families: Sequence[LogRatios]) -> list[list[Ratio]]:
+        """Return the ratios of all families with intervals that hold for all of them at once.
+
+        Args:
+            families: log ratios over these resamples, such as those of several latencies.
+        """
+        values, errors = (
+            np.concatenate(parts, 1) for parts in zip(*((f.values, f.errors) for f in families), strict=True)
+        )
+        at = np.cumsum([f.values.shape[1] for f in families])[:-1]
+        ratios = _intervals(values, errors) if self.clusters > 1 else [Ratio(float(np.exp(v))) for v in values[0]]
+        return [[ratios[i] for i in part] for part in np.split(np.arange(len(ratios)), at)]
+
+
+def _intervals(values: Values, errors: Values) -> list[Ratio]:
+    """Return M ratios with simultaneous intervals: bootstrap-t of the maximum; [1 + R, M] each."""
+    value, error = values[0], errors[0]
+    least = np.maximum(errors[1:], SMALLEST_ERROR * error)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        studentised = np.where(error > 0, (values[1:] - value) / least, 0.0)  # a policy that is its rival has no error
+    both = np.quantile(np.abs(studentised).max(1), LEVEL)
+    tail = (1.0 - LEVEL) / 2
+    # The lower end depends on the upper tail of the studentised deviations, and vice versa.
+    below = max(both, np.quantile(studentised.max(1), 1.0 - tail))
+    above = max(both, -np.quantile(studentised.min(1), tail))
+    low, high = np.exp(value - below * error), np.exp(value + above * error)
+    return [Ratio(*map(float, each)) for each in zip(np.exp(value), low, high, strict=True)]
+
+
+def clusters_needed(ratio: Ratio, clusters: int) -> int | None:
+    """Return the number of clusters at which an interval of the same spread would exclude 1; None if the ratio is 1.
+
+    Widths shrink with the square root of the number of clusters.
+    """
+    if ratio.low is None or ratio.high is None or ratio.value == 1.0 or ratio.low <= 0:
+        return None
+    end = ratio.low if ratio.value > 1.0 else ratio.high
+    needed = clusters * (np.log(end / ratio.value) / np.log(ratio.value)) ** 2
+    return int(min(np.ceil(max(needed, FEWEST)), 1e9))
+
+
+def expanded_tail(clusters: int) -> float:
+    """Return the share of resamples below (and above) the expanded percentile interval."""
+    from scipy.special import ndtr, stdtrit  # scipy takes long to import, and most callers do not need it
+
+    t = stdtrit(clusters - 1, (1.0 + LEVEL) / 2)
+    return float(ndtr(-np.sqrt(clusters / (clusters - 1)) * t))

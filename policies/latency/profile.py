@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import InputError
 from ..files.atomic import read_json, write_atomic
 from ..files.entries import Entries
-from ..storage.safe_loading import check_values
+from ..storage.safe_loading import check_values, digest
 from .batch import BatchCosts
 from .costs import Costs
 from .estimate import DECISIONS, VERIFY, check, decisions, estimate
@@ -116,6 +116,12 @@ class Profile(Costs):
         told = self._with_costs(self.measurements.pooled())
         mine, theirs = (_numbers([getattr(p, name) for name in COSTS]) for p in (self, told))
         return len(mine) == len(theirs) and bool(np.allclose(mine, theirs, rtol=SAME, atol=0.0))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of all costs but decisions and of the timings behind them: equal for copies of one measurement."""
+        plain, timings = self.to_dict(), self.measurements.leaving(DECISIONS)
+        return digest({"costs": {name: plain[name] for name in COSTS}, "measurements": timings.to_list()})
 
     def _with_costs(self, timings: Timings) -> Profile:
         """Return this profile with the costs of chains, trees and batches that timings tell, at the same contexts."""

@@ -18,20 +18,23 @@ _TRUNCATING = ("top_k", "top_p", "min_p")
 
 _LONGEST = 200
 
+UNKNOWN = "unknown"
+"""Temperature of texts whose engine did not record it."""
+
 
 @dataclass(frozen=True)
 class Conditions:
     """Under which a policy is used, or a trace was recorded.
 
     Attributes:
-        temperature: of the sampling; 0 = greedy.
+        temperature: of the sampling; 0 = greedy. None = unknown, so that neither it nor `shaping` is compared.
         shaping: what else changes the distribution that is sampled from: options of `decode.Shaping` by name.
         verification: whose acceptance counts; "" = any.
         pair: hashes of target, draft and tokenizer; empty = any.
         tree: that rounds draft, as `decode.Topology.name` has it; "" = any.
     """
 
-    temperature: float
+    temperature: float | None
     shaping: Mapping[str, Any] = field(default_factory=dict)
     verification: str = ""
     pair: Mapping[str, str] = field(default_factory=dict)
@@ -48,9 +51,11 @@ def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
     return " ".join(", ".join(words).split())[:_LONGEST] or "none"  # a file may hold anything; messages are one line
 
 
-def sampling_text(temperature: float | Sequence[float], shaping: Mapping[str, Any]) -> str:
-    """Return `temperature 0.7, top-p 0.9`; of sampled_at temperatures all."""
-    sampled_at = temperature if isinstance(temperature, Sequence) else (temperature,)
+def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[str, Any]) -> str:
+    """Return `temperature 0.7, top-p 0.9`; of several temperatures all, and of `UNKNOWN` `temperature unknown`."""
+    if isinstance(temperature, str):
+        return f"temperature {temperature}"
+    sampled_at = [temperature] if isinstance(temperature, float | int) else list(temperature)
     options = shaping_text(shaping, max(sampled_at))
     return f"temperature {', '.join(f'{t:g}' for t in sampled_at)}" + (f", {options}" if options != "none" else "")
 
@@ -60,12 +65,13 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
     if not isinstance(policy, LearnedPolicy):
         return []
     facts = policy.facts
-    mine, theirs = (shaping_text(options, used.temperature) for options in (facts.shaping, used.shaping))
     differs: dict[str, tuple[Any, Any]] = {}
-    if not facts.covers(used.temperature):
-        differs["temperature"] = facts.temperature, used.temperature
-    if mine != theirs:
-        differs["filter"] = mine, theirs
+    if used.temperature is not None:
+        mine, theirs = (shaping_text(options, used.temperature) for options in (facts.shaping, used.shaping))
+        if not facts.covers(used.temperature):
+            differs["temperature"] = facts.temperature, used.temperature
+        if mine != theirs:
+            differs["filter"] = mine, theirs
     if used.verification and facts.verification != used.verification:
         differs["verification"] = facts.verification, used.verification
     # One without a tokenizer, or a drafter that needs no draft, has fewer hashes.

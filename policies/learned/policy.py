@@ -30,7 +30,9 @@ class Facts:
         acceptance: a_1..a_K that it looks ahead with.
         profile: the latency profile as JSON, or empty.
         provenance: command, versions, seed, traces.
-        metrics: of the held-out prompts.
+        metrics: of prompts that influenced nothing in the policy.
+        prompts: hashes of the training prompts: "fit" those that the head was fitted on, "select" those of early stopping,
+            calibration, thresholds and rho.
     """
 
     temperature: float | tuple[float, ...] = 0.0
@@ -43,6 +45,7 @@ class Facts:
     provenance: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     shaping: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, list[str]] = field(default_factory=dict)
 
     def covers(self, temperature: float) -> bool:
         """Whether the policy was trained for this temperature: for it, or for some below and some above."""

@@ -80,9 +80,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "provenance": dict,
     "metrics": dict,
     "shaping": dict,
+    "prompts": dict,
 }
-_LATER: Mapping[str, Any] = {"shaping": {}}
-"""Keys that older folders lack, and what is meant then."""
 
 
 def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
@@ -184,7 +183,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         if raw.get("schema") != POLICY_SCHEMA:
             raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}")
         _check_keys(raw)
-        policy = _build({**_LATER, **raw}, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
+        policy = _build(raw, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
         raise PolicyError(f"--policy: {path}: {error}") from None
     # Entries of the right types may still not fit each other; each part that is built of them says so with another error.
@@ -197,8 +196,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
 
 def _check_keys(raw: Mapping[str, Any]) -> None:
     """Refuse a missing or unknown key, a value of another type, and contents that are not those that were written."""
-    # Missing or unknown, less what is missing and may be.
-    if odd := sorted((set(raw) ^ set(_TYPES)) - (set(_LATER) - set(raw))):
+    if odd := sorted(set(raw) ^ set(_TYPES)):
         raise PolicyError(f"{POLICY_FILE} has keys missing or unknown: {', '.join(map(repr, odd))}")
     for name, kind in _TYPES.items():
         if name in raw and (not isinstance(raw[name], kind) or isinstance(raw[name], bool)):  # bool is an int
@@ -259,6 +257,10 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolic
         temperatures = tuple(float(t) for t in temperatures)
         if not temperatures:
             raise PolicyError("temperature: expected a number, or a list of some")
+    if not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in raw["prompts"].values()
+    ):
+        raise PolicyError("prompts: expected lists of hashes")
     facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance, "temperature": temperatures})
     depth = raw["max_depth"]
     if not 1 <= depth <= DEEPEST:

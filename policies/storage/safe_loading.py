@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import PolicyError
 from ..files.atomic import MANIFEST
 
-MOST_TEXT = 4 << 20
+MOST_TEXT = 16 << 20
 MOST_DATA = 256 << 20
 MOST_HEADER = 1 << 20
 MOST_SIDE = 1 << 24

@@ -19,6 +19,7 @@ from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, encode, read_prompts
 from ...collect.run import collect
 from ...collect.store.folder import Trace
+from ...collect.work import stream_name
 from ...decode.compare.alternate import run_alternating
 from ...decode.loop import Speculator
 from ...decode.models.pair import Pair, load_pair
@@ -57,7 +58,7 @@ class Offline:
     Attributes:
         pair: Folder of the pair.
         models: The pair.
-        prompts: Token ids of the held-out prompts by id.
+        prompts: Token ids of the held-out prompts by `stream_name`, which is the id of a prompt without samples.
         arrays: Traces of the held-out prompts.
         profile: Costs on this machine, decisions included.
         learned: Policies as loaded from their folders.
@@ -255,7 +256,7 @@ def run_offline(
     progress("demo", 4, STAGES)
     announce(f"evaluate: {report_text(report)}")
     best = best_of(fixed_grid(arrays["train"], profile))
-    named = {prompt.id: tokens for prompt, tokens in zip(prompts["test"], ids["test"], strict=True)}
+    named = {prompt.stream_name: tokens for prompt, tokens in zip(prompts["test"], ids["test"], strict=True)}
     return Offline(
         pair_folder,
         models, named, arrays["test"], profile, learned, FixedLength(int(best.name.partition(":")[2])), report,
@@ -292,7 +293,7 @@ def _trained(
     paths = [work / "policies" / kind for kind in sizes.heads]
     for kind, path in zip(sizes.heads, paths, strict=True):
         if not path.exists():
-            train(traces, profile, head=kind, out=path, seed=seed, progress=_within(progress, kind))
+            train(traces, profile, head=kind, out=path, seed=seed, report_share=0, progress=_within(progress, kind))
     learned = [load_policy_folder(path) for path in paths]
     state = read_json(work / STATE_FILE, "the demo") if (work / STATE_FILE).is_file() else {}
     if state.get("tuned"):
@@ -317,7 +318,8 @@ def _live(offline: Offline, sizes: Sizes, seed: int, progress: Progress) -> list
     fastest = max(offline.learned, key=lambda policy: rates[policy.shown_name])
     policies: list[StopPolicy] = [FixedLength(0), offline.best_fixed, fastest]
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
-    prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
+    names = map(stream_name, arrays.prompt_ids, arrays.samples)
+    prompts = [(name, offline.prompts[name]) for name in names]
     progress("decode: live", 0, len(prompts))
     calibration = offline.calibration()
     runs = [Speculator(offline.models, policy, offline.settings, offline.profile) for policy in policies]

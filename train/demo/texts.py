@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...decode.compare.intervals import FEWEST
+from ..report.records import TOO_FEW
 
 if TYPE_CHECKING:
     from ...policies.latency.profile import Profile
@@ -36,8 +37,9 @@ def _reason(report: Report) -> str:
     saved, decided = _savings(report, line)
     avoided = f"avoid {saved:.1f} ms of wrong stops" if saved > 0 else f"add {-saved:.1f} ms of wrong stops"
     per_tokens = f"in 100 tokens, decisions take {decided:.1f} ms and {avoided}"
-    if report.facts["prompts"] < FEWEST:
-        return f"Why: only {report.facts['prompts']} prompts, of which {FEWEST} are needed; {per_tokens}."
+    if report.answer.verdict == TOO_FEW:
+        clusters = f"{report.facts['clusters']} {report.facts['cluster unit']}"
+        return f"Why: only {clusters}, of which {FEWEST} are needed; {per_tokens}."
     if decided > saved:
         return f"Why: the price of decisions: {per_tokens}."
     return (

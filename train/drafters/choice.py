@@ -78,10 +78,10 @@ def choose_sure(
     """
     first, other = paired(first, other)
     alone = [
-        rate_of(texts(arrays, everywhere(arrays, side == 0), policy, profiles))
+        play_texts(arrays, everywhere(arrays, side == 0), policy, profiles).rate(profiles)
         for side, arrays in enumerate((first, other))
     ]
-    rates = {sure: rate_of(texts(*both(first, other, sure), policy, profiles, True)) for sure in sures}
+    rates = {sure: play_texts(*both(first, other, sure), policy, profiles, True).rate(profiles) for sure in sures}
     best = max(rates, key=lambda sure: rates[sure], default=None)
     if best is None or rates[best] <= alone[1]:
         return SureChoice(None, alone[1], alone[0], alone[1], rates)
@@ -145,42 +145,63 @@ def both(first: TraceArrays, other: TraceArrays, sure: float) -> tuple[TraceArra
     return made, mine
 
 
-def rate_of(made: tuple[Tensor, Tensor]) -> float:
-    """Return the tokens a second of `texts`."""
-    tokens, seconds = made
-    return float(tokens.sum() / seconds.sum())
+@dataclass(frozen=True)
+class TextRounds:
+    """Rounds of S texts, each drafted by one of two drafters: what any pair of profiles says that they take.
+
+    Attributes:
+        tokens, prompt_tokens: [S] of each text.
+        rounds: [R] of both drafters, with the backlog of the first one.
+        backlog: [R] of the other one.
+        by_first: [R] bool, rounds that the first one drafts.
+        is_asked: whether the first one is called in the rounds of the other too, which takes its first draft step.
+    """
+
+    tokens: Tensor
+    prompt_tokens: Tensor
+    rounds: Rounds
+    backlog: Tensor
+    by_first: Tensor
+    is_asked: bool
+
+    def seconds(self, profiles: tuple[Profile, Profile]) -> Tensor:
+        """Return [S] float64 seconds of each text under the profiles of the two drafters."""
+        rounds = self.rounds
+        spent = dataclasses.replace(rounds, backlog=self.backlog).seconds(profiles[1])
+        if self.is_asked:
+            in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))
+            spent = spent + in_vain * (rounds.drafted > 0)  # a round that drafts nothing asks nobody
+        seconds = torch.where(self.by_first, rounds.seconds(profiles[0]), spent)
+        return rounds.by_sequence(seconds, len(self.tokens)) + prompt_seconds(profiles[1], self.prompt_tokens)
+
+    def rate(self, profiles: tuple[Profile, Profile]) -> float:
+        """Return tokens a second."""
+        return float(self.tokens.sum() / self.seconds(profiles).sum())
 
 
-def texts(
+def play_texts(
     arrays: TraceArrays,
     mine: Tensor,
     policy: StopPolicy,
     profiles: tuple[Profile, Profile],
     is_asked: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return tokens and seconds of each text.
+) -> TextRounds:
+    """Return the rounds of each text.
 
     Args:
         arrays: of the texts.
         mine: [N] bool, the rounds that the first drafter drafts.
         policy: that ends drafts.
-        profiles: of the two drafters.
-        is_asked: whether the first one is asked in the rounds of the other too, which takes its first draft step.
+        profiles: of the two drafters, for a policy that decides by costs.
+        is_asked: see `TextRounds`.
     """
     depth = min(arrays.depth, *(profile.max_depth for profile in profiles))
     played = play(arrays, policy.limited(depth), profiles[1])
     rounds = played.rounds
     by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
-    theirs = rounds
-    if arrays.header.facts.get("reading") != READS_NOTHING:
-        theirs = dataclasses.replace(rounds, backlog=_unread(rounds, by_first))
-    spent = theirs.seconds(profiles[1])
-    if is_asked:
-        in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))
-        spent = spent + in_vain * (rounds.drafted > 0)  # a round that drafts nothing asks nobody
-    seconds = torch.where(by_first, rounds.seconds(profiles[0]), spent)
-    read = prompt_seconds(profiles[1], arrays.prompt_tokens)
-    return played.result.tokens, rounds.by_sequence(seconds, len(read)) + read
+    reads = arrays.header.facts.get("reading") != READS_NOTHING
+    backlog = _unread(rounds, by_first) if reads else rounds.backlog
+    return TextRounds(played.result.tokens, arrays.prompt_tokens, rounds, backlog, by_first, is_asked)
 
 
 def everywhere(arrays: TraceArrays, first: bool) -> Tensor:

@@ -72,7 +72,7 @@ def record_texts(
     Raises:
         InputError: the folder holds texts of another run.
     """
-    said = [[prompt.id, ids] for prompt, ids in prompts]
+    said = [[prompt.id, prompt.sample, ids] for prompt, ids in prompts]
     facts = {
         "target": pair.fingerprint["target"], "dtype": str(pair.target.dtype), "max_new_tokens": max_new_tokens,
         "temperature": temperature, "seed": seed, "prompts": json.dumps(said),
@@ -102,7 +102,8 @@ def _written(
     pair: Pair, part: Sequence[tuple[Prompt, list[int]]], most: int, temperature: float, seed: int
 ) -> dict[str, Tensor]:
     """Return what a file holds of some prompts."""
-    ids, keys = [ids for _, ids in part], [stream_key(seed, prompt.id) for prompt, _ in part]
+    ids = [ids for _, ids in part]
+    keys = [stream_key(seed, prompt.stream_name) for prompt, _ in part]
     tokens, states, sizes = [], [], []
     for sampled in dict.fromkeys((0.0, temperature)):  # once where both are greedy
         made = plain_texts(pair, ids, keys, most, sampled)

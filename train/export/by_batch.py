@@ -87,7 +87,7 @@ class FixedBatches:
             for side, replayed in ((self.fit, export.fit_fixed), (self.held, export.held_fixed)):
                 side[size] = batch_seconds(replayed, export.profile, size, export.seed)
         export.progress("batches", len(self.sizes), len(self.sizes))
-        self.fit_boot = Resamples(export.sides.fit.prompt_ids, export.seed)
+        self.fit_boot = Resamples(export.sides.fit.clusters, export.seed)
 
     def fit_spent(self, size: int) -> Values:
         """Return [1 + R, K + 1] seconds of all lengths in every resample, on the side of the choice."""

@@ -107,7 +107,7 @@ class Export:
         self.profile, self.draws = profile, Draws(profile, seed)
         self.fit_fixed: ReplayedRuns = replay_fixed(self.sides.fit, self.depth)
         self.held_fixed: ReplayedRuns = replay_fixed(self.sides.held, self.depth)
-        self.held_boot = Resamples(self.sides.held.prompt_ids, seed)
+        self.held_boot = Resamples(self.sides.held.clusters, seed)
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 
     def played(self, policy: StopPolicy) -> Rounds:

@@ -19,7 +19,7 @@ from ...policies.latency.profile import Profile
 from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
 from ..replay.traces.arrays import TraceArrays
-from ..replay.traces.checking import check_apart
+from ..replay.traces.checking import require_disjoint
 
 HELD_OUT = 0.25
 FEWEST_PROMPTS = 8
@@ -81,20 +81,20 @@ def split_sides(arrays: TraceArrays, profile: Profile, held_out: TraceArrays | N
             raise TraceError(f"{option}: expected dense traces, in which every length can be replayed; collect them so")
     if profile.max_depth < 1:
         raise InputError("--profile: it ends at depth 0; measure it deeper")
-    prompts = len(set(arrays.prompt_ids))
+    prompts = len(set(arrays.clusters))
     if held_out is not None:
-        check_apart("--held-out", held_out, "--traces", arrays)
+        require_disjoint("--held-out", held_out, "--traces", arrays.clusters)
         if held_out.depth < arrays.depth:
             raise TraceError(
                 f"--held-out: recorded to depth {held_out.depth}, but --traces to {arrays.depth}; collect both alike"
             )
-        count = len(set(held_out.prompt_ids))
+        count = len(set(held_out.clusters))
         return Sides(arrays, held_out, f"{count} other prompts; the choice was made on {prompts}", is_part=False)
     if prompts < FEWEST_PROMPTS:
         note = f"all {prompts} prompts, which the choice was made on as well: too few to hold some out"
         return Sides(arrays, arrays, note)
     fit, held = (arrays.subset(side) for side in split_prompts(arrays, HELD_OUT, seed))
-    counts = [len(set(side.prompt_ids)) for side in (fit, held)]
+    counts = [len(set(side.clusters)) for side in (fit, held)]
     return Sides(fit, held, f"{counts[1]} held-out prompts; the choice was made on the other {counts[0]}")
 
 

@@ -157,7 +157,7 @@ class _Rates:
     def __init__(self, arrays: TraceArrays, rules: Sequence[Steps], size: int, start: int, export: Export) -> None:
         played = lockstep(arrays, rules, size, start, export.seed)
         committed, spent = played.of_rounds(batch_profile(export.profile, size))
-        self._boot = Resamples(arrays.prompt_ids, export.seed)
+        self._boot = Resamples(arrays.clusters, export.seed)
         rates = self._boot.total(committed.T) / self._boot.total(spent.T)  # [1 + R, rules]
         self._rates: dict[Steps, Values] = {rule: rates[:, at] for at, rule in enumerate(rules)}
 

@@ -1,66 +1,113 @@
-"""The speed of a trained policy on prompts that nothing of it was fitted on."""
+"""Figures of a trained policy on report prompts, which influenced nothing in it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
+from ...policies.heads.build import Head
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ..heads.crossfit import Calibrated, FoldHeads, calibrate, held_out_outputs
-from ..heads.rows import Visits
+from ..heads.calibration.logits import auc, log_loss
+from ..heads.calibration.scores import Scored, survival_scores
+from ..heads.calibration.survival import survival
+from ..heads.crossfit import FoldHeads, Folds, Outputs, held_out_outputs, labelled_rows
+from ..heads.rows import Visits, split_prompts, visits
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays
 from .tuning.rates import fixed_grid
 
+REPORT_SHARE = 0.2
+"""Share of the prompts that is held out from fitting and selection."""
 
-def held_out_speed(played: Sequence[tuple[LearnedPolicy, TraceArrays]], profile: Profile) -> dict[str, float]:
-    """Return the replayed rate on held-out prompts and that of the best fixed length there; nothing where there are none.
+
+def split_report(arrays: TraceArrays, share: float, seed: int) -> tuple[TraceArrays, TraceArrays | None]:
+    """Return the prompts to train on, and the report prompts; None if `share` is 0.
 
     Args:
-        played: prompts in parts, and the policy that plays each of them.
-        profile: what rounds cost.
+        arrays: training traces.
+        share: of the prompts, chosen by a hash of their text.
+        seed: of the hash.
+
+    Raises:
+        TraceError: too few prompts for the split.
     """
-    if not played:
-        return {}
-    mine = [replay(arrays, policy, profile) for policy, arrays in played]
-    grids = [fixed_grid(arrays, profile) for _, arrays in played]
-    rate, *fixed = (
-        float(sum(float(one.tokens.sum()) for one in of) / sum(float(one.seconds.sum()) for one in of))
-        for of in (mine, *zip(*grids, strict=True))
-    )
+    if share == 0:
+        return arrays, None
+    # Another hash than that of the folds: otherwise the report prompts would all come from one end of their order.
+    rest, report = split_prompts(arrays, share, seed + 1)
+    return arrays.subset(rest), arrays.subset(report)
+
+
+def training_prompts(arrays: TraceArrays, folds: Folds, mixed: TraceArrays | None = None) -> dict[str, list[str]]:
+    """Return the prompts that the saved head was fitted on, and those of selection (`Facts.prompts`).
+
+    Args:
+        arrays: the prompts to train on.
+        folds: of them; the saved head is fitted on all but the first.
+        mixed: a trace that the head is fitted on instead.
+    """
+    select = {arrays.clusters[s] for s in folds.sequences(0)}
+    fit = {arrays.clusters[s] for s in folds.sequences(0, inside=False)}
+    if mixed is not None:
+        select, fit = select | fit, set(mixed.clusters) - select
+    return {"fit": sorted(fit), "select": sorted(select - fit)}
+
+
+def held_out_speed(policy: LearnedPolicy, report: TraceArrays, profile: Profile) -> dict[str, float]:
+    """Return the replayed rate on report prompts, and that of the best fixed length there."""
+    rate = replay(report, policy, profile).rate
+    best = max(one.rate for one in fixed_grid(report, profile))
     return {
         "held_out_tokens_per_s": rate,
-        "held_out_best_fixed_tokens_per_s": max(fixed),
-        "held_out_ratio_to_best_fixed": rate / max(fixed),
+        "held_out_best_fixed_tokens_per_s": best,
+        "held_out_ratio_to_best_fixed": rate / best,
     }
 
 
-def fitted_without(
-    policy: LearnedPolicy, fitted: FoldHeads, calibrated: Calibrated, arrays: TraceArrays, visited: Visits
-) -> Iterator[tuple[LearnedPolicy, TraceArrays]]:
-    """Yield the prompts of the first fold, each part with the policy as it would be calibrated without them.
-
-    What is kept is calibrated on all prompts that some head had not seen, these among them.
+def head_scores(
+    policy: LearnedPolicy, head: Head, report: TraceArrays, profile: Profile, seed: int = 0
+) -> Mapping[str, Any]:
+    """Return AUC and log loss of both outputs, and the calibration of survival by depth, on report prompts.
 
     Args:
-        policy: whose head was fitted without the first fold.
-        fitted: the heads of all folds; where there is the first alone, one half of its prompts serves the other, and nothing
-            is yielded if it has one prompt.
-        calibrated: as the policy is.
-        arrays: traces.
-        visited: the rounds that it was calibrated on.
+        policy: with its calibration; figures are of the rounds that it plays.
+        head: of the policy.
+        report: prompts that influenced nothing.
+        profile: what rounds cost.
+        seed: of the simulation behind `ece_perfect`.
     """
-    held, owner = fitted.folds.sequences(0), arrays.owner[visited.row]
-    parts = [held]
-    if len(fitted.heads) == 1:
-        names = sorted({arrays.prompt_ids[sequence] for sequence in held})
-        parts = [[s for s in held if names.index(arrays.prompt_ids[s]) % 2 == side] for side in (0, 1)]
-        if len(names) == 1:  # with nothing to calibrate on but itself
-            return
-    for part in parts:
-        others = visited.part(~torch.isin(owner, torch.tensor(part)))
-        again = calibrate(held_out_outputs(fitted, arrays, policy.features, others), like=calibrated)
-        made = policy.head, again.accept, again.next, policy.rule, policy.max_depth, policy.facts, again.tables
-        yield type(policy)(policy.name, policy.features, *made), arrays.subset(part)
+    if report.only_positions:
+        visited = Visits.once((~report.cut).nonzero()[:, 0])
+    else:
+        visited = visits(report, [replay(report, policy, profile)])
+    alone = FoldHeads((head,), Folds(torch.zeros(report.sequences, dtype=torch.int64), 1), {}, 0)
+    outputs = held_out_outputs(alone, report, policy.features, visited)
+    if not len(outputs.length):
+        return {}
+    metrics: dict[str, Any] = {"held_out_prompts": len(set(report.clusters)), "held_out_rounds": len(outputs.length)}
+    for rows, calibrator in zip(labelled_rows(outputs), (policy.accept, policy.next), strict=True):
+        if len(rows.labels):
+            constant = np.full(len(rows.labels), rows.labels.mean())
+            metrics |= {
+                f"{rows.name}_auc": auc(rows.logits, rows.labels),
+                f"{rows.name}_log_loss": log_loss(calibrator(rows.logits), rows.labels),
+                f"{rows.name}_log_loss_constant": log_loss(constant, rows.labels),
+            }
+    scored = Scored(_survival(policy, outputs), outputs.length, outputs.temperature, outputs.drawn)
+    return {**metrics, "reliability": survival_scores(scored, seed=seed)}
+
+
+def _survival(policy: LearnedPolicy, outputs: Outputs) -> np.ndarray[Any, Any]:
+    accept = policy.accept(outputs.logits[:, 1:, 0])
+    accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.decisions.decide`
+    return survival(accept, None if policy.survival is None else policy.survival.tables[0])
+
+
+def shares(prompts: Mapping[str, Sequence[str]], report: TraceArrays | None) -> dict[str, int]:
+    """Return the number of prompts of each purpose."""
+    counts = {f"{name}_prompts": len(names) for name, names in prompts.items()}
+    return counts | ({} if report is None else {"report_prompts": len(set(report.clusters))})

@@ -40,6 +40,7 @@ class Plan:
     passes: int | None = None
     fit: FitOptions = field(default_factory=FitOptions)
     hidden: tuple[str, ...] = ()
+    report_share: float = 0.0
 
     @property
     def head_spec(self) -> HeadSpec:

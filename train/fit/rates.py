@@ -41,16 +41,14 @@ class Part:
 
 
 def left_out_parts(arrays: TraceArrays, folds: Folds, heads: Sequence[Head]) -> list[Part]:
-    """Return the prompts of all folds but the first, which is left for measuring, each with the head fitted without it.
+    """Return the prompts fold by fold, each fold with the head that was fitted without it.
 
     Args:
         arrays: traces.
         folds: of its prompts.
-        heads: for each fold one that was fitted without it. One alone plays all the prompts it was fitted on.
+        heads: of each fold; if there is a single head, of the first fold, which is then the only part.
     """
-    if len(heads) == 1:
-        return [Part(arrays.subset(folds.sequences(0, inside=False)))]
-    return [Part(arrays.subset(folds.sequences(fold)), heads[fold]) for fold in range(1, folds.count)]
+    return [Part(arrays.subset(folds.sequences(fold)), head) for fold, head in enumerate(heads)]
 
 
 def replayed_rates(parts: Sequence[Part], profile: Profile) -> Rates:

@@ -16,9 +16,9 @@ from ...policies.heads.build import Head
 from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.limits import check_limits
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import save_policy
-from ..heads.calibration.scores import survival_scores
 from ..heads.crossfit import (
     FOLDS,
     Calibrated,
@@ -40,8 +40,9 @@ from ..replay.traces.arrays import TraceArrays
 from ..replay.traces.checking import check_whole, tell_other_rounds
 from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
+from .continuation.values import FOLDS as VALUE_FOLDS
 from .fit_rule import RULES, is_tuned, passing_rule, ruled
-from .held_out import fitted_without, held_out_speed
+from .held_out import REPORT_SHARE, head_scores, held_out_speed, shares, split_report, training_prompts
 from .plan import Plan, check_plan, check_used, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_parts
@@ -69,6 +70,7 @@ def train(
     name: str | None = None,
     seed: int = 0,
     folds: int = FOLDS,
+    report_share: float = REPORT_SHARE,
     cross_fit: bool = True,
     passes: int | None = None,
     fit: FitOptions | None = None,
@@ -78,7 +80,12 @@ def train(
     overwrite: bool = False,
     progress: Progress = shown,
 ) -> Trained:
-    """Fit a stop head on traces, calibrate it on prompts that it did not see, and give it a stop rule.
+    """Fit a stop head on traces, calibrate it, and give it a stop rule.
+
+    The prompts are split by a hash of their text into three sets. The saved head is fitted on one. Early stopping,
+    calibration, thresholds and rho use the second; with `cross_fit` both sets change places fold by fold, so that all of
+    their prompts serve for selection, each with a head that was fitted without it. All figures called held-out are of the
+    third, the report prompts, which influence nothing.
 
     Args:
         traces: from `collect`: one trace, or several of one pair, such as of several temperatures; the head then reads
@@ -95,7 +102,8 @@ def train(
         hidden: hidden states; by default those of the published head, or for a head that takes any all that are recorded.
         name: of the policy; by default the head's.
         seed: of split and fit.
-        folds: parts that the prompts are dealt to; the policy's head is fitted on all but the first, which stays held out.
+        folds: parts that the training prompts are split into; the saved head is fitted on all but the first.
+        report_share: share of the prompts that all held-out figures come from; 0 = none, without such figures.
         cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
         passes: times that heads are fitted; from the second on, on the rounds that the policy before visits. None = what
             is usual for the head, or until the visits settle (rule "continuation").
@@ -112,6 +120,7 @@ def train(
         TraceError: the traces lack a feature, do not belong together or have too few prompts.
     """
     kernels.load(progress)
+    check_limits(report_share=report_share)
     opened = [traces] if isinstance(traces, Trace) else list(traces)
     if not opened:
         raise TraceError("--traces: expected at least one trace")
@@ -128,7 +137,7 @@ def train(
     if rule == "gain":
         if len(opened) != 1 or threshold is not None or hidden or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        tree_plan = _tree_plan(head, features, name, seed, folds, passes, fit)
+        tree_plan = _tree_plan(head, features, name, seed, folds, passes, fit, report_share)
         folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
         from .trees.run import train_tree
 
@@ -141,7 +150,7 @@ def train(
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
         head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
-        fit or FitOptions(), () if host is not None else read_hidden(head, opened, hidden),
+        fit or FitOptions(), () if host is not None else read_hidden(head, opened, hidden), report_share,
     )  # fmt: skip
     check_plan(plan)
     folder = None if out is None else claimed(out, [*opened, mixed], profile, fit, overwrite=overwrite)
@@ -164,12 +173,16 @@ def _tree_plan(
     folds: int,
     passes: int | None,
     fit: FitOptions | None,
+    report_share: float,
 ) -> Plan:
     """Return what is to be fitted on trees, checked; arguments as of `train`."""
     from .trees.fit import tree_features
 
     names = tuple(features or tree_features(head))
-    plan = Plan(head, "gain", None, names, name or "tree", seed, folds, passes=passes, fit=fit or FitOptions())
+    plan = Plan(
+        head, "gain", None, names, name or "tree", seed, folds, passes=passes, fit=fit or FitOptions(),
+        report_share=report_share,
+    )  # fmt: skip
     check_plan(plan)
     return plan
 
@@ -185,35 +198,54 @@ def train_arrays(
     mixed: TraceArrays | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Do what `train` does with a trace that has been read: fit, calibrate, rule, measure, save; `more` joins the metrics."""
+    """Train on a trace that has been read: split, fit, calibrate, settle the rule, measure, save.
+
+    Args:
+        plan: checked.
+        arrays: all prompts.
+        profile: what rounds cost.
+        sampled_at: temperatures of the traces.
+        sources: folders of the traces.
+        folder: the policy folder to write; None keeps the policy in memory.
+        progress: see `Progress`.
+        mixed: a trace that heads are fitted on instead.
+        more: further metrics.
+
+    Raises:
+        TraceError: the profile ends before the trace, or the trace cannot be replayed and the rule needs that.
+    """
     if profile.max_depth < arrays.depth:
         raise TraceError(
             f"the profile ends at depth {profile.max_depth}, the trace at {arrays.depth}; measure it deeper"
         )
     if is_tuned(plan.rule, plan.threshold):
         check_whole(arrays, "give --rule survival, step or any with a --threshold")
-    folds = prompt_folds(arrays, plan.folds, plan.seed)
+    arrays, report = split_report(arrays, plan.report_share, plan.seed)
+    if mixed is not None and report is not None:
+        held = set(report.clusters)
+        mixed = mixed.subset([at for at, name in enumerate(mixed.clusters) if name not in held])
     if plan.rule == "continuation":
-        return _train_continuation(plan, arrays, folds, profile, sampled_at, sources, folder, progress)
+        return _train_continuation(plan, arrays, report, profile, sampled_at, sources, folder, progress)
+    folds = prompt_folds(arrays, plan.folds, plan.seed)
     fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
     calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head_spec.calibrated)
-    fit_side = arrays.subset(folds.sequences(0, inside=False))
-    acceptance = conditional_acceptance(arrays, visited.part(folds.of_rows(arrays, visited) != 0))
+    acceptance = conditional_acceptance(arrays, visited)
     drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
-    # The first fold's policy is what is kept: its head was not fitted on that fold.
+    # Every prompt is played by a head that was fitted without it. The head of the first fold is saved.
     parts = left_out_parts(arrays, folds, fitted.heads)
     progress("settle the rule", 0, 1)
-    policy, rate = ruled(drafts[0], plan.rule, plan.threshold, fit_side, profile, acceptance, plan.grid, parts)
+    policy, rate = ruled(drafts[0], plan.rule, plan.threshold, arrays, profile, acceptance, plan.grid, parts)
     progress("settle the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
-    metrics = calibrated.metrics | {"prompts": len(set(arrays.prompt_ids)), "rows": fitted.rows}
-    if not arrays.only_positions:
-        metrics |= held_out_speed([*fitted_without(policy, fitted, calibrated, arrays, visited)], profile)
-    metrics["reliability"] = survival_scores(calibrated.scored, seed=plan.seed)
+    prompts = training_prompts(arrays, folds, mixed)
+    metrics = {**shares(prompts, report), "rows": fitted.rows, **calibrated.kinds}
+    if report is not None:
+        metrics |= {} if report.only_positions else held_out_speed(policy, report, profile)
+        metrics |= head_scores(policy, policy.head, report, profile, plan.seed)
     metrics |= more or {}
     policy.facts = dataclasses.replace(
         facts_of(arrays.header, sampled_at, sources, plan.seed), rho=rate, acceptance=acceptance, metrics=metrics,
-        profile=profile.record(policy.cost_name),
+        profile=profile.record(policy.cost_name), prompts=prompts,
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, fitted.files) if folder is not None else None, metrics)
 
@@ -221,33 +253,32 @@ def train_arrays(
 def _train_continuation(
     plan: Plan,
     arrays: TraceArrays,
-    folds: Folds,
+    report: TraceArrays | None,
     profile: Profile,
     sampled_at: Sequence[float],
     sources: Sequence[str],
     folder: Path | None,
     progress: Progress,
 ) -> Trained:
-    """Do what `train_arrays` does with a head whose output is the value of drafting on: no calibration, no rate to solve."""
-    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
+    """Train a head that predicts the value of drafting on: there is no calibration and no rate to solve."""
     margins = MARGINS if plan.threshold is None else (plan.threshold,)
     how: dict[str, Any] = {"name": plan.name, "seed": plan.seed, "margins": margins, "progress": progress}
     rounds = plan.passes or MOST_ROUNDS
-    if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first one
-        first = fit_continuation(fit_side, profile, plan.features, plan.head, rounds=1, **how).made
+    if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first policy
+        first = fit_continuation(arrays, profile, plan.features, plan.head, rounds=1, **how).made
         profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.hidden)
-    settled = fit_continuation(fit_side, profile, plan.features, plan.head, rounds=rounds, **how)
-    policy = settled.made
+    settled = fit_continuation(arrays, profile, plan.features, plan.head, rounds=rounds, **how)
+    policy, prompts = settled.made, training_prompts(arrays, prompt_folds(arrays, VALUE_FOLDS, plan.seed))
     metrics = {
-        "prompts": len(set(arrays.prompt_ids)),
+        **shares(prompts, report),
         "policy_iterations": len(settled.rates),
         "best_iteration": settled.best,
         "visits_moved": settled.moved[-1],
-    } | held_out_speed([(policy, held_side)], profile)
-    played = replay(fit_side, policy, profile)
+    } | ({} if report is None else held_out_speed(policy, report, profile))
+    played = replay(arrays, policy, profile)
     policy.facts = dataclasses.replace(
-        facts_of(arrays.header, sampled_at, sources, plan.seed), rho=played.rate, metrics=metrics,
-        profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(fit_side, visits(fit_side, [played])),
+        facts_of(arrays.header, sampled_at, sources, plan.seed), rho=played.rate, metrics=metrics, prompts=prompts,
+        profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(arrays, visits(arrays, [played])),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
 

@@ -24,9 +24,8 @@ from ...policies.storage.safe_loading import digest
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states
-from .calibration.logits import Array, auc, fit_calibrator, fit_kind, log_loss
-from .calibration.scores import Scored
-from .calibration.survival import Products, SurvivalFit, fit_survival, products_as_they_are
+from .calibration.logits import Array, fit_calibrator, fit_kind
+from .calibration.survival import Products, fit_survival, unchanged_survival
 from .fitting import FitOptions, FitTask, fitter
 from .head_specs import head_spec
 from .mixing import mixed_rows
@@ -62,16 +61,16 @@ class Folds:
 
 
 def prompt_folds(arrays: TraceArrays, count: int, seed: int) -> Folds:
-    """Deal the prompts to folds by a hash of their ids: the same prompt is always in the same one.
+    """Assign the prompts to folds by a hash of their text, so that all texts of a prompt are in one fold.
 
     Raises:
-        TraceError: fewer than 4 prompts, so that a side would be empty.
+        TraceError: fewer than 3 prompts.
     """
     names = ranked_prompts(arrays, seed)
     count = min(count, len(names))
     # Cut by rank, so that folds differ by one prompt at most, however few there are.
     place = {name: at * count // len(names) for at, name in enumerate(names)}
-    return Folds(torch.tensor([place[name] for name in arrays.prompt_ids]), count)
+    return Folds(torch.tensor([place[name] for name in arrays.clusters]), count)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def fit_folds(
         rows, held = join_rows([part for at, part in enumerate(parts) if at != fold]), parts[fold]
         if mixed is not None:
             # A prompt may be in both traces: what is held out here must not be fitted on there.
-            mine = {arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)}
+            mine = {arrays.clusters[sequence] for sequence in folds.sequences(fold)}
             rows = mixed_rows(mixed, mine, names, head_spec(kind).lag)
         if len(rows) == 0 or not bool(rows.drawn.any()) or len(held) == 0:
             raise TraceError("--traces: no row has a label; collect more prompts or longer texts")
@@ -146,9 +145,9 @@ def fit_folds(
 
 def fit_of(arrays: TraceArrays, folds: Folds, fold: int, mixed: TraceArrays | None = None) -> dict[str, str]:
     """Return what the fit of a fold is of: a head that goes on from another one's weights may know the prompts held out."""
-    held = sorted({arrays.prompt_ids[sequence] for sequence in folds.sequences(fold)})
+    held = sorted({arrays.clusters[sequence] for sequence in folds.sequences(fold)})
     traces = [
-        [one.header.to_json(), one.prompt_ids, int(one.text_tokens.sum())] for one in (arrays, mixed) if one is not None
+        [one.header.to_json(), one.clusters, int(one.text_tokens.sum())] for one in (arrays, mixed) if one is not None
     ]
     return {"traces": digest({"of": traces})[:16], "prompts held out": digest({"of": held})[:16]}
 
@@ -190,6 +189,12 @@ class Outputs:
     there: Array | None = None
 
     @property
+    def drawn(self) -> Array:
+        """[R, K] bool, whether x_1..x_K were drawn."""
+        shape = len(self.length), self.logits.shape[1] - 1
+        return np.ones(shape, dtype=bool) if self.there is None else self.there
+
+    @property
     def soft(self) -> Array | None:
         """The chances as labels; None where they are not known, or of tokens that the head is behind of."""
         return None if self.lag else self.chances
@@ -211,8 +216,8 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
             states = {name: seen_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
             logits[place[part], depth] = head.scores(np.ascontiguousarray(seen[part, depth]), depth, states)
     # Parts of their own: where one head was fitted, all outputs are of one fold.
-    numbers = {name: at for at, name in enumerate(sorted(set(arrays.prompt_ids)))}
-    parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.prompt_ids]), PARTS)
+    numbers = {name: at for at, name in enumerate(sorted(set(arrays.clusters)))}
+    parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.clusters]), PARTS)
     length, temperature = arrays.accepted[visited.row], arrays.column("temperature")[visited.row]
     part = parts.of_rows(arrays, visited)
     chances = known_chances(arrays, visited)
@@ -245,70 +250,75 @@ def own_visits(arrays: TraceArrays, folds: Folds, drafts: Sequence[StopPolicy], 
 
 @dataclass(frozen=True)
 class Calibrated:
-    """Calibrators of both outputs, survival tables, what was predicted of held-out rounds, and metrics."""
+    """Calibrators of both outputs, survival tables, and the kinds of map that were chosen."""
 
     accept: Calibrator
     next: Calibrator
-    survival: SurvivalFit
-    scored: Scored
-    metrics: dict[str, Any]
+    survival: SurvivalMaps
+    kinds: dict[str, str]
 
     @property
     def tables(self) -> SurvivalMaps | None:
-        """The survival tables; None where they change nothing."""
-        return self.survival.maps if self.survival.maps.changes else None
+        """The survival tables; None if they change nothing."""
+        return self.survival if self.survival.changes else None
 
 
-def calibrate(outputs: Outputs, as_they_are: bool = False, like: Calibrated | None = None) -> Calibrated:
-    """Fit both calibrators and the survival tables; all that is reported is cross-fitted.
+@dataclass(frozen=True)
+class Labelled:
+    """The rows [M] of one output that have a label.
 
-    Args:
-        outputs: of heads on rounds that they were not fitted on.
-        as_they_are: leave probabilities and products as the head gives them, and measure those.
-        like: fit maps of the same kinds, which were chosen on more rounds, and report nothing.
+    Attributes:
+        name: "accept" or "next".
+        use: [R, K + 1] bool, the rows among all rounds and depths.
+        logits, labels: [M].
+        targets: [M] labels to fit: chances if they are known, else `labels`.
+    """
+
+    name: str
+    use: Array
+    logits: Array
+    labels: Array
+    targets: Array
+
+
+def labelled_rows(outputs: Outputs) -> list[Labelled]:
+    """Return the rows of both outputs that have a label.
+
+    `accept` at depth j is about x_{j - lag}, given that all tokens before it were accepted; `next` about x_{j + 1}, given that
+    x_1..x_j were.
     """
     logits, length = outputs.logits, outputs.length[:, None]
     depths = np.arange(logits.shape[1])[None]
-    # [R, K + 1] rows that an output is conditional on: `accept` at depth j speaks of x_{j - lag}, given that all before it
-    # were accepted; `next` of x_{j + 1}, given x_1..x_j.
     drawn = (length >= depths - outputs.lag - 1) & (depths > outputs.lag)
+    drawn[:, 1:] &= outputs.drawn
     known = (length >= depths) & (depths < logits.shape[1] - 1)
-    there = np.ones((len(length), logits.shape[1] - 1), dtype=bool) if outputs.there is None else outputs.there
-    drawn[:, 1:] &= there
-    fold = np.broadcast_to(outputs.fold[:, None], drawn.shape)
-    maps: list[Calibrator] = []
-    metrics: dict[str, Any] = {}
+    rows = []
     parts = (("accept", 0, length >= depths - outputs.lag, drawn), ("next", 1, length > depths, known))
     for name, column, truth, use in parts:
-        found, labels, owner = logits[..., column][use], truth[use], fold[use]
-        # Chances lower the variance of the fit; what is reported is scored by what came.
-        known_labels = labels if outputs.soft is None else outputs.soft[..., column][use]
-        if like is not None:
-            maps.append(fit_kind((like.accept, like.next)[column].kind, found, known_labels))
-            continue
-        calibrator = Calibrator() if as_they_are else fit_calibrator(found, known_labels, owner)
-        maps.append(calibrator)
-        metrics |= _scores(name, calibrator, found, labels, owner)
-    products = Products(_cross_fitted(maps[0], outputs, drawn), outputs.length, outputs.fold, there)
-    kinds = None if like is None else like.survival.kinds
-    fitted = products_as_they_are(products) if as_they_are else fit_survival(products, kinds)
-    metrics["survival_maps"] = ", ".join(fitted.kinds)
-    scored = Scored(fitted.held_out, outputs.length, outputs.temperature, there)
-    return Calibrated(maps[0], maps[1], fitted, scored, metrics)
+        labels = truth[use]
+        # Chances lower the variance of a fit; figures are computed from outcomes.
+        targets = labels if outputs.soft is None else outputs.soft[..., column][use]
+        rows.append(Labelled(name, use, logits[..., column][use], labels, targets))
+    return rows
 
 
-def _scores(name: str, calibrator: Calibrator, logits: Array, labels: Array, fold: Array) -> dict[str, Any]:
-    """Return AUC and log loss of one output, the calibrator fitted again on the other folds for each."""
-    probability, constant = np.zeros(len(logits)), np.zeros(len(logits))
-    for out, rest in _sides(fold):
-        probability[out] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[out])
-        constant[out] = labels[rest].mean()
-    return {
-        f"{name}_auc": auc(logits, labels),
-        f"{name}_log_loss": log_loss(probability, labels),
-        f"{name}_log_loss_constant": log_loss(constant, labels),
-        f"{name}_calibration": calibrator.kind,
-    }
+def calibrate(outputs: Outputs, as_they_are: bool = False) -> Calibrated:
+    """Fit both calibrators and the survival tables.
+
+    Args:
+        outputs: of heads on rounds of prompts that they were not fitted on.
+        as_they_are: keep probabilities and products as the head gives them.
+    """
+    rows = labelled_rows(outputs)
+    fold = np.broadcast_to(outputs.fold[:, None], outputs.logits.shape[:2])
+    maps = [Calibrator() if as_they_are else fit_calibrator(one.logits, one.targets, fold[one.use]) for one in rows]
+    kinds = {f"{one.name}_calibration": made.kind for one, made in zip(rows, maps, strict=True)}
+    if as_they_are:
+        fitted = unchanged_survival(outputs.logits.shape[1] - 1)
+    else:
+        accept = _cross_fitted(maps[0], outputs, rows[0].use)
+        fitted = fit_survival(Products(accept, outputs.length, outputs.fold, outputs.drawn))
+    return Calibrated(maps[0], maps[1], fitted.maps, kinds | {"survival_maps": ", ".join(fitted.kinds)})
 
 
 def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Array) -> Array:

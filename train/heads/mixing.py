@@ -38,11 +38,11 @@ def mixed_rows(arrays: TraceArrays, without: set[str], features: Sequence[str], 
 
     Args:
         arrays: read with the hidden states of the head.
-        without: prompts that are held out.
+        without: clusters of prompts that are held out.
         features: scalar features.
         lag: of the head.
     """
-    use = torch.tensor([name not in without for name in arrays.prompt_ids])
+    use = torch.tensor([name not in without for name in arrays.clusters])
     owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
     hidden = tuple(arrays.hidden)

@@ -22,7 +22,7 @@ SOFT_COLUMNS = ("draft_prob", "target_prob")
 CHANCE_COLUMNS = ("accept_chance", "next_chance")
 """The chances that come with rounds drawn given the text."""
 
-LEAST_PROMPTS = 4
+LEAST_PROMPTS = 3
 
 _PART = 1 << 24
 """Numbers of hidden states that are looked up at a time."""
@@ -195,27 +195,32 @@ def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
 
 
 def ranked_prompts(arrays: TraceArrays, seed: int) -> list[str]:
-    """Return the ids of the prompts in the order of a hash of them.
+    """Return the prompts (`TraceArrays.clusters`) in the order of a hash of their text.
 
     Raises:
-        TraceError: fewer than 4 prompts, so that a side of a split would be empty.
+        TraceError: fewer than 3 prompts.
     """
-    names = sorted(set(arrays.prompt_ids), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
+    names = sorted(set(arrays.clusters), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
     if len(names) < LEAST_PROMPTS:
-        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} prompts to split, got {len(names)}")
+        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} different prompts to split, got {len(names)}")
     return names
 
 
 def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return the sequences (fit, held out), split by a hash of the prompt id: the same prompt is always on one side.
+    """Return the sequences (rest, share), split by a hash of the prompt's text: equal texts are always on one side.
+
+    Args:
+        arrays: a trace.
+        share: of the prompts, at least one; 0 = none.
+        seed: of the hash.
 
     Raises:
-        TraceError: fewer than 4 prompts, so that a side would be empty.
+        TraceError: too few prompts for the split.
     """
     ranks = ranked_prompts(arrays, seed)
-    held = set(ranks[: max(1, round(share * len(ranks)))])
+    held = set(ranks[: max(1, round(share * len(ranks)))]) if share > 0 else set()
     sides: tuple[list[int], list[int]] = ([], [])
-    for sequence, name in enumerate(arrays.prompt_ids):
+    for sequence, name in enumerate(arrays.clusters):
         sides[name in held].append(sequence)
     return sides
 

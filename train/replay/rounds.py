@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...collect.acceptance import DEPENDENT, FIXED, LENGTHS, identified_depth
 from ...decode.drafted import Drafted
 from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
@@ -18,7 +19,7 @@ from .log import Rounds
 from .source import Array, TraceSource
 from .traces.arrays import TraceArrays
 
-ROUND_COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored")
+ROUND_COLUMNS = ("draft_prob", "target_prob", "labelled", "sent", "backlog", "explored")
 """What `evaluate_rounds` wants of `trace_arrays` as `extra`."""
 
 CAVEATS = (
@@ -29,6 +30,10 @@ CAVEATS = (
 )
 _IN_EXPECTATION = "acceptance is the expectation over the stored probabilities, min(1, p / q) by token"
 _AS_DRAWN = "acceptance is as it was drawn when the trace was recorded, candidates left out counting as rejected"
+_INDEPENDENT = (
+    "the engine varied its draft lengths, and rounds with fewer than {} drafted tokens are left out; this assumes that the "
+    "engine's choice of length does not depend on the tokens, which a test of the records did not reject"
+)
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,19 @@ class RoundValues:
         return float(self.committed.sum() / self.seconds.sum())
 
 
-def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -> RoundValues:
-    """Ask a policy at every recorded round that was drafted to full depth.
+def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, depth: int | None = None) -> RoundValues:
+    """Call a policy at every recorded round that was drafted to full depth.
 
     Args:
         arrays: of a live trace, with `extra=ROUND_COLUMNS`.
         policy: any policy but one that reads the clock.
         profile: what rounds cost.
+        depth: of an engine's records, the draft length from which on rounds are used, so that several policies are compared
+            on the same rounds; None = the most that this policy drafts.
 
     Raises:
-        TraceError: the trace is dense, or censored: nothing was drafted as deep as the policy may want to.
+        TraceError: the trace is dense, or censored: nothing was drafted as deep as the policy may want to; or what it would
+            bring is not identified (`check_identified`).
     """
     header = arrays.header
     if header.collector != "live" or arrays.drawn is None:
@@ -72,17 +80,22 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     unknown = [name for name in policy.hidden if name not in arrays.hidden]
     if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
+    check_identified(arrays, policy)
     source, runner = RecordedRounds(arrays, policy), PolicyRunner(policy, profile)
     runner.start(arrays.keys.numpy())
     # Only where acceptance is by token and the trace holds p and q, which an engine's records lack.
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
-    # Without exploration every uncut round is asked; `verify` refuses a policy that wants what was not drawn.
-    full = (arrays.extra["explored"] | (header.explore == 0.0)).numpy() & ~arrays.cut.numpy()
+    lengths = header.facts.get(LENGTHS)
+    depth = policy.max_depth if depth is None else depth
+    # Without exploration every uncut round is used; `verify` refuses a policy that wants what was not drawn.
+    used = arrays.extra["explored"] | (header.explore == 0.0)
+    full = (used if lengths is None else arrays.drawn.sum(1) >= depth).numpy() & ~arrays.cut.numpy()
     worth, counts, feeds = [], [], []
     while source.visit(full):
         on, sequence, anchor = source.active, source.sequence, source.anchor
         made = play_round(source, runner)
         found, fed = made.found, made.found.fed_by_step
+        source.check_observed(found, soft)
         expected = _expected(arrays, source.row, found) if soft else made.accepted
         worth.append(np.stack([expected + 1.0, made.seconds], 1)[on])
         columns = (sequence, anchor, made.context, found.drafted, found.verified, made.accepted, made.backlog)
@@ -92,7 +105,8 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
     committed, seconds = torch.from_numpy(np.concatenate(worth)).unbind(1)
     if not len(committed):
         raise TraceError("no recorded round was drafted to full depth; collect with --explore, or without a policy")
-    caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN)
+    varied = () if lengths in (None, FIXED, DEPENDENT) else (_INDEPENDENT.format(depth),)
+    caveats = (*CAVEATS, _IN_EXPECTATION if soft else _AS_DRAWN, *varied)
     fed_by_step = torch.from_numpy(np.concatenate(feeds)) if feeds else None
     at, start, context, drafted, verified, accepted, backlog, asked, passes = torch.from_numpy(
         np.concatenate(counts, 1)
@@ -101,6 +115,27 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile) -
         at, start, context, drafted, verified, accepted, backlog, asked, passes, fed_by_step, policy.cost_name
     )
     return RoundValues(policy.name, committed, seconds, caveats, taken)
+
+
+def check_identified(arrays: TraceArrays, policy: StopPolicy) -> None:
+    """Refuse a policy that may draft deeper than an engine's records identify.
+
+    Raises:
+        TraceError: the engine's draft lengths depend on acceptance, and one of its drafts was shorter.
+    """
+    limit = identified_limit(arrays)
+    if policy.max_depth > limit:
+        raise TraceError(
+            f"expected a policy of at most {limit} tokens, got {policy.name}: in this trace draft lengths depend on "
+            "acceptance, so that what longer drafts would bring is not identified; record with a fixed draft length, or with "
+            "random lengths"
+        )
+
+
+def identified_limit(arrays: TraceArrays) -> int:
+    """Return the depth to which a live trace identifies what policies would bring (`acceptance.identified_depth`)."""
+    assert arrays.drawn is not None
+    return identified_depth(arrays.header, arrays.drawn[~arrays.cut].numpy())
 
 
 class RecordedRounds(TraceSource):
@@ -128,6 +163,30 @@ class RecordedRounds(TraceSource):
     def rows(self) -> Array:
         """Return [R], the rows visited."""
         return self.row
+
+    def check_observed(self, found: Drafted, in_expectation: bool) -> None:
+        """Refuse rounds that verify what was drafted and never verified: that is no rejection.
+
+        Args:
+            found: the rounds.
+            in_expectation: probabilities serve, which the target gave of sent tokens, in the place of outcomes.
+
+        Raises:
+            TraceError: the trace does not say what became of a token.
+        """
+        arrays, tree, row = self.arrays, self.topology, self.row
+        sent = found.sent[:, 1:] & self.active[:, None]  # [R, nodes]
+        known = arrays.extra["sent"].numpy()[row, : tree.nodes].astype(bool)
+        if not in_expectation:
+            known |= arrays.extra["labelled"].numpy()[row, : tree.nodes].astype(bool)
+            path = arrays.accepted_nodes(torch.from_numpy(row)).numpy()[:, : tree.nodes]
+            # After a rejection nothing is left to be observed.
+            sent &= np.concatenate([np.ones((len(row), 1), dtype=bool), path], 1)[:, tree.node_parents + 1]
+        if (sent & ~known).any():
+            raise TraceError(
+                f"{self.policy.name} verifies tokens that {arrays.header.policy} drafted and did not send when the trace was "
+                "recorded; collect dense traces, or live ones with --explore"
+            )
 
     def commit(self, found: Drafted) -> tuple[Array, Array]:
         """Stay: the next round is the one that was recorded."""

@@ -1,15 +1,31 @@
-"""The answer of a report: which policy, how much faster, how sure, why; and what a reader must look into."""
+"""The answer of a report: which policy, how much faster, with what certainty, and why; and warnings about its basis."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...decode.compare.intervals import FEWEST, LEVEL, Ratio, Resamples, Values
+from ...collect.schema import Header
+from ...decode.compare.intervals import FEWEST, LEVEL, REPLICATES, Ratio, Resamples, Values, clusters_needed
 from ...policies.latency.profile import Profile
+from .clusters import Clusters
 from .insight import StopCost
-from .records import DEPLOY, HF_DEFAULT, NO_VERDICT, REFUSE, TUNED, Answer, Line
+from .records import (
+    AGAIN,
+    DEPLOY,
+    HF_DEFAULT,
+    INCONCLUSIVE,
+    NOISY,
+    REFUSE,
+    TOO_FEW,
+    TUNED,
+    Answer,
+    Line,
+)  # fmt: skip
 
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
+
+SPREAD = 10.0
+"""Slowest over fastest timing of the same call from which on the profile of a noisy machine is not believed."""
 
 
 def span(ratio: Ratio) -> str:
@@ -20,92 +36,90 @@ def span(ratio: Ratio) -> str:
 def answer(
     lines: Sequence[Line],
     best_name: str,
-    boot: Resamples,
-    to_best: Mapping[str, Values],
+    clusters: Clusters,
     stops: Sequence[StopCost] = (),
-    by_profile: Mapping[str, Ratio] | None = None,
+    doubts: Sequence[str] = (),
+    primary: str = "",
+    remedy: str = "",
 ) -> Answer | None:
-    """Return what to do.
+    """Return what to do; None without a policy.
 
-    The candidate is the fastest rule or learned policy that is clear of what needs no policy, or else the fastest one of
-    those given: what every report compares besides is not what was asked about.
+    The candidate is the fastest rule or learned policy with the verdict "deploy", else the fastest policy that was given:
+    the rules that every report compares are not what the report is about. A primary policy is the candidate, whatever the
+    others gain.
 
     Args:
         lines: of the report.
         best_name: of the best fixed length.
-        boot: resamples of the prompts.
-        to_best: totals of `boot` by policy, its speed in every resample against the best of what needs no policy: the
-            best fixed length, and on trees the best static tree.
+        clusters: that intervals resample.
         stops: of the best fixed length and the policies.
-        by_profile: `to_best` by policy with the interval over the profile's timings alone; None where it has kept none.
+        doubts: reasons not to believe the report; the first one is named.
+        primary: name of the policy that was chosen before the evaluation.
+        remedy: the command that measures the profile again.
     """
-    asked = sorted((x for x in lines if x.kind in ("rule", "learned")), key=lambda x: -x.tokens_per_s)
-    if not asked:
+    policies = sorted((x for x in lines if x.kind in ("rule", "learned")), key=lambda x: -x.tokens_per_s)
+    if not policies:
         return None
-    alone = by_profile or {}
-    above_1 = [x for x in asked if boot.interval(to_best[x.name]).is_above]
-    clear = [x for x in above_1 if x.name not in alone or alone[x.name].is_above]
-    given = [x for x in asked if x.name not in (HF_DEFAULT, TUNED)]
-    top = (clear or above_1 or given or asked)[0]
-    fastest = "fastest policy" if top is asked[0] else "fastest policy given"
-    against = boot.interval(to_best[top.name])
-    above = float((to_best[top.name][1 : 1 + boot.replicates] > 1.0).mean())
+    clear = [x for x in policies if x.verdict == DEPLOY]
+    given = [x for x in policies if x.name not in (HF_DEFAULT, TUNED)]
+    top = next((x for x in policies if x.name == primary), (clear or given or policies)[0])
+    against = top.to_rival
+    assert against is not None
     static = next((x for x in lines if x.kind == "static"), None)
-    rival = f"the best fixed length ({best_name})" + (" and the best static tree" if static else "")
     best = next(x for x in lines if x.name == "best fixed")
     plain_use = static if static is not None and static.tokens_per_s > best.tokens_per_s else best
-    if boot.prompts < FEWEST:
-        clear = []
-    use, how = top.name, ""
-    if not clear:
-        use, how = (best_name, "") if plain_use is best else (plain_use.name, f" ({plain_use.note.partition(';')[0]})")
-    told = NO_VERDICT if boot.prompts < 2 else DEPLOY if clear else REFUSE
-    if told == NO_VERDICT:
-        headline = (
-            f"No verdict: a single prompt says nothing about others, so there are no intervals; give {FEWEST} or more. On it "
-            f"the {fastest}, {top.name}, is {against.value:.3f} times {rival}."
-        )
-    elif clear:
-        headline = (
-            f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {against.value:.3f} times "
-            f"{rival}, {LEVEL_TEXT} {span(against)}."
-        )
-    else:
-        where = _where(against, boot.prompts)
-        headline = (
-            f"Do not deploy a policy here, use {use}{how}: {plain_use.to_plain.value:.2f} times as fast as plain decoding. "
-            f"The {fastest}, {top.name}, is {against.value:.3f} times {rival}, {LEVEL_TEXT} {span(against)}: {where}."
-        )
+    verdict = AGAIN if doubts and top.verdict != TOO_FEW else top.verdict
+    use = best_name if plain_use is best else f"{plain_use.name} ({plain_use.note.partition(';')[0]})"
+    words = _Words(top, against, policies, best_name, static is not None, clusters, primary)
+    needed = clusters_needed(against, clusters.count) if verdict in (INCONCLUSIVE, TOO_FEW) else None
+    instead = f"use {use}: {plain_use.to_plain.value:.2f} times as fast as plain decoding"
+    more = "" if needed is None else f" About {needed:,} {clusters.unit} of the same spread would decide."
+    headline = {
+        DEPLOY: f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {words.gain}.",
+        INCONCLUSIVE: f"Inconclusive: {words.policy} is {words.gain}, which contains 1.{more} Until then {instead}.",
+        REFUSE: f"Do not deploy a policy here, {instead}. {words.Policy} is {words.gain}: below 1.",
+        TOO_FEW: f"Too few prompts: {clusters.text}, and a verdict needs {FEWEST}. {words.Policy} is "
+        f"{words.gain}.{more} Until then {instead}.",
+        NOISY: f"The profile is too noisy for a verdict: {words.policy} is {words.gain}, and its timings alone could turn "
+        f"that. Measure it again: {remedy}. Until then {instead}.",
+        AGAIN: f"Measure again, this report contradicts itself: {next(iter(doubts), '')}. {words.Policy} is {words.gain}. Run "
+        f"{remedy}, then evaluate again.",
+    }[verdict]
     return Answer(
-        bool(clear),
-        use,
-        top.name,
-        headline,
-        _sure(top.name, rival, above, boot, len(asked)),
-        why(top.name, stops),
-        above,
-        told,
-    )
+        verdict, top.name if verdict == DEPLOY else plain_use.name if plain_use is static else best_name, top.name,
+        headline, words.interval, why(top.name, stops), needed,
+    )  # fmt: skip
 
 
-def _where(against: Ratio, prompts: int) -> str:
-    """Return in words why a ratio is no reason to deploy."""
-    if not against.is_above:
-        return "below 1" if against.is_below else "not clear of 1"
-    return "from too few prompts" if prompts < FEWEST else "but timings of the profile alone could turn it"
+class _Words:
+    """Parts of the sentences of an answer.
 
+    Attributes:
+        policy, Policy: the candidate; `gain`: its ratio and interval; `interval`: what that covers.
+    """
 
-def _sure(name: str, rival: str, above: float, boot: Resamples, compared: int) -> str:
-    """Return in words how far the answer can be trusted."""
-    if boot.prompts < 2:
-        return f"one prompt; {FEWEST} are the fewest that give a verdict."
-    share = "all" if above == 1.0 else "none" if above == 0.0 else f"{above:.1%}"
-    text = f"{name} is ahead of {rival} in {share} of {boot.replicates:,} resamples of the {boot.prompts} prompts"
-    if boot.prompts < FEWEST:
-        return f"{text}; fewer than {FEWEST} are too few to say."
-    if compared > 1 and above > 0.5:
-        return f"{text}; it is the fastest of {compared} compared on these very prompts, which flatters it."
-    return f"{text}."
+    def __init__(
+        self, top: Line, against: Ratio, policies: Sequence[Line], best_name: str, is_tree: bool, clusters: Clusters,
+        primary: str,
+    ) -> None:  # fmt: skip
+        fastest = "fastest policy" if top is policies[0] else "fastest policy given"
+        self.policy = f"the primary policy, {top.name}," if top.name == primary else f"the {fastest}, {top.name},"
+        self.Policy = self.policy[0].upper() + self.policy[1:]
+        rival = f"the best fixed length ({best_name})" + (" and the best static tree" if is_tree else "")
+        where = "no interval from a single one" if against.low is None else f"{LEVEL_TEXT} {span(against)}"
+        self.gain = f"{against.value:.3f} times {rival}, {where}"
+        over = f"{REPLICATES:,} resamples of {clusters.text}"
+        others = len(policies) - 1
+        if clusters.count < 2:
+            self.interval = f"No interval: {clusters.text} says nothing about others."
+        elif top.name == primary:
+            self.interval = (
+                f"Intervals are over {over}; {top.name} is the primary policy, so that its interval is its own."
+            )
+        elif others:
+            self.interval = f"Intervals are over {over} and hold for all {others + 1} policies at once."
+        else:
+            self.interval = f"Intervals are over {over}."
 
 
 def why(name: str, stops: Sequence[StopCost]) -> tuple[str, ...]:
@@ -130,9 +144,40 @@ def why(name: str, stops: Sequence[StopCost]) -> tuple[str, ...]:
 
 
 def noise_findings(profile: Profile) -> tuple[str, ...]:
-    """Return the warning that a profile was measured with, if it was noisy."""
+    """Return the warning about a noisy profile, if it is one."""
     noise = profile.noise
     return (f"The latency profile: {noise.text}",) if noise is not None and noise.is_noisy else ()
+
+
+def remedy(header: Header, profile: Profile) -> str:
+    """Return the command that measures the profile of a trace again."""
+    models = [f"--{role} {name}" for role, name in (("target", header.target), ("draft", header.draft)) if name]
+    return " ".join(["specstop profile", *models, f"--out {profile.source or 'profile.json'} --overwrite"])
+
+
+def doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) -> tuple[str, ...]:
+    """Return the reasons not to believe a report.
+
+    Args:
+        lines: of the report.
+        below_bound: policies that need less time than the oracle on a text, which is impossible.
+        profile: what rounds cost.
+    """
+    policies = [line for line in lines if line.kind in ("rule", "learned")]
+    reasons = [
+        f"{line.name} is faster than the oracle bound on a text" for line in policies if line.name in below_bound
+    ]
+    reasons += [
+        f"{line.name} has {line.oracle_share.value:.2f} of the oracle gain, and at most 1 is possible"
+        for line in policies
+        if line.oracle_share.value > 1.0 and line.name not in below_bound
+    ]
+    noise = profile.noise
+    if noise is not None and noise.is_noisy:
+        name, least, _, most = noise.worst
+        if most > SPREAD * least:
+            reasons.append(f"timings of {name} in the profile differ by a factor of {most / least:.0f}")
+    return tuple(reasons)
 
 
 def findings(
@@ -142,29 +187,29 @@ def findings(
     to_achievable: Mapping[str, Values],
     to_static: Mapping[str, Values],
 ) -> tuple[str, ...]:
-    """Return what must be looked into.
+    """Return warnings about a report.
 
     Args:
         lines: of the report.
-        boot: resamples of the prompts.
-        below_bound: policies that need less time than the oracle on some text, which cannot be.
+        boot: resamples of the clusters.
+        below_bound: policies that need less time than the oracle on a text, which is impossible.
         to_achievable: by policy, its speed against the achievable estimate.
         to_static: the same against the best static tree.
     """
     kinds = {line.name: line.kind for line in lines}
-    found = [
-        f"{name} is faster than the oracle bound on some text: the bound, the profile or the trace is wrong"
+    warnings = [
+        f"{name} is faster than the oracle bound on a text: the bound, the profile or the trace is wrong"
         for name in below_bound
     ]
     for name, values in to_achievable.items():
         ratio = boot.interval(values)
         if kinds.get(name) in ("rule", "learned") and ratio.is_above:
-            found.append(
+            warnings.append(
                 f"{name} is above the achievable estimate beyond its interval ({ratio.value:.3f} times, {span(ratio)}): it "
                 "knows something that the estimate does not, or has seen these prompts"
             )
     for name, values in to_static.items():
         ratio = boot.interval(values)
         if kinds.get(name) in ("rule", "learned") and ratio.is_below:
-            found.append(f"{name} is slower than the best static tree ({ratio.value:.3f} times, {span(ratio)})")
-    return tuple(found)
+            warnings.append(f"{name} is slower than the best static tree ({ratio.value:.3f} times, {span(ratio)})")
+    return tuple(warnings)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import FEWEST, Ratio, Resamples, Values
+from ...decode.compare.intervals import FEWEST, LogRatios, Ratio, Resamples, Values
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
@@ -18,6 +18,7 @@ from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound
 from ..replay.traces.arrays import TraceArrays
+from .clusters import Clusters
 
 TAIL = 0.95
 
@@ -33,10 +34,13 @@ def by_batch(
     *,
     arrivals: Arrivals = at_once,
     estimate: tuple[TraceArrays, StopPolicy] | None = None,
+    clusters: Clusters | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Return, as JSON values, what policies gain at each batch size over the best fixed length of that size.
+
+    The intervals of the ratios hold for all policies at all sizes at once.
 
     Args:
         arrays: a dense trace of chains.
@@ -45,13 +49,14 @@ def by_batch(
         sizes: texts side by side.
         arrivals: of the requests.
         estimate: what a policy could reach that knows all scalars (`fit.achievable_batch`).
+        clusters: to resample; None = the prompts.
         seed: of the order of the texts and of the bootstrap.
         progress: see `Progress`.
 
     Returns:
         `sizes`, `requests`, `best_fixed` (the length) and `plain` (tokens/s) by size; `lines`, of the best fixed length, the
-        policies, the estimate and the bound, with figures by size; `use`, what is fastest there beyond doubt;
-        `words`, the same as text.
+        policies, the estimate and the bound, with figures by size; `use`, the fastest policy there whose interval lies above
+        1, or else the best fixed length; `words`, the same as text.
 
     Raises:
         TraceError, InputError: as of `replay_batch`.
@@ -59,6 +64,7 @@ def by_batch(
     check_batches(arrays, profile, sizes, arrivals, seed)
     depth = min(arrays.depth, profile.max_depth)
     jobs = [(arrays, policy) for _, policy in policies] + ([] if estimate is None else [estimate])
+    clusters = clusters or Clusters(tuple(arrays.clusters))
     done, total = 0, len(sizes) * (depth + 1 + len(jobs))
     tables = []
     for size in sizes:
@@ -69,9 +75,11 @@ def by_batch(
             made.append(replay_batch(read, policy, profile, size, arrivals(len(order)), order))
             done += 1
         bound = batch_bound(arrays, profile, size).numpy()[order]
-        tables.append(_Table(made[: depth + 1], made[depth + 1 :], bound, arrays, order, seed))
+        tables.append(_Table(made[: depth + 1], made[depth + 1 :], len(policies), bound, clusters, order, seed))
     progress("batches", total, total)
     names = [name for name, _ in policies]
+    if policies:
+        _set_intervals(tables)
     extra = [] if estimate is None else [estimate[1].name]
     called = ["best fixed", *names, *extra, "oracle bound of the batch"]
     lines = [
@@ -109,37 +117,56 @@ def words(sizes: Sequence[int], use: Sequence[str]) -> str:
 
 
 class _Table:
-    """All that was replayed at one batch size."""
+    """All that was replayed at one batch size.
+
+    Attributes:
+        best, plain, requests: best fixed length, tokens/s of plain decoding, number of requests.
+        to_best, to_plain: of each policy with simultaneous intervals, see `_set_intervals`.
+    """
 
     def __init__(
         self,
         fixed: Sequence[BatchReplayed],
         policies: Sequence[BatchReplayed],
+        count: int,
         bound: Values,
-        arrays: TraceArrays,
+        clusters: Clusters,
         order: Values,
         seed: int,
     ) -> None:
-        # Requests of one prompt are drawn together, however often it is dealt.
-        self._boot = Resamples([arrays.prompt_ids[at] for at in order], seed)
-        tokens = self._boot.total(fixed[0].tokens)
-        speeds = np.stack([tokens / self._boot.total(one.seconds) for one in fixed], 1)
+        # Requests of one cluster are drawn together, however often a text is served.
+        self.boot = Resamples([clusters.of[at] for at in order], seed)
+        self._tokens = fixed[0].tokens
+        self._seconds = np.stack([one.seconds for one in (*fixed, *policies)], 1)
+        tokens = self.boot.total(self._tokens)
+        rates = tokens[:, None] / self.boot.total(self._seconds)
+        speeds = rates[:, : len(fixed)]
         self.best, self.plain, self.requests = int(speeds[0].argmax()), float(speeds[0, 0]), len(order)
-        self._best, self._plain = speeds.max(1), speeds[:, 0]  # picked again in every resample
+        self._best, self._plain = speeds.max(1), speeds[:, 0]  # chosen again in every resample
         self._made = [fixed[self.best], *policies, None]
-        asked = [tokens / self._boot.total(one.seconds) for one in policies]
-        self._speeds = [self._best, *asked, tokens / self._boot.total(bound)]
+        self._speeds = [self._best, *rates[:, len(fixed) :].T, tokens / self.boot.total(bound)]
+        self._fixed, self._count = len(fixed), count
+        self.to_best: list[Ratio] = []
+        self.to_plain: list[Ratio] = []
+
+    def log_ratios(self, *, plain: bool) -> LogRatios:
+        """Return the log ratios of the policies to plain decoding, or to the best fixed length."""
+        policies = range(self._fixed, self._fixed + self._count)
+        return self.boot.log_ratios(self._tokens, self._seconds, policies, [0] if plain else range(self._fixed))
 
     def figures(self, at: int) -> dict[str, Any]:
         """Return the figures of one line; a bound has no latencies."""
         speed, made = self._speeds[at], self._made[at]
         with np.errstate(divide="ignore", invalid="ignore"):
             share = (speed - self._best) / (self._speeds[-1] - self._best)  # 0 / 0 where bound and best are one
+        is_policy = 0 < at <= self._count
+        to_best = self.to_best[at - 1] if is_policy else self.boot.interval(speed / self._best)
+        to_plain = self.to_plain[at - 1] if is_policy else self.boot.interval(speed / self._plain)
         known = {
             "tokens_per_s": float(speed[0]),
-            "to_best_fixed": _plain(self._boot.interval(speed / self._best)),
-            "to_plain": _plain(self._boot.interval(speed / self._plain)),
-            "oracle_share": _plain(self._boot.interval(share)),
+            "to_best_fixed": _plain(to_best),
+            "to_plain": _plain(to_plain),
+            "oracle_share": _plain(self.boot.interval(share)),
         }
         return known | {
             "tokens_per_call": None if made is None else made.tokens_per_call,
@@ -148,25 +175,32 @@ class _Table:
         }
 
     def _mean(self, latency: Values) -> Ratio:
-        return self._boot.interval(self._boot.total(latency) / self._boot.total(np.ones(len(latency))))
+        return self.boot.interval(self.boot.total(latency) / self.boot.total(np.ones(len(latency))))
 
     def _tail(self, latency: Values) -> Ratio:
         """Return the 95th percentile over requests and its interval."""
         order = np.argsort(latency)
         # [1 + R, requests]: how often each request is in each resample, added up in order of latency: a weighted quantile.
-        weights = self._boot.counts()[:, order].cumsum(1)
+        weights = self.boot.counts()[:, order].cumsum(1)
         at = (weights >= TAIL * weights[:, -1:]).argmax(1)
-        return self._boot.interval(latency[order][at])
+        return self.boot.interval(latency[order][at])
 
     def use(self, names: Sequence[str]) -> str:
-        """Return the fastest policy that is clear of the best fixed length; where there is none, that length."""
-        if self._boot.prompts < FEWEST:
-            return f"no verdict (fewer than {FEWEST} prompts)"
-        found = [(self._speeds[at + 1][0], name) for at, name in enumerate(names) if self._is_clear(at + 1)]
-        return max(found)[1] if found else f"fixed:{self.best}" if self.best else "plain decoding"
+        """Return the fastest policy with an interval above 1; without one, the best fixed length."""
+        if self.boot.clusters < FEWEST:
+            return f"no verdict ({self.boot.clusters} clusters, {FEWEST} are needed)"
+        clear = [(self._speeds[at + 1][0], name) for at, name in enumerate(names) if self.to_best[at].is_above]
+        return max(clear)[1] if clear else f"fixed:{self.best}" if self.best else "plain decoding"
 
-    def _is_clear(self, at: int) -> bool:
-        return self._boot.interval(self._speeds[at] / self._best).is_above
+
+def _set_intervals(tables: Sequence[_Table]) -> None:
+    """Set intervals that hold for all policies at all batch sizes at once."""
+    boot = tables[0].boot
+    to_best, to_plain = (
+        boot.simultaneous([table.log_ratios(plain=plain) for table in tables]) for plain in (False, True)
+    )
+    for table, best, plain in zip(tables, to_best, to_plain, strict=True):
+        table.to_best, table.to_plain = best, plain
 
 
 def _plain(ratio: Ratio) -> dict[str, float | None]:

@@ -49,8 +49,10 @@ def check_together(
 
 
 def _tell_apart(train_traces: Trace, traces: Trace) -> None:
-    """Warn where thresholds are tuned on rounds of another pair, temperature or verification."""
-    if differ := train_traces.header.differing(traces.header, ("pair", "temperature", "verification")):
+    """Warn where thresholds are tuned on rounds of another pair, temperature (if it is known) or verification."""
+    known = all(trace.header.conditions.temperature is not None for trace in (train_traces, traces))
+    names = ("pair", "temperature", "verification") if known else ("pair", "verification")
+    if differ := train_traces.header.differing(traces.header, names):
         warnings.warn(
             f"--train-traces: {train_traces.folder} differs from --traces in {', '.join(differ)}: what is tuned there is for "
             "other rounds",

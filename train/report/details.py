@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...decode.compare.intervals import Resamples
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress
 from ..replay.bounds.oracle import Ideal
-from ..replay.bounds.regret import Regret, judge
+from ..replay.bounds.regret import Regret, judge, planned_rounds
 from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
 from .comparing.read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .losses import decoder, largest_losses
-from .pricing import Draws
+from .pricing import Draws, Priced, Vary
 from .reliability import has_survival, reliability
 
 
@@ -94,15 +96,32 @@ def details(material: Material, boot: Resamples, seed: int, progress: Progress) 
             arrays, subject.played, material.best, material.judged(subject.played), decoder(arrays.header)
         ),
     }
-    replays = {"plain decoding": material.fixed[0], **{e.name: e.played for e in material.everyone}}
-    seconds = {name: played.result.seconds.tolist() for name, played in replays.items()}
-    seconds["oracle bound"] = material.ideal.seconds.tolist()
-    out: dict[str, Any] = {
-        "subject": subject.name,
-        "per_prompt": per_prompt_figures(arrays.prompt_ids, arrays.text_tokens.tolist(), seconds),
-    }
+    out: dict[str, Any] = {"subject": subject.name, "per_prompt": _per_prompt(material, boot)}
     for done, (name, compute) in enumerate(steps.items()):
         progress("report", done, len(steps))
         out[name] = compute()
     progress("report", len(steps), len(steps))
     return out
+
+
+def _per_prompt(material: Material, boot: Resamples) -> dict[str, Any]:
+    """Return what `compare` reads: figures by prompt, and what each draw of the profile's timings changes."""
+    arrays, profile = material.arrays, material.profile
+    replays = {"plain decoding": material.fixed[0], **{e.name: e.played for e in material.everyone}}
+    seconds = {name: played.result.seconds for name, played in replays.items()}
+    seconds["oracle bound"] = material.ideal.seconds
+    rounds = [*(played.rounds for played in replays.values()), planned_rounds(arrays, material.ideal)]
+    # Draws with the default seed, whatever that of the report: two reports on one profile have the same ones.
+    draws = Draws(profile)
+    priced = Priced(boot, draws, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
+    # Seconds are sums of model calls and decisions, so that what a draw changes of each adds up.
+    calls, decided = (priced.factors(vary)[1:] for vary in (Vary.PROFILE, Vary.DECISIONS))
+    return per_prompt_figures(
+        arrays.clusters,
+        arrays.text_tokens.tolist(),
+        {name: values.tolist() for name, values in seconds.items()},
+        prompt_ids=arrays.prompt_ids,
+        fingerprint=profile.fingerprint,
+        is_timed=draws.is_timed,
+        factors=dict(zip(seconds, (calls + decided - 1.0).T.tolist(), strict=True)),
+    )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...collect.store.card import replay_text
 from ...collect.store.folder import Trace
 from ...decode.compare.intervals import Resamples
@@ -15,6 +17,7 @@ from ...decode.verify.sampling import Shaping
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
+from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
@@ -27,17 +30,18 @@ from ..replay.bounds.static_tree import best_static_tree, drafted_alone
 from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import check_apart, tell_other_rounds
-from .answer import answer, findings, noise_findings
+from ..replay.traces.checking import require_disjoint_prompts, tell_other_rounds
+from .answer import answer, doubts, findings, noise_findings, remedy
 from .batches import Arrivals, by_batch, check_batches
 from .checks import check_fit, check_together
+from .clusters import Clusters, check_cluster, choose_clusters, dominant_cluster
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
-from .insight import Entry, acceptance_bands
+from .insight import Entry, acceptance_bands, trace_outcomes
 from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
-from .speeds import ASKED, SpeedTable
+from .speeds import POLICIES, SpeedTable
 from .whatif.records import Transfer
 from .whatif.sweep import RATIOS, sweep as run_sweep
 from .writing.files import write_report
@@ -69,6 +73,9 @@ def evaluate(
     shaping: Shaping | None = None,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
+    cluster: str = "auto",
+    primary: str = "",
+    allow_overlap: bool = False,
     overwrite: bool = False,
     progress: Progress = shown,
 ) -> Report:
@@ -96,15 +103,25 @@ def evaluate(
         shaping: what the traces must have been sampled from; None = whatever they were.
         batch: also say what policies gain with so many texts side by side, of each of these sizes.
         arrivals: when the requests of these batches arrive, by their number (`replay.arrivals`).
+        cluster: what intervals resample: "prompt" (with all its samples), "group", or "auto" (`clusters.choose_clusters`).
+        primary: name of the one policy that was chosen before the evaluation. The answer is about it, and its interval
+            needs no correction for the number of policies.
+        allow_overlap: warn about prompts that are in training traces too, or that a policy was trained on, instead of
+            refusing them.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
 
     Raises:
-        TraceError: a policy does not fit the trace, traces were sampled otherwise, both traces share prompts, or an
-            achievable estimate or batches are asked of traces that are not dense chains.
+        TraceError: a policy does not fit the trace, traces were sampled otherwise, evaluated prompts are training prompts,
+            or an achievable estimate or batches are requested for traces that are not dense chains.
         InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
-            `arrivals`.
+            `arrivals`; no policy is called `primary`; there are no groups to resample.
     """
+    check_cluster(cluster)
+    if primary and primary not in (names := [policy.shown_name for policy in policies]):
+        raise InputError(
+            f"--primary: expected the name of a policy ({', '.join(names) or 'none was given'}), not {primary!r}"
+        )
     check_together(traces, train_traces, policies, shaping, bool(batch))
     for policy in policies:
         check_fit(policy, traces)  # here, so that its warning names who called `evaluate`
@@ -117,8 +134,7 @@ def evaluate(
     live = traces.header.collector == "live"
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
-    if tuning is not None:
-        check_apart("--train-traces", tuning, "the evaluated traces", arrays)
+    require_disjoint_prompts(arrays, tuning, policies, allow=allow_overlap)
     check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
@@ -128,20 +144,23 @@ def evaluate(
     facts = _facts(traces, arrays, draws)
     limit = _estimate(arrays, profile, seed, progress) if achievable else None
     if live:
-        report = round_report(arrays, jobs, draws, facts, seed, progress)
+        report = round_report(
+            arrays, jobs, draws, facts, cluster=cluster, primary=primary, seed=seed, progress=progress
+        )
     else:
         wants = out is not None if detailed is None else detailed
-        report = _replayed(arrays, jobs, draws, facts, limit, wants, seed, progress)
+        report, clusters = _replayed(arrays, jobs, draws, facts, limit, wants, cluster, primary, seed, progress)
         if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
             swept = run_sweep(
-                traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress, draws=draws
-            )
+                traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress, draws=draws,
+                clusters=clusters, allow_overlap=True,
+            )  # fmt: skip
             report.details["sweep"] = swept.to_dict()
         if batch:
             estimate = _batch_estimate(arrays, profile, seed, progress) if achievable else None
             report.details["batch"] = by_batch(
                 arrays, [(name, policy) for name, _, policy, _ in jobs], profile, batch, arrivals=arrivals,
-                estimate=estimate, seed=seed, progress=progress,
+                estimate=estimate, clusters=clusters, seed=seed, progress=progress,
             )  # fmt: skip
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
@@ -162,11 +181,8 @@ def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: Tr
 
 
 def acceptance_by_depth(arrays: TraceArrays) -> tuple[float, ...]:
-    """Return P(A >= k), k = 1..K, over the anchors that the end of a text did not cut; empty where all were cut."""
-    lengths = arrays.accepted[~arrays.cut]
-    if not len(lengths):
-        return ()
-    return tuple(float((lengths >= k).float().mean()) for k in range(1, arrays.depth + 1))
+    """Return P(A >= k), k = 1, 2, ... as far as it was observed, over the anchors that the end of a text did not cut."""
+    return tuple(float(share) for share in trace_outcomes(arrays).survival if share == share)  # NaN: not observed
 
 
 Job = tuple[str, str, StopPolicy, str]
@@ -222,10 +238,12 @@ def _replayed(
     facts: dict[str, Any],
     achievable: Achievable | None,
     detailed: bool,
+    cluster: str,
+    primary: str,
     seed: int,
     progress: Progress,
-) -> Report:
-    """Return the report on dense traces."""
+) -> tuple[Report, Clusters]:
+    """Return the report on dense traces, and the clusters that its intervals resample."""
     profile = draws.profile
     depth = min(arrays.depth, profile.max_depth)
     total = len(jobs) + depth + 1
@@ -243,40 +261,54 @@ def _replayed(
         shape = f"--tree {policy.shape.name}, of {len(policy.nodes)} nodes" if policy.nodes else "no nodes"
         note = f"{shape}; chosen on these prompts"
         entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, policy.nodes), profile)))
-    boot = Resamples(arrays.prompt_ids, seed)
+    tokens = arrays.text_tokens.double().numpy()
+    seconds = torch.stack([one.result.seconds for one in (*fixed, *(e.played for e in entries))], 1).double().numpy()
+    policy_columns = [len(fixed) + at for at, entry in enumerate(entries) if entry.kind in POLICIES]
+    clusters = choose_clusters(
+        arrays.clusters, arrays.groups, tokens, seconds, policy_columns, range(len(fixed)), cluster
+    )  # fmt: skip
+    boot = Resamples(clusters.of, seed)
     best = max(fixed, key=lambda one: one.result.rate)
     plan = oracle_plan(arrays, profile)
-    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, achievable)
+    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, achievable, primary)
     lines = table.lines(best)
-    asked = [line for line in lines if line.kind in ASKED]
-    material = Material(arrays, draws, entries, fixed, best, plan, max(asked, key=lambda line: line.tokens_per_s).name)
-    found = answer(
-        lines, best.result.name, boot, table.to_rivals, stop_costs(material) if detailed else (), table.by_profile
-    )
+    compared = [line for line in lines if line.kind in POLICIES]
+    subject = max(compared, key=lambda line: line.tokens_per_s).name if compared else ""
+    material = Material(arrays, draws, entries, fixed, best, plan, subject)
     below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
+    found = answer(
+        lines, best.result.name, clusters, stop_costs(material) if detailed else (), doubts(lines, below, profile),
+        primary, remedy(arrays.header, profile),
+    )  # fmt: skip
     if found is not None:
-        material = Material(arrays, draws, entries, fixed, best, plan, found.candidate)
-    return Report(
+        material = dataclasses.replace(material, candidate=found.candidate)
+    warnings = (
+        *noise_findings(profile),
+        *dominant_cluster(arrays, clusters),
+        *findings(lines, boot, below, table.to_achievable, table.to_static),
+    )
+    report = Report(
         tuple(lines),
-        table.found.fixed,
+        table.speeds.fixed,
         acceptance_by_depth(arrays),
-        facts,
+        {**facts, **clusters.facts},
         acceptance_bands(arrays, boot),
         found,
-        (*noise_findings(profile), *findings(lines, boot, below, table.to_achievable, table.to_static)),
+        warnings,
         (),
         details(material, boot, seed, progress) if detailed else {},
     )
+    return report, clusters
 
 
 def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
     header = traces.header
     return {
         "traces": str(traces.folder),
-        "prompts": len(set(arrays.prompt_ids)),
+        "prompts": len(set(arrays.clusters)),
         "tokens": int(arrays.text_tokens.sum()) // header.draws,
         "anchors": len(arrays.accepted),
-        "temperature": header.temperature,
+        "temperature": header.shown_temperature,
         "shaping": dict(header.shaping),
         "verification": header.verification,
         "mode": describe(header.verification) if header.verification in MODES else header.verification,

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ...collect.acceptance import DepthOutcomes, depth_outcomes, survival
 from ...decode.compare.intervals import Ratio, Resamples
 from ...policies.latency.profile import Profile
 from ..replay.bounds.regret import Regret
@@ -126,18 +127,25 @@ class Sensitivity:
     ratios: dict[str, Ratio]
 
 
+def trace_outcomes(arrays: TraceArrays) -> DepthOutcomes:
+    """Return what the rounds of a trace show of each depth; a live trace is read with `extra=ROUND_COLUMNS`."""
+    columns = {"accepted_length": arrays.accepted.numpy(), "cut": arrays.cut.numpy()}
+    if arrays.drawn is not None:
+        columns |= {"accepted": arrays.accepted_nodes().numpy(), "drawn": arrays.drawn.numpy()}
+        columns |= {"tokens": arrays.tokens.numpy()}
+        columns |= {name: arrays.extra[name].numpy() for name in ("labelled", "sent", "explored")}
+    return depth_outcomes(arrays.header, columns)
+
+
 def acceptance_bands(arrays: TraceArrays, boot: Resamples) -> tuple[Ratio, ...]:
-    """Return P(A >= k), k = 1..K, over the anchors that the end of a text did not cut; empty where all were cut."""
-    owner = arrays.owner[~arrays.cut]
-    if not len(owner):
-        return ()
-    reached = (arrays.accepted[~arrays.cut][:, None] >= torch.arange(1, arrays.depth + 1)).double()
-    counts = torch.zeros(arrays.sequences, arrays.depth, dtype=torch.float64).index_add_(0, owner, reached)
-    of = boot.total(torch.bincount(owner, minlength=arrays.sequences))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        shares = boot.total(counts) / of[:, None]
-    shares = np.where(np.isfinite(shares), shares, shares[0])  # a resample of prompts without an uncut anchor
-    return tuple(boot.interval(shares[:, k]) for k in range(arrays.depth))
+    """Return P(A >= k), k = 1, 2, ... as far as it was observed (`collect.acceptance`); empty where all rounds were cut."""
+    outcomes = trace_outcomes(arrays)
+    owner = arrays.owner.numpy()[outcomes.row]
+    counts = np.zeros((2, arrays.sequences, arrays.depth))
+    for total, by_round in zip(counts, (outcomes.observed, outcomes.accepted), strict=True):
+        np.add.at(total, owner, by_round)
+    shares = survival(boot.total(counts[0]), boot.total(counts[1]))
+    return tuple(boot.interval(shares[:, at]) for at in np.flatnonzero(np.isfinite(shares[0])))
 
 
 def lengths(name: str, played: Played, regret: Regret, depth: int) -> Lengths:
@@ -192,17 +200,17 @@ def by_group(
     names = sorted(set(arrays.groups))
     if len(names) < 2:
         return ()
-    tokens, every = arrays.text_tokens.double(), Resamples(arrays.prompt_ids, seed)
+    tokens, every = arrays.text_tokens.double(), Resamples(arrays.clusters, seed)
     # Rounds are counted once for all groups; each group resamples its own prompts.
     priced = Priced(every, draws, [best.rounds, *(e.played.rounds for e in entries)], arrays.prompt_tokens)
     out = []
     for group in names:
         at = torch.tensor([i for i, name in enumerate(arrays.groups) if name == group])
-        boot = Resamples([arrays.prompt_ids[i] for i in at.tolist()], seed)
+        boot = Resamples([arrays.clusters[i] for i in at.tolist()], seed)
         reference, *spent = priced.among(boot, at).seconds().T
         ratios = {e.name: boot.interval(reference / mine) for e, mine in zip(entries, spent, strict=True)}
         fastest = min(fixed, key=lambda one: float(one.result.seconds[at].sum()))
-        out.append(Group(group, boot.prompts, int(tokens[at].sum()), fastest.result.name, ratios))
+        out.append(Group(group, boot.clusters, int(tokens[at].sum()), fastest.result.name, ratios))
     return tuple(sorted(out, key=lambda g: -g.tokens)[:MOST_GROUPS])
 
 

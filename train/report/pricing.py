@@ -26,6 +26,10 @@ DRAWS = 200
 Change = Callable[[Profile], Profile]
 
 
+def _unchanged(profile: Profile) -> Profile:
+    return profile
+
+
 class Vary(Enum):
     """What is drawn anew: all, or one part while the others stay as they were found."""
 
@@ -46,15 +50,24 @@ class Draws:
 
     def __init__(self, profile: Profile, seed: int = 0, count: int = DRAWS) -> None:
         self.profile = profile
-        # Another sequence of random numbers than that of the prompts' resamples: the two must not go together.
-        chance = np.random.default_rng([seed, 1])
-        self.drawn = tuple(profile.resampled(chance) for _ in range(count)) if profile.measurements else ()
+        # Another sequence of random numbers than that of the prompts' resamples: the two must not go together. Each draw has
+        # a generator of its own: draw i of model calls is the same in all reports of a profile, however often the decisions
+        # of their policies were timed.
+        rngs = (np.random.default_rng([seed, 1, number]) for number in range(count))
+        self.drawn = tuple(map(profile.resampled, rngs)) if profile.measurements else ()
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether draws differ in the costs of model calls: not if one repetition or none of their timings was kept."""
+        return any((one.low, one.high) != (self.drawn[0].low, self.drawn[0].high) for one in self.drawn)
 
     @property
     def text(self) -> str:
         """What intervals are over, in words."""
-        over = "prompts and the profile's timings" if self.drawn else "prompts"
-        lacks = "" if self.drawn else "; the profile has kept no timings, whose error is left out"
+        over, lacks = "prompts and the profile's timings", ""
+        if not self.is_timed:
+            over = "prompts and timings of decisions" if self.drawn else "prompts"
+            lacks = "; the profile has kept no repeated timings of model calls, whose error is left out"
         return f"{LEVEL:.0%} bootstrap over {over}, {REPLICATES} replicates{lacks}"
 
     def interval(self, values: Values) -> Ratio:
@@ -118,36 +131,52 @@ class Priced:
         total: Values = self._boot.total(part.reshape(len(part), -1)).reshape(-1, *values.shape[1:])
         return total
 
-    def seconds(self, vary: Vary = Vary.ALL, change: Change | None = None) -> Values:
-        """Return [1 + R, P] seconds in the sample and in every resample; [1 + D, P] under every draw of the profile alone.
-
-        Args:
-            vary: what is drawn anew.
-            change: made to the profile and to each draw of it, such as another price of drafting.
-        """
-        changed = change or (lambda profile: profile)
-        found, drawn = changed(self._draws.profile), [changed(profile) for profile in self._draws.drawn]
-        known = self._spent(found) if self._known is None or change is not None else self._known
-        spent = np.stack([self._boot.total(column[self._at]) for column in known.unbind(1)], 1)  # bits as of one alone
-        if not drawn:
-            return spent if vary in (Vary.ALL, Vary.PROMPTS) else spent[:1]
-        if vary is Vary.PROMPTS:
-            return spent
-        # Counted rounds give only the ratio of two profiles: what they miss (`Kinds.seconds`) mostly cancels in it.
-        calls, decided = self._calls(found, slice(None)), self._decided(found, slice(None))
-        out = spent if vary is Vary.ALL else np.repeat(spent[:1], 1 + len(drawn), 0)
-        for at, profile in enumerate(drawn, 1):
-            # Draw `at` prices the resamples at, at + D, ...; row 0, the sample, keeps the profile as measured.
-            rows = slice(at, len(spent), len(drawn)) if vary is Vary.ALL else slice(1)
-            by_calls = calls[rows] if vary is Vary.DECISIONS else self._calls(profile, rows)
-            by_decisions = decided[rows] if vary is Vary.PROFILE else self._decided(profile, rows)
-            place = rows if vary is Vary.ALL else slice(at, at + 1)
-            out[place] *= (by_calls + by_decisions) / (calls[rows] + decided[rows])
+    def by_text(self, change: Change | None = None) -> Values:
+        """Return [S, P] seconds of each text under the measured profile, or under `change` of it."""
+        if self._known is None or change is not None:
+            profile = (change or _unchanged)(self._draws.profile)
+            known = torch.stack([rounds.of_texts(profile, self._tokens) for rounds in self._replays], 1)
+        else:
+            known = self._known
+        out: Values = known.double().numpy()[self._at]
         return out
 
-    def _spent(self, profile: Profile) -> Tensor:
-        """Return [S, P] seconds of the texts under a profile."""
-        return torch.stack([rounds.of_texts(profile, self._tokens) for rounds in self._replays], 1)
+    def factors(self, vary: Vary = Vary.ALL, change: Change | None = None) -> Values:
+        """Return seconds under draws of the profile, relative to those under the measured profile.
+
+        Args:
+            vary: what is drawn.
+            change: of the profile and of each draw of it, such as another price of drafting.
+
+        Returns:
+            [1 + R, P], a draw for each resample; [1 + D, P] if the profile alone is drawn. Row 0 is 1.
+        """
+        drawn = self._draws.drawn
+        alone = vary in (Vary.PROFILE, Vary.DECISIONS)
+        out = np.ones(((1 + len(drawn)) if alone else 1 + self._boot.replicates, len(self._replays)))
+        if not drawn or vary is Vary.PROMPTS:
+            return out
+        changed = change or _unchanged
+        # Counted rounds give only the ratio of two profiles: what they miss (`Kinds.seconds`) mostly cancels in it.
+        measured = changed(self._draws.profile)
+        calls, decided = self._calls(measured, slice(None)), self._decided(measured, slice(None))
+        for at, profile in enumerate(map(changed, drawn), 1):
+            # Draw `at` prices the resamples at, at + D, ...; row 0, the sample, keeps the profile as measured.
+            rows = slice(1) if alone else slice(at, len(out), len(drawn))
+            by_calls = calls[rows] if vary is Vary.DECISIONS else self._calls(profile, rows)
+            by_decisions = decided[rows] if vary is Vary.PROFILE else self._decided(profile, rows)
+            out[slice(at, at + 1) if alone else rows] = (by_calls + by_decisions) / (calls[rows] + decided[rows])
+        return out
+
+    def seconds(self, vary: Vary = Vary.ALL, change: Change | None = None) -> Values:
+        """Return [1 + R, P] seconds in the sample and in every resample; [1 + D, P] if the profile alone is drawn.
+
+        Args:
+            vary: what is drawn.
+            change: see `factors`.
+        """
+        spent = self._boot.total(self.by_text(change))
+        return (spent[:1] if vary in (Vary.PROFILE, Vary.DECISIONS) else spent) * self.factors(vary, change)
 
     def _calls(self, profile: Profile, rows: slice) -> Values:
         """Return [rows, P] seconds of everything but decisions."""

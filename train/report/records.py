@@ -1,31 +1,39 @@
-"""What `evaluate` answers: ratios with intervals, one line a policy, the answer, and what it rests on."""
+"""Records of a report: lines with ratios and intervals, and the answer."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...decode.compare.intervals import FEWEST, Ratio
 
-DEPLOY, NO_GAIN, REFUSE, TOO_FEW = "deploy", "no gain", "do not deploy", "too few prompts"
-NO_VERDICT = "no verdict"
+DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"
+TOO_FEW, NOISY, AGAIN = "too few prompts", "profile too noisy", "measure again"
+"""What a verdict may be; `AGAIN` is that of a report which contradicts itself."""
+
 HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
 """Rules that every report has for comparison."""
 
 
-def verdict(ratio: Ratio, prompts: int, profile: Ratio | None = None) -> str:
-    """Return what a ratio to what needs no policy means for deploying one.
+def verdict(ratio: Ratio, clusters: int, parts: Mapping[str, Ratio] | None = None) -> str:
+    """Return whether to deploy a policy.
 
     Args:
-        ratio: with the interval over all that was drawn.
-        prompts: in it.
-        profile: the same where the profile's timings alone are drawn: what they could turn is not deployed.
+        ratio: of its speed to the best of what needs no policy, with the simultaneous interval.
+        clusters: independent prompts or groups behind the interval.
+        parts: the same ratio by source of error, see `Line.parts`; empty if the profile kept no timings.
     """
-    if prompts < FEWEST:
+    prompts, profile = (parts or {}).get("prompts"), (parts or {}).get("profile")
+    if clusters < FEWEST:
         return TOO_FEW
-    turns = profile is not None and profile.low is not None and not profile.is_above
-    return REFUSE if ratio.is_below else DEPLOY if ratio.is_above and not turns else NO_GAIN
+    if ratio.is_below:
+        return REFUSE
+    if ratio.is_above:
+        # Timings of model calls that could turn the result are too noisy, however many prompts there are.
+        return NOISY if profile is not None and profile.low is not None and not profile.is_above else DEPLOY
+    return NOISY if prompts is not None and prompts.is_above else INCONCLUSIVE
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,11 @@ class Line:
         block_efficiency: committed tokens per target call.
         drafted, verified, accepted: per round.
         note: what a reader must know.
-        verdict: of rules and learned policies, against the best fixed length, on trees the best static tree as well.
-        parts: the same ratio with its interval over all that is drawn, over the prompts alone, over the profile's timings of
-            model calls alone, and over those of decisions alone. Empty where the profile has kept no timings.
+        to_rival: of rules and learned policies: ratio to the best fixed length, on trees to the best static tree if that is
+            faster, with an interval that holds for all of them at once.
+        verdict: of the same, by `to_rival`.
+        parts: `to_rival` by source of error: "all", the "prompts" alone, the "profile" (timings of model calls) alone, and
+            timings of "decisions" alone. Empty if the profile kept no timings.
     """
 
     name: str
@@ -55,6 +65,7 @@ class Line:
     verified: float = 0.0
     accepted: float = 0.0
     note: str = ""
+    to_rival: Ratio | None = None
     verdict: str = ""
     parts: dict[str, Ratio] = field(default_factory=dict)
 
@@ -64,24 +75,27 @@ class Answer:
     """What to do.
 
     Attributes:
-        deploy: whether a policy is clear of the best fixed length (and of the best static tree).
-        verdict: `DEPLOY`, `REFUSE`, or `NO_VERDICT` from a single prompt.
-        use: the policy, or the fixed length that none is clear of.
-        candidate: what the answer speaks of; `use` where `deploy`.
-        headline: one sentence.
-        sure: how far to trust it.
-        why: what it rests on, one sentence each.
-        above: share of resamples in which the candidate is above the best fixed length.
+        verdict: `DEPLOY`, `INCONCLUSIVE`, `REFUSE`, `TOO_FEW`, `NOISY` or `AGAIN`.
+        use: the policy to deploy, else the best fixed length (or static tree).
+        candidate: the policy that the verdict is about.
+        headline: the verdict in one or two sentences.
+        interval: what the interval covers, in one sentence.
+        why: where the candidate gains and loses, one sentence each.
+        needed: number of clusters at which an interval of the same spread would exclude 1; None if it does or cannot.
     """
 
-    deploy: bool
+    verdict: str
     use: str
     candidate: str
     headline: str
-    sure: str
-    why: tuple[str, ...]
-    above: float
-    verdict: str = REFUSE
+    interval: str
+    why: tuple[str, ...] = ()
+    needed: int | None = None
+
+    @property
+    def deploy(self) -> bool:
+        """Whether to deploy the candidate."""
+        return self.verdict == DEPLOY
 
 
 @dataclass(frozen=True)
@@ -116,4 +130,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
-        return {"schema": 1, "kind": "report", **dataclasses.asdict(self)}
+        raw = dataclasses.asdict(self)
+        if self.answer is not None:
+            raw["answer"]["deploy"] = self.answer.deploy
+        return {"schema": 1, "kind": "report", **raw}

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ...decode.compare.intervals import Resamples
+from ...decode.compare.intervals import Resamples, Values
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.progress import Progress
-from ..replay.rounds import RoundValues, evaluate_rounds
+from ...policies.progress import Progress, silent
+from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
 from ..replay.traces.arrays import TraceArrays
-from .answer import answer, noise_findings
-from .insight import acceptance_bands
-from .pricing import Draws, Priced, Vary
+from .answer import answer, doubts, noise_findings, remedy
+from .clusters import choose_clusters, dominant_cluster
+from .insight import acceptance_bands, trace_outcomes
+from .pricing import Draws, Priced
 from .records import Report
-from .speeds import Comparison, Counts
+from .speeds import POLICIES, Comparison, Counts
 
 Job = tuple[str, str, StopPolicy, str]
 
@@ -27,7 +29,15 @@ _TURNS = 50
 
 
 def round_report(
-    arrays: TraceArrays, jobs: Sequence[Job], draws: Draws, facts: dict[str, Any], seed: int, progress: Progress
+    arrays: TraceArrays,
+    jobs: Sequence[Job],
+    draws: Draws,
+    facts: dict[str, Any],
+    *,
+    cluster: str = "auto",
+    primary: str = "",
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> Report:
     """Evaluate policies on the rounds of a live trace.
 
@@ -40,65 +50,78 @@ def round_report(
         jobs: (name, kind, policy, note).
         draws: what rounds cost.
         facts: of the report.
-        seed: of the resamples of prompts.
-        progress: told at every policy.
+        cluster, primary: see `evaluate`.
+        seed: of the bootstrap.
+        progress: called at every policy.
+
+    Raises:
+        TraceError: as of `evaluate_rounds`.
     """
-    depth = min(arrays.depth, draws.profile.max_depth)
+    for policy in (FixedLength(1), *(job[2] for job in jobs)):
+        check_identified(arrays, policy)
+    depth = min(arrays.depth, draws.profile.max_depth, identified_limit(arrays))
     todo: list[StopPolicy] = [*(FixedLength(k) for k in range(depth + 1)), *(job[2] for job in jobs)]
     values = []
     for done, policy in enumerate(todo):
         progress("rounds", done, len(todo))
-        values.append(evaluate_rounds(arrays, policy, draws.profile))
+        values.append(evaluate_rounds(arrays, policy, draws.profile, depth))
     progress("rounds", len(todo), len(todo))
-    fixed, asked = values[: depth + 1], values[depth + 1 :]
+    fixed, others = values[: depth + 1], values[depth + 1 :]
     bound = [_bound(fixed)] if arrays.tree.is_chain else []
-    every = _Texts(arrays, [*values, *bound], draws, seed)
+    texts = _Texts([*values, *bound])
     kinds = {name: kind for name, kind, *_ in jobs}
-    count = len(values)
-    spent = {vary: some[:, :count] for vary, some in every.spent.items()}
-    made = Comparison(every.boot, draws, every.tokens[:, :count], spent, kinds)
+    policies = [len(fixed) + at for at, kind in enumerate(kinds.values()) if kind in POLICIES]
+    rounds = (texts.tokens, texts.seconds, policies, range(len(fixed)))
+    clusters = choose_clusters(
+        *([of[s] for s in texts.present] for of in (arrays.clusters, arrays.groups)), *rounds, cluster
+    )
+    boot = Resamples(clusters.of, seed)
+    priced = Priced(boot, draws, texts.rounds, torch.zeros(len(texts.present), dtype=torch.int64))
+    speeds = Comparison(boot, draws, texts.tokens, priced, kinds, len(fixed), primary)
     if bound:
-        made.ceiling = every.tokens[:, -1] / every.spent[Vary.ALL][:, -1]
+        speeds.ceiling = speeds.rates[:, -1]
 
     winner = max(fixed, key=lambda one: one.rate)
-    lines = made.first_lines(_counts(fixed[0]), _counts(winner), winner.name)
-    for (name, kind, _, note), of in zip(jobs, asked, strict=True):
-        lines.append(made.line(name, kind, made.found.of[name], _counts(of), note))
-    if made.ceiling is not None:
+    lines = speeds.first_lines(_counts(fixed[0]), _counts(winner), winner.name)
+    for (name, kind, _, note), of in zip(jobs, others, strict=True):
+        lines.append(speeds.line(name, kind, speeds.speeds.of[name], _counts(of), note))
+    if speeds.ceiling is not None:
         note = "of single rounds; knows what every depth brings"
-        lines.append(made.line("oracle bound", "bound", made.ceiling, None, note))
-    reached = acceptance_bands(arrays, Resamples(arrays.prompt_ids, seed))
+        lines.append(speeds.line("oracle bound", "bound", speeds.ceiling, None, note))
+    outcomes, reached = trace_outcomes(arrays), acceptance_bands(arrays, Resamples(arrays.clusters, seed))
+    reasons = doubts(lines, (), draws.profile)
     return Report(
         tuple(lines),
-        made.found.fixed,
+        speeds.speeds.fixed,
         tuple(band.value for band in reached),
-        {**facts, "rounds": len(winner.committed)},
+        {**facts, **clusters.facts, "rounds": len(winner.committed)},
         reached,
-        answer(lines, winner.name, every.boot, made.to_rivals, by_profile=made.by_profile),
-        noise_findings(draws.profile),
-        tuple(dict.fromkeys(caveat for one in values for caveat in one.caveats)),
+        answer(lines, winner.name, clusters, (), reasons, primary, remedy(arrays.header, draws.profile)),
+        (*noise_findings(draws.profile), *dominant_cluster(arrays.subset(texts.present), clusters)),
+        tuple(dict.fromkeys([*(caveat for one in values for caveat in one.caveats), *outcomes.caveats])),
     )
 
 
 class _Texts:
-    """Rounds added up by the texts that they are of, in every resample.
+    """Rounds by the texts that they are of.
 
     Attributes:
-        boot: resamples of the prompts that have rounds.
-        tokens: [1 + R, P].
-        spent: [1 + R, P] seconds by what is drawn anew.
+        present: the S texts that have rounds.
+        tokens, seconds: [S, P].
+        rounds: of each of P policies, the sequence numbered among the texts that are present.
     """
 
-    def __init__(self, arrays: TraceArrays, values: Sequence[RoundValues], draws: Draws, seed: int) -> None:
-        # Every policy was asked at the same rounds in the same order, so that one of them tells the text of each.
+    def __init__(self, values: Sequence[RoundValues]) -> None:
+        # Every policy is valued at the same rounds in the same order, so that one of them has the text of each.
         present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
-        self.boot = Resamples([arrays.prompt_ids[s] for s in present.tolist()], seed)
-        tokens = torch.zeros(len(present), len(values), dtype=torch.float64)
-        tokens.index_add_(0, text, torch.stack([one.committed for one in values], 1))
-        self.tokens = self.boot.total(tokens)
-        rounds = [dataclasses.replace(one.taken, sequence=text) for one in values]
-        priced = Priced(self.boot, draws, rounds, torch.zeros(len(present), dtype=torch.int64))
-        self.spent = {vary: priced.seconds(vary) for vary in Vary}
+        self.present: list[int] = present.tolist()
+        self.rounds = [dataclasses.replace(one.taken, sequence=text) for one in values]
+        self.tokens, self.seconds = (self._by_text(values, name, text) for name in ("committed", "seconds"))
+
+    def _by_text(self, values: Sequence[RoundValues], name: str, text: Tensor) -> Values:
+        sums = torch.zeros(len(self.present), len(values), dtype=torch.float64)
+        out: Values = sums.index_add_(0, text, torch.stack([getattr(one, name).double() for one in values], 1)).numpy()
+        return out
 
 
 def _counts(values: RoundValues) -> Counts:

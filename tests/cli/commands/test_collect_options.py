@@ -114,6 +114,41 @@ def test_a_plain_text_is_a_prompt_a_line(collect: list[object], home: Path, done
     assert open_trace(tmp_path / "out").row_count == done.row_count
 
 
+def test_samples_of_a_prompt_go_through_all_commands(collect: list[object], tmp_path: Path) -> None:
+    texts = [
+        {"prompt_id": "q", "id": name, "prompt": "w7 w8", "answer": f"w{9 + at} w10"} for at, name in enumerate("ab")
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    command = [
+        *collect,
+        "--preset",
+        "humaneval",
+        "--prompts",
+        tmp_path / "p.jsonl",
+        "--shards",
+        1,
+        "--temperature",
+        0.7,
+    ]
+    answer = cli(*command, "--completions", "answer", "--depth", 1, "--verification", "match", "--out", tmp_path / "a")
+    assert answer.code == 0, answer.err
+    rows = open_trace(tmp_path / "a").table(["prompt_id", "sample", "text_tokens"]).to_pylist()
+    assert {(row["prompt_id"], row["sample"]) for row in rows} == {("q", "a"), ("q", "b")}
+    live = ["--collector", "live", "--batch", 2]
+    assert cli(*command, *live, "--out", tmp_path / "b").code == 0
+    assert set(open_trace(tmp_path / "b").table(["sample"])["sample"].to_pylist()) <= {"a", "b"}
+    facts = json.loads(cli("info", tmp_path / "a", "--json").out)
+    assert (facts["prompts"], facts["prompts with rows"], facts["distinct prompt ids"]) == (2, 2, 1)
+    assert json.loads(cli("info", tmp_path / "b", "--json").out)["batch"] == 2
+    resumed = cli(*command, *live[:2], "--out", tmp_path / "b", "--resume")
+    assert resumed.code == 2 and "another batch" in resumed.err
+    models = [*collect[1:5], *COMPACT, "--prompts", tmp_path / "p.jsonl", "--temperature", 0.9, "--max-new-tokens", 12]
+    decoded = cli("decode", *models, "--policy", "fixed:1")
+    assert "[1 of 2: q, sample a]" in decoded.out and "[2 of 2: q, sample b]" in decoded.out, decoded.err
+    first, second = json.loads(cli("decode", *models, "--policy", "fixed:1", "--json").out)["texts"]
+    assert first != second
+
+
 def test_the_chat_template_is_written_around_each_prompt(
     collect: list[object], home: Path, done: Trace, tmp_path: Path
 ) -> None:

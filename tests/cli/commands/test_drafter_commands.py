@@ -173,6 +173,11 @@ def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
     assert told["drafter"] in ("suffix", "lookup") or told["drafter"].startswith("suffix?sure=")
     assert set(told["alone"]) == {"suffix", "lookup"} and set(told["tried"]) == {"fixed:1", "fixed:2"}
     assert f"Draft with --drafter {told['drafter']}" in answer.out and f"--drafter {told['drafter']}" in answer.out
+    for word in (
+        "the profile of suffix and lookup has kept no repeated timings",
+        "changes of the machine between the two",
+    ):
+        assert word in told["intervals"] and word in " ".join(answer.out.split())
     rates = told["tried"]["fixed:2"]
     assert all(rate > 0 for rate in rates.values()) and "0.5" in rates
     only = json.loads(cli("combine", *both, "--policy", "confidence:0.4", "--json").out)
@@ -212,7 +217,7 @@ def test_what_comes_after_combining_is_a_whole_command(
     spec: str, words: str, traces: dict[float, Trace], profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = BothChoice(
-        spec, FixedLength(1), "fixed:1", 2.0, {"suffix": 2.0, "model": 1.0}, Ratio(2.0),
+        spec, FixedLength(1), "fixed:1", 2.0, {"suffix": 2.0, "model": 1.0}, Ratio(2.0), "",
         {"fixed:1": SureChoice(None, 1.0, 2.0, 1.0, {0.5: 1.0})},
     )  # fmt: skip
     monkeypatch.setattr(drafters, "choose_both", lambda *args, **more: found)

@@ -21,6 +21,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
 from specstop.train.report.evaluate import evaluate
+from timed import timed_profile
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +71,33 @@ def test_transfer_answers_what_it_writes(place: Path, sides: tuple[Trace, Trace]
 
 def test_compare_shows_both_reports(place: Path) -> None:
     raw = parsed(cli("compare", place / "report", place / "other" / "report.json", "--json"))
-    assert raw["kind"] == "comparison"
+    assert (raw["kind"], raw["profiles"]) == ("comparison", "same")
     names = [line["name"] for line in raw["lines"]]
     assert {"plain decoding", "best fixed", "confidence:0.6", "confidence:0.3"} <= set(names)
     shown = cli("compare", place / "report", place / "other")
     assert (shown.code, shown.err) == (0, "")
     for word in ("confidence:0.6", "overlap", raw["method"], "Traces, temperature, pair and profile are the same."):
         assert word in shown.out
+    assert "kept no repeated timings" in shown.out, "the profile of the fixture was not measured"
+
+
+def test_compare_says_what_two_profiles_do_not_tell(
+    place: Path, sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        measured = timed_profile(full_profile, pace=0.05, jitter=0.1, seed=seed)
+        evaluate(sides[1], measured, [Confidence(0.6, DEPTH)], out=tmp_path / str(seed), sweep=False)
+    raw = parsed(cli("compare", tmp_path / "1", tmp_path / "2", "--json"))
+    assert raw["profiles"] == "different" and len(raw["caveats"]) == 1
+    shown = " ".join(cli("compare", tmp_path / "1", tmp_path / "2").out.split())
+    for word in (
+        *raw["caveats"],
+        "specstop bench",
+        "B / A, vs best fixed: ratio to the best fixed length of each report",
+    ):
+        assert word in shown
+    for word in ("plain decoding", "vs best fixed, A"):
+        assert word in shown
 
 
 def test_estimate_shows_every_estimator_and_its_caveats(place: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import warnings
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from conftest import NEW, make_prompts
 from specstop.collect.dense.mixed import mixed_rows
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.collect.schema import NO_TOKEN, SCHEMA_VERSION, Header
+from specstop.collect.schema import NO_TOKEN, Header
 from specstop.collect.work import Work
 from specstop.decode.compare.bench import bench
 from specstop.decode.loop import Settings, Speculator
@@ -125,18 +123,11 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
     assert all(np.isfinite(row[name]).all() for row in mixed for name in CHAIN_FEATURES)
 
 
-def test_the_header_says_what_was_sampled_from_and_older_ones_are_of_plain_sampling(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
+def test_the_header_says_what_was_sampled_from(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     shaping = Shaping(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
     header = collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, shaping=shaping).header
     assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
     assert Header.from_json(header.to_json(), "x") == header
-    raw = json.loads(header.to_json())
-    for version, later in ((3, ("shaping",)), (2, ("shaping", "vectors"))):
-        older = {name: value for name, value in raw.items() if name not in later} | {"schema": version}
-        read = Header.from_json(json.dumps(older), "x")
-        assert read == dataclasses.replace(header, shaping={}) and read.schema == SCHEMA_VERSION
     with pytest.raises(TraceError, match="a run with another shaping"):
         collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, resume=True)
 

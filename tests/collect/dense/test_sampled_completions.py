@@ -216,7 +216,9 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
     found = {}
     for temperature in (0.4, TEMPERATURE, 1.4):
         texts = {name: write(pair, ids, NEW, temperature, Shaping(), at) for at, (name, ids) in enumerate(named)}
-        found[temperature] = balance(pair, settings, named, texts, NEW)
+        found[temperature] = balance(
+            pair, settings, list(zip(many, [ids for _, ids in named], strict=True)), texts, NEW
+        )
         if temperature != TEMPERATURE:
             words = {name: pair.tokenizer.decode(text) for name, text in texts.items()}
             with pytest.raises(
@@ -249,7 +251,8 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     off = values - values.mean()
     sums = np.array([off[[owner == name for owner, _ in parts]].sum() for name, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
-    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P), named, texts, 12)
+    encoded = list(zip(prompts, [ids for _, ids in named], strict=True))
+    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P), encoded, texts, 12)
     assert (found.mean, found.standard_error) == pytest.approx((values.mean(), error), rel=1e-9)
     assert (found.texts, found.tokens) == (9, len(values))
 

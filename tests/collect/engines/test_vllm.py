@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from specstop.collect.engines.vllm_records import import_vllm
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.errors import InputError, TraceError
+from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -57,6 +58,32 @@ def test_a_summary_is_laid_out_by_length(tmp_path: Path) -> None:
     metrics = {"num_spec_tokens": 3, "acceptance_histogram": [2, 0, 1, 1]}
     trace = import_vllm(write(tmp_path / "r.jsonl", [metrics]), tmp_path / "out")
     assert list(trace.rows.with_format("numpy")["accepted_length"][:]) == [0, 0, 2, 3]
+
+
+def test_records_may_name_prompt_and_sample(tmp_path: Path) -> None:
+    records = [
+        {**response([1], name="r1"), "prompt_id": "q"}, {**response([2], name="r2"), "prompt_id": "q"},
+        {**response([1], name="p"), "sample": 3}, response([2], name="o"),
+    ]  # fmt: skip
+    arrays = trace_arrays(import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "out"))
+    named = [("q", "r1"), ("q", "r2"), ("p", "3"), ("o", "")]
+    assert list(zip(arrays.prompt_ids, arrays.samples, strict=True)) == named
+    assert arrays.clusters == ["q", "q", "p", "o"]
+    records[1]["sample"] = "\ud800"
+    with pytest.raises(InputError, match="line 2: the id has half a surrogate pair"):
+        import_vllm(write(tmp_path / "r.jsonl", records), tmp_path / "other")
+
+
+@pytest.mark.parametrize("base", ["q{}", "cmpl-{}ac0ffee"])
+def test_ids_that_look_like_samples_are_pointed_out(tmp_path: Path, base: str) -> None:
+    names = [f"{base.format(prompt)}-{sample}" for prompt in range(2) for sample in range(2)]
+    file = write(tmp_path / "r.jsonl", [response([1], name=name) for name in names])
+    with pytest.warns(SpecstopWarning, match="4 of 4 ids look like samples .* `prompt_id` or `sample`"):
+        import_vllm(file, tmp_path / "out")
+    file = write(tmp_path / "s.jsonl", [{**response([1], name=name), "prompt_id": name} for name in names])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecstopWarning)
+        import_vllm(file, tmp_path / "named")
 
 
 @pytest.mark.parametrize(

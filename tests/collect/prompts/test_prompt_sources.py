@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from specstop.collect.prompts.presets import PRESETS
 from specstop.collect.prompts.read import Columns, Prompt, read_prompts
@@ -43,6 +45,46 @@ def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, text: bytes) -> 
     (tmp_path / name).write_bytes(text)
     with pytest.raises(InputError, match=r"^--prompts: .* cannot be read as (csv|parquet): .*$"):
         read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["p.CSV", "p.Csv", "p.PARQUET", "p.TXT"])
+def test_suffixes_are_read_in_any_case(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    table = datasets.Dataset.from_dict({"prompt": ["one", "two"]})
+    kind = path.suffix.lower()
+    if kind == ".txt":
+        path.write_text("one\ntwo\n")
+    else:
+        (table.to_csv if kind == ".csv" else table.to_parquet)(str(path))
+    assert [p.text for p in read_prompts(path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("twice", "columns"),
+    [("prompt", Columns()), ("id", Columns()), ("sample", Columns()), ("topic", Columns(group="topic")),
+     ("answer", Columns(completion="answer"))],
+)  # fmt: skip
+def test_a_column_that_is_read_and_occurs_twice_is_refused(
+    tmp_path: Path, kind: str, twice: str, columns: Columns
+) -> None:
+    names, values = ["prompt", "id", "topic", "answer", "sample", twice], ["a", "b", "c", "d", "e", "f"]
+    path = tmp_path / f"prompts.{kind}"
+
+    def save(names: list[str]) -> None:
+        if kind == "parquet":
+            pq.write_table(pa.table([pa.array([value]) for value in values], names=names), path)
+        elif kind == "csv":
+            path.write_text(",".join(names) + "\n" + ",".join(values) + "\n")
+        else:
+            path.write_text("{" + ", ".join(f'"{n}": "{v}"' for n, v in zip(names, values, strict=True)) + "}")
+
+    save(names)
+    with pytest.raises(InputError, match=f"^--prompts: .*prompts.{kind}.* {twice!r}") as caught:
+        read_prompts(path, columns=columns)
+    assert "\n" not in str(caught.value)
+    save([*names[:2], "more", *names[3:5], "more"] if twice != "topic" else ["prompt", "id", "topic", "x", "x", "y"])
+    assert read_prompts(path, columns=columns if twice != "answer" else Columns())[0].text == "a"
 
 
 LAYOUTS = {

@@ -59,8 +59,11 @@ def test_a_line_separator_inside_a_string_does_not_end_the_record(tmp_path: Path
         ('{"text": "a"}', "line 1: expected an object"),
         ('{"prompt": ""}', "line 1: expected an object"),
         ('{"prompt": 3}', "line 1: expected an object"),
-        ('{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}', "line 2: id '1' stands in line 1 too"),
-        ('{"prompt": "a"}\n{"prompt": "a"}', "line 2: id .* stands in line 1 too"),
+        (
+            '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}',
+            "line 2: prompt id '1' appears in line 1 too, with another text",
+        ),
+        ('{"prompt": "a"}\n{"prompt": "a"}', "line 2: prompt .* appears in line 1 too"),
         (r'{"prompt": "\ud800"}', "line 1: the prompt has half a surrogate pair"),
         (r'{"prompt": "a", "id": "b\udc00"}', "line 1: the id has half a surrogate pair"),
         (
@@ -188,7 +191,7 @@ def test_a_text_that_comes_again_is_dropped_where_asked(numbered: Path) -> None:
 
 def test_a_repeated_text_without_ids_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "a"}')
-    with pytest.raises(InputError, match=r"line 3: id .* stands in line 1 too; --deduplicate drops"):
+    with pytest.raises(InputError, match=r"line 3: prompt .* appears in line 1 too; .*--deduplicate"):
         read_prompts(path)
     assert [p.text for p in read_prompts(path, choice=Choice(deduplicate=True))] == ["a", "b"]
 

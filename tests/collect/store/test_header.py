@@ -21,9 +21,10 @@ def test_the_depth_of_a_topology_is_that_of_its_deepest_node() -> None:
         assert dataclasses.replace(HEADER, topology=topology).depth == depth
 
 
-def test_another_schema_version_is_refused() -> None:
-    text = json.dumps({**json.loads(HEADER.to_json()), "schema": SCHEMA_VERSION + 1})
-    with pytest.raises(TraceError, match=f"here: the trace has schema {SCHEMA_VERSION + 1}, but this specstop reads"):
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_another_schema_version_is_refused(version: int) -> None:
+    text = json.dumps({**json.loads(HEADER.to_json()), "schema": version})
+    with pytest.raises(TraceError, match=f"here: the trace has schema {version}, but this specstop reads"):
         Header.from_json(text, "here")
 
 
@@ -45,7 +46,7 @@ def test_what_is_no_header_is_refused(text: str | bytes) -> None:
         Header.from_json(text, "here")
 
 
-@pytest.mark.parametrize("changes", [{"draws": 0}, {"eos": [1 << 40]}, {"eos": [-1]}])
+@pytest.mark.parametrize("changes", [{"draws": 0}, {"batch": 0}, {"eos": [1 << 40]}, {"eos": [-1]}])
 def test_numbers_that_cannot_be_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(TraceError, match=r"here: the header has \d+ draws and the end tokens"):
+    with pytest.raises(TraceError, match=r"here: the header has \d+ draws, a batch of \d+ and the end tokens"):
         Header.from_json(json.dumps({**json.loads(HEADER.to_json()), **changes}), "here")

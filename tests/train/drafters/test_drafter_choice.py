@@ -27,6 +27,7 @@ from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.comparing.drafters import choose_both
+from timed import timed_profile
 
 TREE, DEPTH, NEW = "4,2,1", 3, 14
 SIDES = ("low", "high")
@@ -147,6 +148,22 @@ def test_a_length_is_chosen_with_the_chance_and_tested_on_other_texts(
         choose_both(sides, costs, sides)
     with pytest.raises(InputError, match=r"--first: expected traces of a drafter that reads neither .*, not of model"):
         choose_both(sides[::-1], costs)
+
+
+def test_the_gain_of_a_choice_includes_the_error_of_both_profiles(
+    traces: dict[str, TraceArrays], profile: Profile
+) -> None:
+    """A profile that is known up to its pace: what two drafters gain over one is as uncertain as that."""
+    sides = traces["suffix"], traces["model"]
+    exact, other = (timed_profile(cheap(profile), pace=pace, seed=2) for pace in (0.0, 0.6)), timed_profile(profile)
+    sure, unsure = (choose_both(sides, (first, other), sures=(0.4,)) for first in exact)
+    assert sure.spec == unsure.spec == "suffix?sure=0.4+model"
+    assert sure.over.low is not None and unsure.over.low is not None
+    assert unsure.over.low < sure.over.low - 0.05
+    for found in (sure, unsure):
+        assert found.intervals.endswith("changes of the machine between the two profiles are left out")
+    assert "changes" not in choose_both(sides, (other, other), sures=(0.4,)).intervals
+    assert "profile of suffix and model has kept no" in choose_both(sides, (profile,) * 2, sures=(0.4,)).intervals
 
 
 def _rate(arrays: TraceArrays, mine: torch.Tensor, rounds: object, free: Profile, profile: Profile) -> float:

@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contract_policies import DEPTH
+from specstop.collect.store.folder import Trace
+from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
-from specstop.train.report.comparing.compare import PAIRED, UNPAIRED, compare
+from specstop.policies.latency.profile import Profile
+from specstop.train.replay.log import play, scaled
+from specstop.train.replay.traces.arrays import trace_arrays
+from specstop.train.report.comparing.compare import DIFFERENT, PAIRED, SAME, UNKNOWN, UNPAIRED, compare
 from specstop.train.report.comparing.read import per_prompt_figures, read_report
+from specstop.train.report.evaluate import evaluate
+from specstop.train.report.pricing import Draws
+from timed import timed_profile
 
 PROMPTS = [f"p{i}" for i in range(20)]
 LINES = ("plain decoding", "best fixed", "mine", "oracle bound")
@@ -37,7 +46,10 @@ def written(folder: Path, scale: float = 1.0, details: Any = None, **facts: Any)
     return folder
 
 
-def figures(prompts: list[str], seed: int, speed: float = 1.0) -> dict[str, Any]:
+def figures(
+    prompts: list[str], seed: int, speed: float = 1.0, profile: str = "one", pace: float = 0.0, is_timed: bool = True
+) -> dict[str, Any]:
+    """Return figures by prompt; the timings of `profile` are known up to a common factor of standard deviation `pace`."""
     chance = np.random.default_rng(0)
     hard = {p: float(chance.uniform(1.0, 3.0)) for p in PROMPTS}
     noise = np.random.default_rng(seed)
@@ -46,7 +58,17 @@ def figures(prompts: list[str], seed: int, speed: float = 1.0) -> dict[str, Any]
         for name in LINES
         if "bound" not in name
     }
-    return {"per_prompt": per_prompt_figures(prompts, [60.0] * len(prompts), seconds)}
+    drawn = np.exp(pace * np.random.default_rng([len(profile), seed]).standard_normal(200)).tolist() if is_timed else []
+    made = per_prompt_figures(
+        prompts,
+        [60.0] * len(prompts),
+        seconds,
+        prompt_ids=prompts,
+        fingerprint=profile,
+        is_timed=is_timed,
+        factors=dict.fromkeys(seconds, drawn),
+    )
+    return {"per_prompt": made}
 
 
 def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
@@ -60,7 +82,9 @@ def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
         if x.kind != "bound":
             assert x.gain is not None
             assert (x.gain.value, x.gain.low, x.gain.high) == (1.0, 1.0, 1.0)
+            assert x.gain == x.gain_over_best
     assert found.line("oracle bound").gain is None
+    assert (found.profiles, found.caveats) == (SAME, ())
 
 
 def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) -> None:
@@ -72,7 +96,7 @@ def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) 
     spent = [
         sum(
             s
-            for p, s in zip(f["per_prompt"]["prompts"], f["per_prompt"]["seconds"]["mine"], strict=True)
+            for p, s in zip(f["per_prompt"]["clusters"], f["per_prompt"]["seconds"]["mine"], strict=True)
             if p in common
         )
         for f in (mine, other)
@@ -81,7 +105,7 @@ def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) 
     assert gain.value == pytest.approx(spent[0] / spent[1])
     assert 1.07 < gain.low < gain.value < gain.high < 1.13
     # Prompts differ threefold, which pairing takes out.
-    blind = compare(written(tmp_path / "c"), written(tmp_path / "d", 1.1)).line("mine").gain
+    blind = compare(written(tmp_path / "c"), written(tmp_path / "d", 1.1)).line("mine").gain_over_best
     assert blind is not None
     assert blind.high - blind.low > 3 * (gain.high - gain.low)
 
@@ -93,10 +117,12 @@ def test_unpaired_says_why_and_combines_both_intervals(tmp_path: Path) -> None:
     assert found.why == f"{one / 'report.json'} holds no figures by prompt"
     mine = found.line("mine")
     assert mine.overlap is False
-    assert mine.gain is not None
+    assert mine.gain is None and mine.gain_over_best is not None
+    assert (found.profiles, found.caveats) == (UNKNOWN, ())
     low, high = np.hypot(np.log(0.9), np.log(1.1)), np.hypot(np.log(1.1), np.log(0.9))
     expected = (1.5, 1.5 * np.exp(-low), 1.5 * np.exp(high))
-    assert (mine.gain.value, mine.gain.low, mine.gain.high) == pytest.approx(expected)
+    combined = mine.gain_over_best
+    assert (combined.value, combined.low, combined.high) == pytest.approx(expected)
     apart = (
         written(tmp_path / "c", details=figures(PROMPTS[:10], 1)),
         written(tmp_path / "d", details=figures(PROMPTS[11:], 1)),
@@ -142,6 +168,14 @@ def spoiled(raw: dict[str, Any], change: str) -> Any:
         del raw["lines"][1]["to_best_fixed"]["low"]
     if change == "by prompt":
         raw["details"] = {"per_prompt": {**figures(PROMPTS, 1)["per_prompt"], "tokens": [1.0]}}
+    if change == "profile":
+        made = figures(PROMPTS, 1)["per_prompt"]
+        del made["profile"]
+        raw["details"] = {"per_prompt": made}
+    if change == "draws":
+        made = figures(PROMPTS, 1)["per_prompt"]
+        made["profile"]["factors"]["mine"] = [1.0]
+        raw["details"] = {"per_prompt": made}
     if change == "seconds":
         made = figures(PROMPTS, 1)["per_prompt"]
         made["seconds"]["mine"][3] = 0.0
@@ -160,6 +194,8 @@ def spoiled(raw: dict[str, Any], change: str) -> Any:
         ("ratio", r"is mangled \(entry 'low'\)"),
         ("by prompt", "is mangled .figures by prompt of other lengths"),
         ("seconds", "not above 0"),
+        ("profile", r"is mangled \(entry 'profile'\)"),
+        ("draws", "is mangled .lines with other numbers of draws"),
     ],
 )
 def test_a_mangled_report_is_one_clear_line(tmp_path: Path, change: str, message: str) -> None:
@@ -181,3 +217,127 @@ def test_a_missing_report_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read"):
         read_report(tmp_path / "x.json")
+
+
+# Two profiles
+
+
+def test_the_error_of_one_profile_cancels_and_that_of_two_does_not(tmp_path: Path) -> None:
+    """Known up to 4% each: on one profile B / A is as certain as prompts are, on two up to 4% times the root of 2."""
+
+    def gain(name: str, **options: Any) -> tuple[float, float]:
+        one = written(tmp_path / name / "a", details=figures(PROMPTS, 1, **{**options, "profile": "one"}))
+        details = figures(PROMPTS, 1, 1.01, **options)
+        noise = np.random.default_rng(5).uniform(0.98, 1.02, len(PROMPTS))
+        seconds = details["per_prompt"]["seconds"]
+        seconds["mine"] = (np.array(seconds["mine"]) * noise).tolist()
+        found = compare(one, written(tmp_path / name / "b", details=details)).line("mine").gain
+        assert found is not None and found.low is not None and found.high is not None
+        return found.low, found.high
+
+    exact, shared = gain("exact", profile="one"), gain("shared", profile="one", pace=0.04)
+    assert shared == pytest.approx(exact)
+    low, high = np.log(gain("two", profile="another", pace=0.04))
+    assert high - low == pytest.approx(2 * 1.96 * 0.04 * 2**0.5, rel=0.2)
+    assert np.log(exact[1] / exact[0]) < 0.25 * (high - low)
+
+
+def test_a_pace_that_all_rounds_share_cancels_in_ratios_to_the_best_fixed_length(tmp_path: Path) -> None:
+    one = written(tmp_path / "a", details=figures(PROMPTS, 1, pace=0.04))
+    two = written(tmp_path / "b", details=figures(PROMPTS, 1, 1.04, profile="another", pace=0.04))
+    mine = compare(one, two).line("mine")
+    assert mine.gain is not None and mine.gain.value == pytest.approx(1.04)
+    assert mine.gain.low is not None and mine.gain.low < 1.0
+    over = mine.gain_over_best
+    assert over is not None
+    assert (over.value, over.low, over.high) == pytest.approx((1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("paired", "profile"), [(True, "one"), (True, "another"), (False, "one")])
+def test_a_profile_without_timings_is_named(tmp_path: Path, paired: bool, profile: str) -> None:
+    one, two = figures(PROMPTS, 1), figures(PROMPTS, 2, profile=profile, is_timed=False)
+    if profile == "one":
+        one["per_prompt"]["profile"] = two["per_prompt"]["profile"]
+    names = PROMPTS if paired else [f"{p}, elsewhere" for p in PROMPTS]
+    two["per_prompt"]["clusters"] = names
+    found = compare(written(tmp_path / "a", details=one), written(tmp_path / "b", details=two))
+    assert found.method == (PAIRED if paired else UNPAIRED)
+    expected = "profile of A and B kept no" if profile == "one" else "profile of B kept no"
+    assert expected in found.caveats[0]
+    assert found.profiles == (SAME if profile == "one" else DIFFERENT)
+
+
+def test_prompts_are_paired_by_their_text(tmp_path: Path) -> None:
+    one, two = figures(PROMPTS, 1), figures(PROMPTS, 2)
+    two["per_prompt"]["prompts"] = PROMPTS[::-1]
+    found = compare(written(tmp_path / "a", details=one), written(tmp_path / "b", details=two))
+    again = compare(tmp_path / "a", written(tmp_path / "c", details=figures(PROMPTS, 2)))
+    assert found.lines == again.lines and found.prompts == len(PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def machine(full_profile: Profile) -> Profile:
+    """True costs of a machine."""
+    return full_profile.with_decisions({"confidence": 5e-5})
+
+
+@pytest.fixture(scope="module")
+def reports(sides: tuple[Trace, Trace], machine: Profile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reports of one policy on profiles of one machine: `one` and `two` timed it on their own, `again` is `one` once more."""
+    folder = tmp_path_factory.mktemp("reports")
+    timed = {seed: timed_profile(machine, ["confidence"], pace=0.06, jitter=0.1, seed=seed) for seed in (1, 4)}
+    for name, profile, seed in (
+        ("one", timed[1], 0),
+        ("again", timed[1], 1),
+        ("two", timed[4], 0),
+        ("none", machine, 0),
+    ):
+        profile.save(folder / f"{name}.json")
+        profile = Profile.load(folder / f"{name}.json")
+        evaluate(sides[1], profile, [Confidence(0.6, DEPTH)], out=folder / name, seed=seed, sweep=False)
+    return folder
+
+
+def test_two_timings_of_one_machine_do_not_differ(reports: Path) -> None:
+    found = compare(reports / "one", reports / "two")
+    assert (found.method, found.profiles) == (PAIRED, DIFFERENT)
+    assert len(found.caveats) == 1 and "not changes of the machine" in found.caveats[0]
+    plain = found.line("plain decoding").gain
+    assert plain is not None and abs(plain.value - 1.0) > 0.02
+    for line in found.lines:
+        for ratio in (line.gain, line.gain_over_best):
+            assert ratio is not None and ratio.low is not None and ratio.high is not None
+            assert ratio.low <= 1.0 <= ratio.high, line.name
+
+
+def test_one_profile_has_the_same_draws_in_every_report(reports: Path) -> None:
+    """Whatever the seed: lines that are the same differ in nothing."""
+    found = compare(reports / "one", reports / "again")
+    assert (found.profiles, found.caveats) == (SAME, ())
+    for line in found.lines:
+        assert line.gain is not None
+        assert (line.gain.value, line.gain.low, line.gain.high) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
+
+
+def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sides: tuple[Trace, Trace]) -> None:
+    """The seconds of the texts, round by round, under the draw over those under the profile as measured."""
+    profile, arrays = Profile.load(reports / "one.json"), trace_arrays(sides[1])
+    factors, drawn = read_report(reports / "one").factors, Draws(profile).drawn
+    assert set(factors) == {line["name"] for line in read_report(reports / "one").lines.values()}
+    for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):
+        rounds = play(arrays, policy, profile).rounds
+        measured, *under = (float(rounds.of_texts(costs, arrays.prompt_tokens).sum()) for costs in (profile, *drawn))
+        assert factors[name] == pytest.approx([seconds / measured for seconds in under], abs=1e-8)
+
+
+def test_costs_that_nobody_timed_are_no_certain_ones(reports: Path) -> None:
+    found = compare(reports / "one", reports / "none")
+    assert found.profiles == DIFFERENT
+    assert "profile of B kept no" in found.caveats[0]
+
+
+def test_the_fingerprint_of_a_profile_is_that_of_its_model_calls(machine: Profile) -> None:
+    timed = timed_profile(machine, ["confidence"], jitter=0.1)
+    assert timed.fingerprint == timed.with_decisions({"mine": 1e-4}).fingerprint
+    others = [timed_profile(machine, jitter=0.1, seed=1), scaled(timed, draft=2.0), machine]
+    assert len({timed.fingerprint, *(other.fingerprint for other in others)}) == 4

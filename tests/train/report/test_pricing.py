@@ -17,6 +17,8 @@ from specstop.decode.compare.intervals import Ratio, Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.latency.estimate import DECISIONS
+from specstop.policies.latency.measurements import Key, collected
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.bounds.oracle import oracle_plan
 from specstop.train.replay.bounds.regret import planned_rounds
@@ -89,6 +91,13 @@ def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> N
     assert np.ptp(decisions[:, 0]) == 0.0 < np.ptp(decisions[:, 1]), "fixed lengths decide nothing"
 
 
+def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: Profile) -> None:
+    more = collected([{Key(DECISIONS, "mine", (1,)): [1e-4]}] * 40)
+    mine, theirs = Draws(noisy, 3, DRAWS).drawn, Draws(noisy.with_measured_decisions(more), 3, DRAWS).drawn
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.same_costs(other.to_dict()) and one.decision("confidence") == other.decision("confidence")
+
+
 def test_changes_are_made_to_every_draw_and_some_texts_can_be_taken(chains: TraceArrays, noisy: Profile) -> None:
     replays = [play(chains, FixedLength(3), noisy)]
     boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
@@ -141,7 +150,7 @@ def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_
     replays = [play(chains, Confidence(0.4, DEPTH), full_profile)]
     boot, draws = Resamples(chains.prompt_ids), Draws(full_profile)
     priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens, replays[0].result.seconds[:, None])
-    assert draws.drawn == () and "kept no timings" in draws.text
+    assert draws.drawn == () and "kept no repeated timings" in draws.text
     assert np.array_equal(priced.seconds()[:, 0], boot.total(replays[0].result.seconds))
     assert priced.seconds(Vary.PROFILE).shape == (1, 1)
 

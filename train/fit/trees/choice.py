@@ -42,11 +42,11 @@ def choose_tree(
     profile: Profile,
     sizes: Sequence[int],
     depth: int | None = None,
+    report: TraceArrays | None = None,
     progress: Progress = silent,
 ) -> TreeChoice:
-    """Return the policy of the sub-tree whose rule was settled at the highest rate, on prompts that its heads did not see.
+    """Return the policy of the sub-tree with the highest rate, on prompts that its heads were not fitted on.
 
-    The prompts of the first fold have no part in that, so that what is measured on them holds for the one that is chosen.
     What is drawn and not verified takes time too, so that a smaller tree may serve better than all that was recorded. Where
     several are tried, one as large as the best static tree is tried as well: where little is worth deciding that is the one.
 
@@ -57,6 +57,8 @@ def choose_tree(
         profile: what rounds cost.
         sizes: nodes of the sub-trees of most acceptance that are tried; one of as many as were recorded is the whole.
         depth: of these trees at most.
+        report: prompts that held-out figures come from, or None.
+        progress: see `Progress`.
 
     Raises:
         InputError: a size cannot be; see `likeliest_nodes`.
@@ -64,18 +66,18 @@ def choose_tree(
     best: TreeChoice | None = None
     whole = list(range(arrays.tree.nodes))
     # All at first: a size that cannot be is told before anything is fitted.
-    fit_side = arrays.subset(folds.sequences(0, inside=False))
-    trees = [whole if n >= len(whole) else likeliest_nodes(fit_side, n, depth or arrays.depth) for n in sizes]
+    trees = [whole if n >= len(whole) else likeliest_nodes(arrays, n, depth or arrays.depth) for n in sizes]
     if len(trees) > 1:
-        static, _ = best_static_tree(fit_side, profile)
-        as_large = likeliest_nodes(fit_side, len(static.nodes), static.max_depth)
+        static, _ = best_static_tree(arrays, profile)
+        as_large = likeliest_nodes(arrays, len(static.nodes), static.max_depth)
         trees += [as_large] if as_large and as_large not in trees else []
     for done, nodes in enumerate(trees):
         if len(trees) > 1:
             progress("choose a tree", done, len(trees))
-        part = arrays if nodes is whole else on_subtree(arrays, nodes)
+        part, held = (of if of is None or nodes is whole else on_subtree(of, nodes) for of in (arrays, report))
+        assert part is not None
         own = dataclasses.replace(plan, fit=plan.fit.below(f"tree-{done}")) if len(trees) > 1 else plan
-        found = TreeChoice(nodes, part, *fit_tree(own, part, folds, profile, progress))
+        found = TreeChoice(nodes, part, *fit_tree(own, part, folds, profile, held, progress))
         if best is None or found.policy.facts.rho > best.policy.facts.rho:
             best = found
     if len(trees) > 1:

@@ -10,7 +10,6 @@ from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
-from ....policies.heads.build import Head
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
@@ -23,6 +22,7 @@ from ...heads.rows import Visits, visits
 from ...replay.bounds.static_tree import best_static_tree, drafted_alone
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays
+from ..held_out import shares, training_prompts
 from ..plan import Plan
 from ..rates import left_out_parts, replayed_rates
 from .calibrate import fit_paths, sibling_shares
@@ -46,12 +46,25 @@ def tree_features(head: str) -> tuple[str, ...]:
 
 
 def fit_tree(
-    plan: Plan, arrays: TraceArrays, folds: Folds, profile: Profile, progress: Progress = silent
+    plan: Plan,
+    arrays: TraceArrays,
+    folds: Folds,
+    profile: Profile,
+    report: TraceArrays | None = None,
+    progress: Progress = silent,
 ) -> tuple[TreeGain, dict[str, bytes], dict[str, Any]]:
-    """Fit a head on a trace of trees, calibrate it along paths on prompts that it did not see, and solve its rate.
+    """Fit a head on a trace of trees, calibrate it along paths on prompts that it was not fitted on, and solve its rate.
 
     HISTORY features tell of a policy's own play, and policies skip easy runs: after the first pass, on the rounds of the best
     static tree, all is fitted again on the rounds that the policy itself visits.
+
+    Args:
+        plan: what to fit.
+        arrays: the prompts to train on.
+        folds: of them.
+        profile: what rounds cost.
+        report: prompts that held-out figures come from, or None.
+        progress: see `Progress`.
 
     Returns:
         The policy, files for retraining, and metrics.
@@ -63,8 +76,7 @@ def fit_tree(
         raise TraceError(
             "--rule gain: expected dense traces under match, which can be replayed; collect them with --tree"
         )
-    fit_side, held_side = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
-    static, played = best_static_tree(fit_side, profile)
+    static, played = best_static_tree(arrays, profile)
     playing: Sequence[StopPolicy] = [static]
     # Dinkelbach's iteration starts from the best static tree's rate, in later passes from that of the pass before.
     rate = played.rate
@@ -73,7 +85,7 @@ def fit_tree(
         progress("fit trees", turn, passes)
         visited = own_visits(arrays, folds, playing, profile)
         part = dataclasses.replace(plan, fit=plan.fit.below(f"pass-{turn}"))
-        policies, parts, files, fitted = _fitted(part, arrays, folds, visited)
+        policies, files, fitted = _fitted(part, arrays, folds, visited)
         policy = policies[0]
         # Priced where the best static tree is played, whose rounds are about as wide as the policy's own.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
@@ -81,39 +93,34 @@ def fit_tree(
         policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
         # As the next pass is fitted: on prompts played by heads that have not seen them, under one rule.
         rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
-        policy, rate = solve_tree(policy, fit_side, profile, rates=rates)
+        policy, rate = solve_tree(policy, arrays, profile, rates=rates)
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
-    not_seen = _not_seen(policy, parts, arrays)
-    mine = replay(held_side, not_seen, profile)
-    theirs = replay(*drafted_alone(held_side, static.nodes), profile).rate
+    prompts = training_prompts(arrays, folds)
     metrics = {
-        "prompts": len(set(arrays.prompt_ids)),
+        **shares(prompts, report),
         "rows": fitted,
-        "held_out_tokens_per_s": mine.rate,
-        "held_out_static_tree_tokens_per_s": theirs,
-        "held_out_ratio_to_static_tree": mine.rate / theirs,
         "static_tree": static.shape.name,
         "priced_tree": static.drawn.name,
-        "reliability": tree_scores(not_seen, held_side, visits(held_side, [mine])),
     }
-    policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile.record(policy.cost_name))
+    if report is not None:
+        mine = replay(report, policy, profile)
+        theirs = replay(*drafted_alone(report, static.nodes), profile).rate
+        metrics |= {
+            "held_out_tokens_per_s": mine.rate,
+            "held_out_static_tree_tokens_per_s": theirs,
+            "held_out_ratio_to_static_tree": mine.rate / theirs,
+            "reliability": tree_scores(policy, report, visits(report, [mine])),
+        }
+    profile_record = profile.record(policy.cost_name)
+    policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile_record, prompts=prompts)
     return policy, files, metrics
-
-
-def _not_seen(policy: TreeGain, parts: Sequence[tuple[Head, Visits]], arrays: TraceArrays) -> TreeGain:
-    """Return the policy as it would be calibrated without the first fold, for figures of its prompts."""
-    accept, next_ = fit_paths(parts[1:], arrays, policy.features)
-    return TreeGain(policy.name, policy.features, policy.head, accept, next_, policy.rule, policy.max_depth)
 
 
 def _fitted(
     plan: Plan, arrays: TraceArrays, folds: Folds, visited: Visits
-) -> tuple[list[TreeGain], list[tuple[Head, Visits]], dict[str, bytes], int]:
-    """Return a policy for each fold under a rule without prices, all but its head alike.
-
-    And each head with the rounds that it was not fitted on; files and rows of the first.
-    """
+) -> tuple[list[TreeGain], dict[str, bytes], int]:
+    """Return a policy for each fold under a rule without prices, all but its head alike; files and rows of the first."""
     fold = folds.of_rows(arrays, visited)
     parts = []
     for number in range(folds.count):
@@ -136,4 +143,4 @@ def _fitted(
     # Prices of 1 stand in until `tree_seconds` gives those of the profile.
     rule = TreeRule(1.0, 1.0, [1.0], [1.0], rank_acceptance(rows), shares, below)
     policies = [TreeGain(plan.name, plan.features, one, accept, next_, rule, arrays.depth) for one, _ in parts]
-    return policies, parts, files, len(rows.rows)
+    return policies, files, len(rows.rows)

@@ -13,6 +13,7 @@ from ....policies.progress import Progress
 from ....policies.storage.folder import save_policy
 from ...heads.crossfit import prompt_folds
 from ...replay.traces.arrays import trace_arrays
+from ..held_out import split_report
 from ..plan import Plan
 from ..trained import Trained, facts_of
 from .choice import choose_tree
@@ -41,12 +42,13 @@ def train_tree(
         )
     needed = dict.fromkeys((*plan.features, "noisy_score", "noisy_margin"))
     arrays = trace_arrays(traces, [n for n in needed if n in (*plan.features, *traces.header.features)])
+    arrays, report = split_report(arrays, plan.report_share, plan.seed)
     folds, sizes = prompt_folds(arrays, plan.folds, plan.seed), nodes or (arrays.tree.nodes,)
-    chosen = choose_tree(plan, arrays, folds, profile, sizes, progress=progress)
+    chosen = choose_tree(plan, arrays, folds, profile, sizes, report=report, progress=progress)
     policy, solved, header, tree = chosen.policy, chosen.policy.facts, traces.header, chosen.arrays.tree.name
     metrics = {"tree": tree, **chosen.metrics}
     policy.facts = dataclasses.replace(
         facts_of(header, [header.temperature], [str(traces.folder)], plan.seed, tree=tree),
-        rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics,
+        rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics, prompts=solved.prompts,
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, chosen.files) if folder is not None else None, metrics)

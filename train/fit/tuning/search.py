@@ -37,6 +37,7 @@ from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.checking import check_whole
 from ...replay.traces.concatenate import joined_arrays, temperatures
 from ..fit_rule import check_rule
+from ..held_out import REPORT_SHARE, split_report
 from ..plan import FEATURES, Plan, check_plan, default_features, without_noise
 from ..run import train_arrays
 from ..trained import Trained, claimed
@@ -94,10 +95,13 @@ def train_best(
     name: str | None = None,
     seed: int = 0,
     fit: FitOptions | None = None,
+    report_share: float = REPORT_SHARE,
     overwrite: bool = False,
     progress: Progress = shown,
 ) -> tuple[Trained, Search]:
-    """Search, then train the best head under its best rule on all prompts; its metrics have the table of trials.
+    """Search, then train the best head under its best rule; its metrics have the table of trials.
+
+    Trials never see the report prompts.
 
     Args:
         traces: as of `train`.
@@ -108,6 +112,7 @@ def train_best(
         name: of the policy; by default that of the best head.
         seed: of draws, splits and fits.
         fit: how heads are fitted.
+        report_share: see `train`.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
     """
@@ -116,6 +121,7 @@ def train_best(
         check_plan(Plan(head, features=tuple(features or FEATURES)))
     folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
     names = tuple(features) if features else default_features(opened)
+    check_limits(report_share=report_share)
     plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
     asked = [head_spec(head) for head in options.heads]
     kept = {v for head in options.heads for v in read_hidden(head, opened, None)}
@@ -126,10 +132,10 @@ def train_best(
     arrays = joined_arrays(opened, tuple(read), plan.hidden, extra)
     check_whole(arrays, "leave out --tune and give --rule survival, step or any with a --threshold")
     sampled_at = temperatures(opened)
-    found = search(plan, arrays, profile, sampled_at, options, progress)
+    found = search(plan, split_report(arrays, report_share, seed)[0], profile, sampled_at, options, progress)
     sources = [str(trace.folder) for trace in opened]
     trained = train_arrays(
-        found.plan, arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()}
+        dataclasses.replace(found.plan, report_share=report_share), arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()}
     )  # fmt: skip
     return trained, found
 
@@ -201,10 +207,10 @@ def planned(plan: Plan, trial: Trial, header: Header) -> Plan:
 
 def group_folds(arrays: TraceArrays, folds: int) -> list[tuple[list[int], list[int]]]:
     """Return (fit, left out) sequences of each fold, all texts of a prompt on one side."""
-    prompts = len(set(arrays.prompt_ids))
+    prompts = len(set(arrays.clusters))
     if not 2 <= folds <= prompts:
         raise InputError(f"--tune: expected 2 to {prompts} folds, as there are {prompts} prompts, not {folds}")
-    splits = GroupKFold(folds).split(np.zeros(arrays.sequences), groups=np.asarray(arrays.prompt_ids))
+    splits = GroupKFold(folds).split(np.zeros(arrays.sequences), groups=np.asarray(arrays.clusters))
     return [(fit.tolist(), out.tolist()) for fit, out in splits]
 
 
@@ -230,7 +236,7 @@ class CrossValidation:
         """Return what tells this search from one among other choices, on other traces, or fitted otherwise."""
         fit = self.plan.fit
         read = (
-            self.arrays.header.to_json(), list(self.arrays.prompt_ids), int(self.arrays.text_tokens.sum()),
+            self.arrays.header.to_json(), self.arrays.clusters, int(self.arrays.text_tokens.sum()),
             self.profile.to_dict(), self.plan.features, self.plan.seed, fit.params, len(self.parts), choices,
             fit.epochs, fit.batch_size, fit.learning_rate,
         )  # fmt: skip

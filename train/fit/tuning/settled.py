@@ -44,6 +44,9 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
     if is_priced(policy) and not profile.same_costs(policy.facts.profile):
         if arrays is None:
             return policy, "rho as saved, of another profile; give dense training traces to solve it for this one"
+        arrays = unfitted_prompts(policy, arrays)
+        if arrays is None:
+            return policy, "rho as saved, of another profile: the head was fitted on all prompts of the training traces"
         # Another first decision has to be clearly faster: training chose this one on prompts that its heads had not seen.
         firsts = (policy.rule.first, *(first for first in FIRST if first != policy.rule.first))
         solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts)
@@ -54,7 +57,8 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
         settled.facts = dataclasses.replace(
             policy.facts, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
         )
-        return settled, "rho solved for this profile on the training traces"
+        prompts = len(set(arrays.clusters))
+        return settled, f"rho solved for this profile on {prompts} training prompts that the head was not fitted on"
     return _batch_policy(policy, arrays, profile) if isinstance(policy, BatchStop) else (policy, "")
 
 
@@ -63,19 +67,27 @@ def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profil
     name, known = policy.cost_name, profile.same_costs(policy.facts.profile)
     if known and policy.profile.decision(name) == profile.decision(name):
         return policy, ""
-    if arrays is not None and profile.batch is not None:
-        settled = settle_batch(policy, [Part(arrays)], profile, KNOWN)
+    unfitted = None if arrays is None else unfitted_prompts(policy, arrays)
+    if unfitted is not None and profile.batch is not None:
+        settled = settle_batch(policy, [Part(unfitted)], profile, KNOWN)
         return settled, f"{BY_COSTS}, its rates solved for it on the training traces"
     # Where decisions alone have another price, sizes at which nothing is decided stay as they were settled.
     return for_batches(policy, profile=profile, rule=policy.rule if known else None), "" if known else BY_COSTS
+
+
+def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays | None:
+    """Return the training prompts that the head of a policy was not fitted on; None if there are none."""
+    fitted = set(policy.facts.prompts.get("fit", ()))
+    keep = [at for at, name in enumerate(arrays.clusters) if name not in fitted]
+    return arrays.subset(keep) if keep else None
 
 
 def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     """Solve the derived rule of a saved policy again, for a profile that is a little different, and save it in place.
 
     `train` estimates what a decision costs where the profile does not say; a policy that has run in the loop is settled
-    for what its decisions cost there. The depth of its first decision stays: `train` found it on prompts that its heads had
-    not seen, and the head that was kept has seen most of these.
+    for what its decisions cost there. It plays the prompts that its head was not fitted on. The depth of its first decision
+    stays: `train` chose it on more of them.
 
     Args:
         path: the policy folder.
@@ -85,7 +97,9 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     policy = load_policy_folder(path)
     if policy.rule.kind not in PRICED:
         return policy
-    arrays = trace_arrays(traces, policy.features)
+    arrays = unfitted_prompts(policy, trace_arrays(traces, policy.features))
+    if arrays is None:
+        return policy
     settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
     settled = settle_lengths(settled, [Part(arrays)], profile, KNOWN)
     settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))

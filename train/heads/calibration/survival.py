@@ -8,7 +8,7 @@ bins of equal mass. Each is fitted on some prompts and scored on others. All end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,21 +56,17 @@ class Products:
 
 @dataclass(frozen=True)
 class SurvivalFit:
-    """Tables, the kind of map that was chosen at each depth for products from depth 1 on, and cross-fitted S_j [R, K]."""
+    """Tables, and the kind of map that was chosen at each depth for products from depth 1 on."""
 
     maps: SurvivalMaps
     kinds: tuple[str, ...]
-    held_out: Array
 
 
-def fit_survival(products: Products, kinds: Sequence[str] | None = None) -> SurvivalFit:
+def fit_survival(products: Products) -> SurvivalFit:
     """Choose and fit the tables.
-
-    `held_out` has each round's survival under tables that were fitted, the kinds as chosen, on the other folds.
 
     Args:
         products: of the rounds to fit on.
-        kinds: of the maps by depth; None = the best by loss on prompts left out.
     """
     depth = products.accept.shape[1]
     tables = unchanged(STARTS, depth)
@@ -78,23 +74,14 @@ def fit_survival(products: Products, kinds: Sequence[str] | None = None) -> Surv
     for start in range(1, min(STARTS, depth) + 1):
         # A product that begins at `start` says nothing of the tokens before it: they are given as accepted.
         alive = products.of(products.length >= start - 1)
-        fitted, found = fit_tables(alive, start, None if kinds is None else kinds[start - 1 :])
-        tables[start - 1] = fitted
-        chosen = chosen or found
-    held_out = np.zeros(products.accept.shape)
-    for fold in np.unique(products.fold):
-        out = products.fold == fold
-        rest = products.of(~out)
-        own = fit_tables(rest, 1, chosen)[0] if len(rest.length) else tables[0]  # a fold that is alone sees itself
-        held_out[out] = survival(products.accept[out], own)
-    return SurvivalFit(SurvivalMaps(tables), tuple(chosen), held_out)
+        tables[start - 1], kinds = fit_tables(alive, start)
+        chosen = chosen or kinds
+    return SurvivalFit(SurvivalMaps(tables), tuple(chosen))
 
 
-def products_as_they_are(products: Products) -> SurvivalFit:
-    """Return tables that change nothing, and the bare products as what was predicted."""
-    depth = products.accept.shape[1]
-    maps = SurvivalMaps(unchanged(min(STARTS, depth), depth))
-    return SurvivalFit(maps, ("identity",) * depth, survival(products.accept))
+def unchanged_survival(depth: int) -> SurvivalFit:
+    """Return tables that change nothing."""
+    return SurvivalFit(SurvivalMaps(unchanged(min(STARTS, depth), depth)), ("identity",) * depth)
 
 
 def survival(accept: Array, tables: Array | None = None) -> Array:
@@ -108,13 +95,12 @@ def survival(accept: Array, tables: Array | None = None) -> Array:
     return np.stack(columns, 1) if columns else accept
 
 
-def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = None) -> tuple[Array, list[str]]:
+def fit_tables(products: Products, start: int) -> tuple[Array, list[str]]:
     """Return (tables [K, 2, n], kinds) of products that begin at depth `start`, of rounds with A >= start - 1.
 
     Args:
         products: of these rounds.
         start: first factor; tables above it change nothing.
-        kinds: of the maps from depth `start` on; None = the best by loss on prompts left out.
     """
     depth = products.accept.shape[1]
     tables, chosen = unchanged(1, depth)[0], []
@@ -123,7 +109,7 @@ def fit_tables(products: Products, start: int, kinds: Sequence[str] | None = Non
         product = product * products.accept[:, j - 1]
         use = products.there[:, j - 1]
         known, labels = product[use], products.length[use] >= j
-        kind = kinds[j - start] if kinds is not None else _choose(known, labels, products.fold[use])
+        kind = _choose(known, labels, products.fold[use])
         tables[j - 1] = _fit(kind, known, labels)
         product = _through(tables[j - 1], product)  # deeper maps are fitted on what this one gives
         chosen.append(kind)

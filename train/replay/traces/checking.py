@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Collection, Sequence
+
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.checking import check_policy
 from ....policies.contract import StopPolicy
-from ....policies.errors import TraceError
+from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features.hidden_states import check_sizes
 from ....policies.latency.profile import Profile
 from ....policies.learned import conditions
+from ....policies.learned.policy import LearnedPolicy
 from .arrays import TraceArrays
 
 
@@ -62,10 +66,41 @@ def check_whole(arrays: TraceArrays, instead: str) -> None:
         raise TraceError(f"the trace {why}, so that no text can be replayed to settle a rule: {instead}")
 
 
-def check_apart(option: str, arrays: TraceArrays, others: str, other: TraceArrays) -> None:
-    """Refuse traces that share prompts with `other`, which are called `others`."""
-    if shared := set(arrays.prompt_ids) & set(other.prompt_ids):
-        raise TraceError(f"{option}: {len(shared)} prompts are in {others} too; split them by prompt")
+def require_disjoint(
+    option: str, arrays: TraceArrays, others: str, prompts: Collection[str], *, allow: bool = False
+) -> None:
+    """Refuse a trace that shares prompts with training data.
+
+    Args:
+        option: of the trace.
+        arrays: the trace.
+        others: name of what it is compared with.
+        prompts: of that, as in `TraceArrays.clusters`: equal texts are the same prompt, whatever their ids.
+        allow: warn instead of raising.
+
+    Raises:
+        TraceError: some prompts are in both.
+    """
+    mine = set(arrays.clusters)
+    if shared := mine & set(prompts):
+        text = f"{option}: {len(shared)} of {len(mine)} prompts are in {others} too (compared by text)"
+        if not allow:
+            raise TraceError(
+                f"{text}; collect other prompts, or use --allow-overlap if the figures need not be held-out"
+            )
+        warnings.warn(f"{text}: figures of these prompts are not held-out", SpecstopWarning, stacklevel=3)
+
+
+def require_disjoint_prompts(
+    arrays: TraceArrays, tuning: TraceArrays | None, policies: Sequence[StopPolicy], *, allow: bool = False
+) -> None:
+    """Refuse evaluated prompts on which thresholds are tuned, or on which a policy was trained; see `require_disjoint`."""
+    if tuning is not None:
+        require_disjoint("--traces", arrays, "--train-traces", tuning.clusters, allow=allow)
+    for policy in policies:
+        if isinstance(policy, LearnedPolicy):
+            prompts = [name for names in policy.facts.prompts.values() for name in names]
+            require_disjoint("--traces", arrays, f"the training prompts of {policy.name}", prompts, allow=allow)
 
 
 def tell_other_rounds(profile: Profile, header: Header) -> None:

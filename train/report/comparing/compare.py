@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....decode.compare.intervals import Ratio, Resamples
+import numpy as np
+
+from ....decode.compare.intervals import Ratio, Resamples, Values
 from .read import Read, read_report
 
 PAIRED, UNPAIRED = "paired", "unpaired"
-_TOLD = ("traces", "prompts", "tokens", "temperature", "shaping", "verification", "depth", "topology")
+SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
+PLAIN, BEST = "plain decoding", "best fixed"
+_FACTS = (
+    "traces", "prompts", "tokens", "temperature", "shaping", "verification", "depth", "topology", "intervals",
+)  # fmt: skip
 """Facts that are compared as they are; pair and profile are compared inside."""
 
-_OF_PROFILE = ("device", "dtype", "threads", "created", "versions")
+_MACHINE = ("device", "dtype", "threads")
+_OF_PROFILE = (*_MACHINE, "created", "versions")
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,8 @@ class Difference:
         name: of the line; `kind` as in the report.
         rate_a, rate_b: tokens per second; None where a report has no such line.
         to_best_a, to_best_b: ratio to the best fixed length of each report.
-        gain: B over A: of the rates where that is known by prompt (paired), else of the ratios to the best fixed length.
+        gain: B over A of tokens per second; None where that is not known by prompt (unpaired).
+        gain_over_best: B over A of the ratios to the best fixed length, in which a pace that all rounds share cancels.
         overlap: whether the intervals of `to_best_a` and `to_best_b` do; None where one of them has none.
     """
 
@@ -38,6 +46,7 @@ class Difference:
     to_best_a: Ratio | None
     to_best_b: Ratio | None
     gain: Ratio | None
+    gain_over_best: Ratio | None
     overlap: bool | None
 
 
@@ -49,6 +58,8 @@ class Comparison:
         a, b: the files.
         method: "paired" over common prompts, or "unpaired"; `why` in words.
         prompts: common ones; 0 where unpaired.
+        profiles: of A and B: "same", "different", or "unknown".
+        caveats: what the intervals leave out, a sentence each.
         differs: what else differs between the reports: (what, in A, in B).
         lines: of either report, in the order of A.
     """
@@ -58,6 +69,8 @@ class Comparison:
     method: str
     why: str
     prompts: int
+    profiles: str
+    caveats: tuple[str, ...]
     differs: tuple[tuple[str, str, str], ...]
     lines: tuple[Difference, ...]
 
@@ -74,8 +87,10 @@ def compare(a: str | Path, b: str | Path, *, seed: int = 0) -> Comparison:
     """Set two reports beside each other.
 
     Where both hold tokens and seconds by prompt, each line's rate in B over that in A is taken over the prompts that both
-    have, with a bootstrap over those: what prompts have in common cancels. Else the ratios to the best fixed length are
-    compared as independent ones (the method of variance recovery, Zou and Donner 2008, on logarithms): wider than need be.
+    have. Each replicate of the bootstrap resamples those prompts and takes a draw of the timings behind each profile: what
+    prompts have in common cancels, and so does the error of a profile that both reports share. Else the ratios to the best
+    fixed length are compared as independent ones (the method of variance recovery, Zou and Donner 2008, on logarithms):
+    wider than need be. The intervals of a report include its profile's timings already.
 
     Args:
         a, b: report folders, or their report.json.
@@ -85,19 +100,20 @@ def compare(a: str | Path, b: str | Path, *, seed: int = 0) -> Comparison:
         InputError: one of them is no report, or is mangled; the message names the file.
     """
     one, two = read_report(a), read_report(b)
-    common = sorted(set(one.seconds_of()) & set(two.seconds_of()))
-    paired, why = _method(one, two, common)
-    lines = []
-    for name in dict.fromkeys([*one.lines, *two.lines]):
-        lines.append(_difference(name, one, two, common if paired else [], seed))
+    common = sorted(set(one.clusters) & set(two.clusters))
+    is_paired, why = _method(one, two, common)
+    rates = _PairedRates(one, two, common, seed) if is_paired else None
+    lines = tuple(_difference(name, one, two, rates) for name in dict.fromkeys([*one.lines, *two.lines]))
+    profiles, differs = _profiles(one, two), _differs(one, two)
+    caveats = [*_untimed(one, two, profiles), *(_drift(lines, differs) if is_paired and profiles == DIFFERENT else ())]
     return Comparison(
-        str(one.path), str(two.path), PAIRED if paired else UNPAIRED, why, len(common) if paired else 0,
-        _differs(one.facts, two.facts), tuple(lines),
+        str(one.path), str(two.path), PAIRED if is_paired else UNPAIRED, why, len(common) if is_paired else 0,
+        profiles, tuple(caveats), differs, lines,
     )  # fmt: skip
 
 
 def _method(one: Read, two: Read, common: Sequence[str]) -> tuple[bool, str]:
-    lacking = [str(r.path) for r in (one, two) if not r.prompts]
+    lacking = [str(r.path) for r in (one, two) if not r.clusters]
     if lacking:
         return False, f"{' and '.join(lacking)} hold{'s' * (len(lacking) == 1)} no figures by prompt"
     if len(common) < 2:
@@ -107,18 +123,102 @@ def _method(one: Read, two: Read, common: Sequence[str]) -> tuple[bool, str]:
     return True, f"over {len(common)} common prompts"
 
 
-def _difference(name: str, one: Read, two: Read, common: Sequence[str], seed: int) -> Difference:
+class _PairedRates:
+    """Tokens/s of two reports in the same resamples of their common prompts, and of their profiles' timings.
+
+    Args:
+        one, two: the reports.
+        common: clusters that both have.
+        seed: of the resamples.
+    """
+
+    def __init__(self, one: Read, two: Read, common: Sequence[str], seed: int) -> None:
+        self._reports, self._common = (one, two), common
+        self._boot = Resamples(common, seed)
+        self._tokens = [self._total(report.tokens_of()) for report in self._reports]
+        # Another sequence of random numbers than that of the prompts.
+        rng, replicates = np.random.default_rng([seed, 2]), len(self._tokens[0]) - 1
+        drawn = rng.integers(2**32, size=replicates)
+        # Draws of one profile go together: the same index in both reports. Those of two profiles are independent.
+        self._drawn = [drawn, drawn if one.fingerprint == two.fingerprint else rng.integers(2**32, size=replicates)]
+
+    def gain(self, name: str) -> Ratio | None:
+        """Return B's rate over A's; None for a line without seconds by prompt, such as an estimate."""
+        return self._ratio([self._rate(side, name) for side in (0, 1)])
+
+    def gain_over_best(self, name: str) -> Ratio | None:
+        """Return B's ratio to its best fixed length over A's; None where one of the lines has no seconds by prompt."""
+        return self._ratio([self._over(self._rate(side, name), self._rate(side, BEST)) for side in (0, 1)])
+
+    def _ratio(self, sides: Sequence[Values | None]) -> Ratio | None:
+        ratio = self._over(sides[1], sides[0])
+        return None if ratio is None else self._boot.interval(ratio)
+
+    @staticmethod
+    def _over(values: Values | None, others: Values | None) -> Values | None:
+        return None if values is None or others is None else values / others
+
+    def _rate(self, side: int, name: str) -> Values | None:
+        """Return [1 + R] tokens/s of one report in the sample and in every resample."""
+        report = self._reports[side]
+        if name not in report.seconds:
+            return None
+        seconds, factors = self._total(report.seconds_of(name)), np.array(report.factors.get(name, ()))
+        if len(factors):
+            seconds[1:] *= factors[self._drawn[side] % len(factors)]
+        rate: Values = self._tokens[side] / seconds
+        return rate
+
+    def _total(self, by_cluster: Mapping[str, float]) -> Values:
+        return self._boot.total([by_cluster[cluster] for cluster in self._common])
+
+
+def _difference(name: str, one: Read, two: Read, rates: _PairedRates | None) -> Difference:
     """Return a line of the comparison."""
     mine, other = one.lines.get(name), two.lines.get(name)
     kind = (mine or other or {}).get("kind", "")
     if mine is None or other is None:
         rate_a, rate_b = (None if line is None else float(line["tokens_per_s"]) for line in (mine, other))
         ratio_a, ratio_b = (None if line is None else _ratio(line) for line in (mine, other))
-        return Difference(name, kind, rate_a, rate_b, ratio_a, ratio_b, None, None)
+        return Difference(name, kind, rate_a, rate_b, ratio_a, ratio_b, None, None, None)
     to_a, to_b = _ratio(mine), _ratio(other)
-    gain = _paired(name, one, two, common, seed) if common else _unpaired(to_a, to_b)
-    rates = float(mine["tokens_per_s"]), float(other["tokens_per_s"])
-    return Difference(name, kind, *rates, to_a, to_b, gain, _overlap(to_a, to_b))
+    gain = None if rates is None else rates.gain(name)
+    over = _unpaired(to_a, to_b) if rates is None else rates.gain_over_best(name)
+    speeds = float(mine["tokens_per_s"]), float(other["tokens_per_s"])
+    return Difference(name, kind, *speeds, to_a, to_b, gain, over, _overlap(to_a, to_b))
+
+
+def _profiles(one: Read, two: Read) -> str:
+    """Return whether two reports were priced with copies of one measurement."""
+    if not one.fingerprint or not two.fingerprint:
+        return UNKNOWN
+    return SAME if one.fingerprint == two.fingerprint else DIFFERENT
+
+
+def _untimed(one: Read, two: Read, profiles: str) -> list[str]:
+    """Return a sentence where a profile kept no timings: no difference is certain beyond it."""
+    names = [name for name, report in (("A", one), ("B", two)) if report.is_timed is False]
+    if not names:
+        return []
+    which = "profile of A and B" if profiles == SAME else f"profile{'s' * (len(names) > 1)} of {' and '.join(names)}"
+    return [
+        f"The {which} kept no repeated timings of model calls: B / A leaves out that error, and no difference is certain."
+    ]
+
+
+def _drift(lines: Sequence[Difference], differs: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return what two profiles do not tell: changes of the machine from one to the other."""
+    plain = next((line.gain for line in lines if line.name == PLAIN), None)
+    other = {"pair: target", *(f"profile: {name}" for name in _MACHINE)} & {what for what, *_ in differs}
+    changed, least = "", "small differences"
+    if plain is not None and plain.low is not None and plain.high is not None and not other:
+        # Plain decoding of the same target differs by the pace of the machine alone.
+        changed = f" (plain decoding: {plain.text()})"
+        least = f"differences below {max(1, math.ceil(100 * max(1 - plain.low, plain.high - 1)))}%"
+    return [
+        f"A and B have different profiles: B / A includes the timing error within each, not changes of the machine between "
+        f"them{changed}. For {least} evaluate both on one profile or use `specstop bench`."
+    ]
 
 
 def _overlap(a: Ratio, b: Ratio) -> bool | None:
@@ -134,18 +234,6 @@ def _ratio(line: Mapping[str, Any]) -> Ratio:
     return Ratio(float(raw["value"]), low, high)
 
 
-def _paired(name: str, one: Read, two: Read, common: Sequence[str], seed: int) -> Ratio | None:
-    """Return B's rate over A's on the common prompts; None for a line without seconds by prompt, such as a bound."""
-    if name not in one.seconds or name not in two.seconds:
-        return None
-    made = Resamples(common, seed)
-    rates = []
-    for report in (one, two):
-        tokens, seconds = report.tokens_of(), report.seconds_of(name)
-        rates.append(made.total([tokens[p] for p in common]) / made.total([seconds[p] for p in common]))
-    return made.interval(rates[1] / rates[0])
-
-
 def _unpaired(a: Ratio, b: Ratio) -> Ratio | None:
     """Return b / a of two independent ratios (Zou and Donner 2008): squared distances to the bounds add up."""
     values = [end for end in (a.value, a.low, a.high, b.value, b.low, b.high) if end is not None]
@@ -158,13 +246,15 @@ def _unpaired(a: Ratio, b: Ratio) -> Ratio | None:
     return Ratio(math.exp(b0 - a0), math.exp(low), math.exp(high))
 
 
-def _differs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
+def _differs(one: Read, two: Read) -> tuple[tuple[str, str, str], ...]:
     """Return (what, in A, in B) of the facts that are not the same."""
-    a, b = ({"shaping": {}, **facts} for facts in (a, b))  # older reports were of plain sampling
-    rows: list[tuple[str, Any, Any]] = [(name, a.get(name), b.get(name)) for name in _TOLD]
+    a, b = one.facts, two.facts
+    rows: list[tuple[str, Any, Any]] = [(name, a.get(name), b.get(name)) for name in _FACTS]
     for part, names in (("pair", ("target", "draft", "tokenizer")), ("profile", _OF_PROFILE)):
-        one, two = (dict(facts.get(part) or {}) for facts in (a, b))
-        rows += [(f"{part}: {name}", one.get(name), two.get(name)) for name in names]
+        mine, other = (dict(facts.get(part) or {}) for facts in (a, b))
+        rows += [(f"{part}: {name}", mine.get(name), other.get(name)) for name in names]
+    if one.fingerprint and two.fingerprint:
+        rows.append(("profile: fingerprint", one.fingerprint[:12], two.fingerprint[:12]))
     return tuple((what, _text(x), _text(y)) for what, x, y in rows if x != y)
 
 

@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ....decode.compare.intervals import Ratio, Resamples
+import numpy as np
+import torch
+
+from ....decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Values
 from ....decode.drafters.known import needs_draft, read_known, reads_states
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.latency.profile import Profile
 from ....policies.progress import Progress, silent
-from ...drafters.choice import SURES, SureChoice, both, choose_sure, everywhere, paired, rate_of, texts
+from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays
-from ...replay.traces.checking import check_apart
+from ...replay.traces.checking import require_disjoint
 from ..decision_costs import with_prices
+from ..pricing import Draws
 from ..whatif.records import unique_names
 
 ALIKE = ("topology", "temperature", "shaping", "verification", "pair")
@@ -37,7 +41,8 @@ class BothChoice:
         policy_name: what it was called by.
         rate: tokens a second, replayed.
         alone: by drafter the same of each alone, under the policy that is best for it.
-        over: `rate` over that of the better one, with an interval over prompts.
+        over: `rate` over that of the better one.
+        intervals: what the interval of `over` includes, in words.
         tried: by policy, what every chance gave on the texts that were chosen on.
     """
 
@@ -47,6 +52,7 @@ class BothChoice:
     rate: float
     alone: dict[str, float]
     over: Ratio
+    intervals: str
     tried: dict[str, SureChoice]
 
 
@@ -118,25 +124,53 @@ def _tested(
         max(tried, key=lambda one: one.found.first).policy,
         max(tried, key=lambda one: one.found.other).policy,
     )
-    alone = [texts(arrays, everywhere(arrays, side == 0), own[side], profiles) for side, arrays in enumerate(tested)]
-    rates = [rate_of(made) for made in alone]
+    played = [
+        play_texts(arrays, everywhere(arrays, side == 0), own[side], profiles) for side, arrays in enumerate(tested)
+    ]
+    rates = [rounds.rate(profiles) for rounds in played]
     side = int(found.fastest != "first")
-    spec, made = names[side], alone[side]
+    spec, chosen = names[side], played[side]
     if found.fastest == "both" and found.sure is not None:
         spec = f"{names[0]}{'&' if '?' in names[0] else '?'}sure={found.sure:g}+{names[1]}"
-        made = texts(*both(*tested, found.sure), policy, profiles, True)
-    samples = Resamples(tested[1].prompt_ids)
-    speed, better = (
-        samples.total(tokens) / samples.total(seconds) for tokens, seconds in (made, alone[int(rates[1] > rates[0])])
-    )
-    rated, by_policy = dict(zip(names, rates, strict=True)), {one.name: one.found for one in tried}
-    return BothChoice(spec, policy, name, float(speed[0]), rated, samples.interval(speed / better), by_policy)
+        chosen = play_texts(*both(*tested, found.sure), policy, profiles, True)
+    # Draws of one measurement go together; those of two are independent.
+    is_same = profiles[0].fingerprint == profiles[1].fingerprint
+    draws = Draws(profiles[0]), Draws(profiles[1], 0 if is_same else 1)
+    samples = Resamples(tested[1].clusters)
+    speed, *alone = (_speeds(samples, rounds, draws) for rounds in (chosen, *played))
+    over = samples.interval(speed / np.max(alone, axis=0))  # the better one is chosen again in every resample
+    return BothChoice(
+        spec, policy, name, float(speed[0]), dict(zip(names, rates, strict=True)), over,
+        _interval_text(names, draws, is_same), {one.name: one.found for one in tried},
+    )  # fmt: skip
+
+
+def _speeds(samples: Resamples, rounds: TextRounds, draws: tuple[Draws, Draws]) -> Values:
+    """Return [1 + R] tokens/s in the sample and in every resample of its prompts, each priced by a draw of both profiles."""
+    count = max(len(one.drawn) for one in draws)
+    mine, theirs = ((one.profile, *(one.drawn or (one.profile,) * count)) for one in draws)
+    spent = samples.total(torch.stack([rounds.seconds(pair) for pair in zip(mine, theirs, strict=True)], 1))
+    tokens, rows = samples.total(rounds.tokens), np.arange(len(spent))
+    # Row 0, the sample, has the profiles as measured; resample i has draw (i - 1) mod D.
+    columns = np.where(rows > 0, 1 + (rows - 1) % max(count, 1), 0) if count else np.zeros_like(rows)
+    speeds: Values = tokens / spent[rows, columns]
+    return speeds
+
+
+def _interval_text(names: Sequence[str], draws: tuple[Draws, Draws], is_same: bool) -> str:
+    """Return what the interval of a choice includes, and what it leaves out."""
+    lacking = [name for name, one in zip(names, draws, strict=True) if not one.is_timed]
+    over = f"{LEVEL:.0%} bootstrap over prompts and the timings of both profiles, {REPLICATES} replicates"
+    if lacking:
+        which = " and ".join(lacking)
+        over += f"; the profile of {which} has kept no repeated timings of model calls, whose error is left out"
+    return over if is_same else f"{over}; changes of the machine between the two profiles are left out"
 
 
 def _held(fit: Both, held: Both) -> Both:
     """Return the traces that a choice is tested on, or raise `TraceError` where they are not of what it was made on."""
     for side, one, other in zip(("--first-test", "--other-test"), fit, held, strict=True):
-        check_apart(side, other, "the traces to choose on", one)
+        require_disjoint(side, other, "the traces to choose on", one.clusters)
         if differ := one.header.differing(other.header, ALIKE):
             raise TraceError(
                 f"{side}: expected traces recorded as those to choose on, but these differ: {', '.join(differ)}"

@@ -1,4 +1,4 @@
-"""A report of `evaluate` read back, and its figures by prompt."""
+"""A report of `evaluate` read back, with its figures by prompt and by draw of the profile's timings."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ....policies.files.atomic import read_json
 
 REPORT_FILE = "report.json"
 _NUMBERS = ("value", "low", "high")
+_DIGITS = 9
+"""Of a factor: timings are kept in whole nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -24,48 +26,70 @@ class Read:
         path: the file.
         lines: by name, in order.
         facts: of the report.
-        prompts: ids by sequence; empty where the report has no figures by prompt.
+        clusters: of each sequence, the hash of its prompt's text (`TraceArrays.clusters`); empty where the report has no
+            figures by prompt.
         tokens: by sequence.
         seconds: by line, by sequence.
+        fingerprint: of the profile; "" where it is not known.
+        is_timed: whether intervals include the error of model calls (`Draws.is_timed`); None = not known.
+        factors: by line, seconds of the whole sample under each draw of the profile's timings, relative to the measured
+            ones; empty without draws.
     """
 
     path: Path
     lines: dict[str, dict[str, Any]]
     facts: dict[str, Any]
-    prompts: tuple[str, ...] = ()
+    clusters: tuple[str, ...] = ()
     tokens: tuple[float, ...] = ()
     seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    fingerprint: str = ""
+    is_timed: bool | None = None
+    factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def tokens_of(self) -> dict[str, float]:
-        """Return tokens by prompt."""
-        return _summed(self.prompts, self.tokens)
+        """Return tokens by cluster."""
+        return _summed(self.clusters, self.tokens)
 
-    def seconds_of(self, name: str | None = None) -> dict[str, float]:
-        """Return seconds by prompt of a line; by default of any, to know the prompts."""
-        return _summed(self.prompts, self.tokens if name is None else self.seconds[name])
+    def seconds_of(self, name: str) -> dict[str, float]:
+        """Return seconds by cluster of a line."""
+        return _summed(self.clusters, self.seconds[name])
 
 
-def _summed(prompts: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+def _summed(clusters: Sequence[str], values: Sequence[float]) -> dict[str, float]:
     out: dict[str, float] = defaultdict(float)
-    for prompt, value in zip(prompts, values, strict=True):
-        out[prompt] += value
+    for cluster, value in zip(clusters, values, strict=True):
+        out[cluster] += value
     return dict(out)
 
 
 def per_prompt_figures(
-    prompt_ids: Sequence[str], tokens: Sequence[float], seconds: Mapping[str, Sequence[float]]
+    clusters: Sequence[str],
+    tokens: Sequence[float],
+    seconds: Mapping[str, Sequence[float]],
+    *,
+    prompt_ids: Sequence[str],
+    fingerprint: str,
+    is_timed: bool,
+    factors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Return what a report holds of each prompt as `details["per_prompt"]`, for `compare` to pair by.
+    """Return what a report holds as `details["per_prompt"]`, for `compare` to pair by.
 
     Args:
-        prompt_ids: by sequence.
+        clusters, prompt_ids: by sequence; pairs are made by cluster, ids are for people.
         tokens: of each text.
         seconds: by line of the report, the replayed seconds of each text.
+        fingerprint, is_timed, factors: of the profile, see `Read`.
     """
     return {
+        "clusters": list(clusters),
         "prompts": list(prompt_ids),
         "tokens": [float(x) for x in tokens],
         "seconds": {name: [float(x) for x in values] for name, values in seconds.items()},
+        "profile": {
+            "fingerprint": fingerprint,
+            "is_timed": is_timed,
+            "factors": {name: [round(float(x), _DIGITS) for x in values] for name, values in factors.items()},
+        },
     }
 
 
@@ -89,7 +113,10 @@ def read_report(path: str | Path) -> Read:
         facts = raw["facts"]
         if not lines or not isinstance(facts, dict):
             raise ValueError("no lines or no facts")
-        return Read(file, lines, facts, *_by_prompt((raw.get("details") or {}).get("per_prompt")))
+        by_prompt = (raw.get("details") or {}).get("per_prompt")
+        if not by_prompt:
+            return Read(file, lines, facts, is_timed=_is_timed(lines))
+        return Read(file, lines, facts, *_by_prompt(by_prompt), *_by_draw(by_prompt["profile"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"entry {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"compare: {file} is mangled ({what}); evaluate again") from None
@@ -105,14 +132,28 @@ def _checked(line: Any) -> dict[str, Any]:
     return out
 
 
+def _is_timed(lines: Mapping[str, Mapping[str, Any]]) -> bool | None:
+    """Return whether the intervals of a report without figures by prompt include timings of model calls; None = unknown."""
+    parts = [line["parts"]["profile"] for line in lines.values() if line.get("parts")]
+    judged = any(line.get("verdict") for line in lines.values())
+    return any(part["low"] != part["high"] for part in parts) if parts or judged else None
+
+
 def _by_prompt(raw: Any) -> tuple[tuple[str, ...], tuple[float, ...], dict[str, tuple[float, ...]]]:
-    if not raw:
-        return (), (), {}
-    prompts = tuple(str(p) for p in raw["prompts"])
+    clusters = tuple(str(cluster) for cluster in raw["clusters"])
     tokens = tuple(float(x) for x in raw["tokens"])
     seconds = {str(name): tuple(float(x) for x in values) for name, values in raw["seconds"].items()}
-    if any(len(values) != len(prompts) for values in (tokens, *seconds.values())):
+    if any(len(values) != len(clusters) for values in (tokens, *seconds.values())):
         raise ValueError("figures by prompt of other lengths than there are prompts")
-    if any(not x > 0 for values in (tokens, *seconds.values()) for x in values):
+    if any(not 0 < x < math.inf for values in (tokens, *seconds.values()) for x in values):
         raise ValueError("tokens or seconds by prompt that are not above 0")
-    return prompts, tokens, seconds
+    return clusters, tokens, seconds
+
+
+def _by_draw(raw: Any) -> tuple[str, bool, dict[str, tuple[float, ...]]]:
+    factors = {str(name): tuple(float(x) for x in values) for name, values in raw["factors"].items()}
+    if len({len(values) for values in factors.values()}) > 1:
+        raise ValueError("lines with other numbers of draws of the profile")
+    if any(not 0 < x < math.inf for values in factors.values() for x in values):
+        raise ValueError("seconds by draw of the profile that are not above 0")
+    return str(raw["fingerprint"]), bool(raw["is_timed"]), factors

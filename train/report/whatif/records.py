@@ -13,7 +13,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.learned.policy import LearnedPolicy
-from ..records import DEPLOY, NO_GAIN, REFUSE
+from ..records import DEPLOY, INCONCLUSIVE, REFUSE
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SweepLine:
     def verdict(self) -> str:
         """Where the policy pays, in words."""
         if not self.pays:
-            return "at no point clear of the best fixed length"
+            return "at no point above the best fixed length beyond its interval"
         return "pays " + " and ".join(f"from {a:.3g} to {b:.3g}" if a < b else f"at {a:.3g}" for a, b in self.pays)
 
 
@@ -160,7 +160,7 @@ class Transfer:
         ]
         return (
             "# Trained on one, used on another\n\nRatio to the best fixed length of each column. "
-            f"{REFUSE}: the interval lies below 1; {NO_GAIN}: it holds 1; {DEPLOY}: it lies above 1.\n\n"
+            f"{REFUSE}: the interval lies below 1; {INCONCLUSIVE}: it contains 1; {DEPLOY}: it lies above 1.\n\n"
             f"{markdown_table(head, [*rows, below])}\n\n{self.facts.get('intervals', '')}\n"
         )
 

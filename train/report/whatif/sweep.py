@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....collect.store.folder import Trace
-from ....decode.compare.intervals import Ratio, Resamples, Values
+from ....decode.compare.intervals import FEWEST, Ratio, Resamples, Values
 from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
@@ -19,10 +19,11 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ...fit.tuning.rates import is_priced, solve_rate
-from ...fit.tuning.settled import settle_for
+from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
-from ...replay.traces.checking import check_apart
+from ...replay.traces.checking import require_disjoint_prompts
+from ..clusters import Clusters
 from ..decision_costs import with_prices
 from ..pricing import Change, Draws, Priced
 from .records import Sweep, SweepLine, unique_names
@@ -61,11 +62,13 @@ def sweep(
     seed: int = 0,
     progress: Progress = shown,
     draws: Draws | None = None,
+    clusters: Clusters | None = None,
+    allow_overlap: bool = False,
 ) -> Sweep:
     """Replay policies as the draft step grows more expensive beside the target's, and say from where each of them pays.
 
     At each point the draft's costs are scaled, the best fixed length is chosen again (in each replicate too), and derived
-    rules are solved again where there are training traces.
+    rules are solved again if there are training traces. The intervals hold for all policies at all points at once.
 
     Args:
         traces: held-out prompts.
@@ -75,7 +78,9 @@ def sweep(
         ratios: cost of a draft step over that of a one-token target step.
         seed: of the bootstrap.
         progress: see `Progress`.
-        draws: of `profile` with the policies' decisions, where they have been made.
+        draws: of `profile` with the policies' decisions, if they are available.
+        clusters: to resample; None = the prompts.
+        allow_overlap: see `evaluate`.
 
     Raises:
         InputError: no policy, a ratio that is not above 0, or a profile without costs.
@@ -88,34 +93,39 @@ def sweep(
     ratios = sorted(set(map(float, ratios)))
     arrays = trace_arrays(traces)
     tuning = trace_arrays(train_traces) if train_traces is not None else None
-    if tuning is not None:
-        check_apart("--train-traces", tuning, "the evaluated traces", arrays)
+    require_disjoint_prompts(arrays, tuning, policies, allow=allow_overlap)
     if draws is None:
         profile, _ = with_prices(profile, policies, traces.header)
     context = typical_context(tuning or arrays)
-    made, draws = Resamples(arrays.prompt_ids, seed), draws or Draws(profile, seed)
+    clusters = clusters or Clusters(tuple(arrays.clusters))
+    boot, draws = Resamples(clusters.of, seed), draws or Draws(profile, seed)
     names, depth = unique_names(policies), min(arrays.depth, profile.max_depth)
     fixed = [play(arrays, FixedLength(k), profile) for k in range(depth + 1)]
-    replays = _Replays(arrays, fixed, [policy.limited(depth) for policy in policies], draws, made, tuning)
-    tokens = made.total(arrays.text_tokens)
-    found, best = [], []
+    replays = _Replays(arrays, fixed, [policy.limited(depth) for policy in policies], draws, boot, tuning)
+    tokens = arrays.text_tokens.double().numpy()
+    mine, lengths = range(len(fixed), len(fixed) + len(policies)), range(len(fixed))
+    best, to_best, to_plain = [], [], []
     for at, ratio in enumerate(ratios):
         progress("sweep", at, len(ratios))
-        spent = replays.seconds(partial(with_cost_ratio, ratio=ratio, context=context))
-        rates = tokens[:, None] / spent
-        grid, mine = rates[:, : len(fixed)], rates[:, len(fixed) :]
-        best.append((int(grid[0].argmax()), float(grid[0].max())))
-        found.append([(made.interval(r / grid.max(1)), made.interval(r / grid[:, 0])) for r in mine.T])
+        seconds, price = replays.priced(partial(with_cost_ratio, ratio=ratio, context=context))
+        rates = tokens.sum() / seconds.sum(0)[: len(fixed)]
+        best.append((int(rates.argmax()), float(rates.max())))
+        to_best.append(boot.log_ratios(tokens, seconds, mine, lengths, price))
+        to_plain.append(boot.log_ratios(tokens, seconds, mine, [0], price))
     progress("sweep", len(ratios), len(ratios))
+    # All policies at all points are one family: where a policy pays is chosen among them.
+    against_best, against_plain = (list(zip(*boot.simultaneous(of), strict=True)) for of in (to_best, to_plain))
     lines = []
     for at, policy in enumerate(policies):
-        to_best, to_plain = zip(*(row[at] for row in found), strict=True)
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
-        lines.append(SweepLine(names[at], kind, to_best, to_plain, _runs(ratios, to_best), _note(policy, tuning)))
-    lengths, fastest = zip(*best, strict=True)
+        runs = _runs(ratios, against_best[at]) if clusters.count >= FEWEST else ()
+        lines.append(
+            SweepLine(names[at], kind, against_best[at], against_plain[at], runs, _note(policy, tuning, clusters))
+        )
+    chosen, fastest = zip(*best, strict=True)
     return Sweep(
-        tuple(ratios), cost_ratio(profile, context), lengths, fastest, tuple(lines), _facts(traces, arrays, draws)
-    )
+        tuple(ratios), cost_ratio(profile, context), chosen, fastest, tuple(lines), _facts(traces, arrays, draws, clusters)
+    )  # fmt: skip
 
 
 class _Replays:
@@ -127,43 +137,57 @@ class _Replays:
         fixed: Sequence[Played],
         policies: Sequence[StopPolicy],
         draws: Draws,
-        made: Resamples,
+        boot: Resamples,
         tuning: TraceArrays | None,
     ) -> None:
-        self._arrays, self._policies, self._draws, self._made, self._tuning = arrays, policies, draws, made, tuning
+        self._arrays, self._policies, self._draws, self._boot, self._tuning = arrays, policies, draws, boot, tuning
         self._stays = [not self._moves(policy) for policy in policies]
         kept = [play(arrays, p, draws.profile) for p, stays in zip(policies, self._stays, strict=True) if stays]
-        self._fixed, self._kept = len(fixed), self._priced([*fixed, *kept])
+        self._fixed, self._kept = len(fixed), self._prices_of([*fixed, *kept])
 
     def _moves(self, policy: StopPolicy) -> bool:
         solved = is_priced(policy) and self._tuning is not None
         by_costs = isinstance(policy, BatchStop) or with_costs(policy, self._draws.profile) is not policy
-        return solved or by_costs or type(policy).observe is not StopPolicy.observe  # it hears seconds
+        return solved or by_costs or type(policy).observe is not StopPolicy.observe  # it observes seconds
 
-    def _priced(self, played: Sequence[Played]) -> Priced:
-        return Priced(self._made, self._draws, [one.rounds for one in played], self._arrays.prompt_tokens)
+    def _prices_of(self, played: Sequence[Played]) -> Priced:
+        return Priced(self._boot, self._draws, [one.rounds for one in played], self._arrays.prompt_tokens)
 
-    def seconds(self, change: Change) -> Values:
-        """Return [1 + R, K + 1 + P] under the changed profile; a derived rule is solved first where there are traces to."""
-        kept = self._kept.seconds(change=change)
-        columns, stayed = list(kept[:, : self._fixed].T), iter(kept[:, self._fixed :].T)
+    def priced(self, change: Change) -> tuple[Values, Values]:
+        """Return [S, K + 1 + P] seconds under the changed profile, and [1 + R, K + 1 + P] log speeds due to its draws.
+
+        A derived rule is solved first if there are training traces.
+        """
+        seconds, price = self._both(self._kept, change)
+        columns = [(seconds[:, at], price[:, at]) for at in range(self._fixed)]
+        stayed = iter(zip(seconds.T[self._fixed :], price.T[self._fixed :], strict=True))
         for policy, stays in zip(self._policies, self._stays, strict=True):
             columns.append(next(stayed) if stays else self._again(policy, change))
-        return np.stack(columns, 1)
+        both = [np.stack(part, 1) for part in zip(*columns, strict=True)]
+        return both[0], both[1]
 
-    def _again(self, policy: StopPolicy, change: Change) -> Values:
+    @staticmethod
+    def _both(priced: Priced, change: Change) -> tuple[Values, Values]:
+        return priced.by_text(change), -np.log(priced.factors(change=change))
+
+    def _again(self, policy: StopPolicy, change: Change) -> tuple[Values, Values]:
         profile = change(self._draws.profile)
+        unfitted = None
         if self._tuning is not None and is_priced(policy):
-            policy, _ = solve_rate(policy, self._tuning, profile, policy.facts.acceptance)
+            unfitted = unfitted_prompts(policy, self._tuning)
+        if unfitted is not None and is_priced(policy):
+            policy, _ = solve_rate(policy, unfitted, profile, policy.facts.acceptance)
         else:
             policy, _ = settle_for(policy, None, profile)
-        # Played under the changed profile; `_priced` has the draws as they were measured, and changes each of them likewise.
+        # Played under the changed profile; `Priced` has the draws as they were measured, and changes each of them likewise.
         played = play(self._arrays, policy, profile)
-        spent: Values = self._priced([played]).seconds(change=change)[:, 0]
-        return spent
+        seconds, price = self._both(self._prices_of([played]), change)
+        return seconds[:, 0], price[:, 0]
 
 
-def _note(policy: StopPolicy, tuning: TraceArrays | None) -> str:
+def _note(policy: StopPolicy, tuning: TraceArrays | None, clusters: Clusters) -> str:
+    if clusters.count < FEWEST:
+        return f"{clusters.text}: too few for a verdict, which needs {FEWEST}"
     if isinstance(policy, BatchStop):
         return "decides by the costs of each point"
     if not is_priced(policy):
@@ -184,10 +208,11 @@ def _runs(ratios: Sequence[float], found: Sequence[Ratio]) -> tuple[tuple[float,
     return tuple(runs)
 
 
-def _facts(traces: Trace, arrays: TraceArrays, draws: Draws) -> dict[str, Any]:
+def _facts(traces: Trace, arrays: TraceArrays, draws: Draws, clusters: Clusters) -> dict[str, Any]:
     return {
         "traces": str(traces.folder),
-        "prompts": len(set(arrays.prompt_ids)),
+        "prompts": len(set(arrays.clusters)),
+        **clusters.facts,
         "temperature": traces.header.temperature,
         "profile": dict(draws.profile.facts),
         "intervals": draws.text,

@@ -21,8 +21,8 @@ from ....policies.progress import Progress, shown
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..decision_costs import with_prices
-from ..pricing import Draws, Priced, Vary
-from ..speeds import ASKED, Comparison
+from ..pricing import Draws, Priced
+from ..speeds import POLICIES, Comparison
 from .records import Cell, Transfer, temperature_text, unique_names
 
 
@@ -38,7 +38,8 @@ def transfer(
 ) -> Transfer:
     """Use each policy on each trace (or group of prompts) and say where it must not be deployed.
 
-    Policies are used as they are: nothing is tuned or solved on what they are used on.
+    Policies are used as they are: nothing is tuned or solved on what they are used on. The intervals of a column hold for
+    all of its policies at once.
 
     Args:
         policies: the rows.
@@ -72,10 +73,10 @@ def transfer(
     for done, column in enumerate(columns):
         progress("transfer", done, len(columns))
         beside = _compared(column, dict(zip(rows, policies, strict=True)), seed)
-        best.append(int(np.argmax(beside.found.fixed)))
-        counts.append(len(set(column.arrays.prompt_ids)))
+        best.append(int(np.argmax(beside.speeds.fixed)))
+        counts.append(len(set(column.arrays.clusters)))
         for row, name, policy in zip(cells, rows, policies, strict=True):
-            line = beside.line(name, ASKED[0], beside.found.of[name], None, "")
+            line = beside.line(name, POLICIES[0], beside.speeds.of[name], None, "")
             row.append(Cell(line.to_best_fixed, line.verdict, _is_own(policy, column.trace)))
     progress("transfer", len(columns), len(columns))
     return Transfer(
@@ -102,13 +103,13 @@ class _Column:
 def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) -> Comparison:
     """Return the policies of a column beside its fixed lengths."""
     arrays, costs, draws = column.arrays, column.draws.profile, column.draws
-    depth, boot = min(arrays.depth, costs.max_depth), Resamples(arrays.prompt_ids, seed)
-    asked = [with_costs(policy, costs).limited(depth) for policy in policies.values()]
-    every = [*(FixedLength(k) for k in range(depth + 1)), *asked]
+    depth, boot = min(arrays.depth, costs.max_depth), Resamples(arrays.clusters, seed)
+    limited = [with_costs(policy, costs).limited(depth) for policy in policies.values()]
+    every = [*(FixedLength(k) for k in range(depth + 1)), *limited]
     rounds = [play(arrays, policy, costs).rounds for policy in every]
     priced = Priced(boot, draws, rounds, arrays.prompt_tokens)
-    spent = {vary: priced.seconds(vary) for vary in Vary}
-    return Comparison(boot, draws, boot.total(arrays.text_tokens), spent, dict.fromkeys(policies, ASKED[0]))
+    tokens = arrays.text_tokens.double().numpy()
+    return Comparison(boot, draws, tokens, priced, dict.fromkeys(policies, POLICIES[0]), depth + 1)
 
 
 def _labels(traces: Sequence[Trace]) -> list[str]:

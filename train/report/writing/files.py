@@ -81,7 +81,7 @@ def to_markdown(report: Report) -> str:
     found = report.answer
     blocks = ["# What each policy gains", headline(report)]
     if found:
-        blocks += [f"How sure: {found.sure}", *(["Why: " + " ".join(found.why)] if found.why else [])]
+        blocks += [found.interval, *(["Why: " + " ".join(found.why)] if found.why else [])]
     blocks += ["\n".join(f"- {text}" for text in some) for some in (report.findings, report.caveats) if some]
     for section in sections(data):
         blocks += [f"## {section.title}", *section.words, *(_markdown(table, data) for table in section.tables)]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ....policies.learned.conditions import sampling_text
 from ..drawing.pictures import DRAWN
-from ..records import NO_VERDICT
 from .model import Data, Num, Path
 from .sections import sections
 
@@ -46,7 +45,7 @@ def to_html(data: Data) -> str:
 
 def _title(found: dict[str, Any] | None) -> str:
     """Return what the page is called, by its answer."""
-    if found is None or found["verdict"] == NO_VERDICT:
+    if found is None:
         return "what each policy gains"
     return str(found["use"] if found["deploy"] else f"use {found['use']}")
 
@@ -56,16 +55,13 @@ def _figures(data: Data) -> list[dict[str, Any]]:
     found = data["answer"]
     names = [line["name"] for line in data["lines"]]
     candidate = names.index(found["candidate"])
-    static = found["use"] if found["use"] == "best static tree" else "best fixed"
+    static = found["use"] if found["use"] in names and not found["deploy"] else "best fixed"
     use = candidate if found["deploy"] else names.index(static)
     use_path, path = (("lines", use, "to_plain"), ("lines", candidate, "to_best_fixed"))
     out = [
         _with_interval(f"{found['use']}: times plain decoding", use_path, ".2f"),
         _with_interval(f"{found['candidate']}: times the best fixed length", path, ".3f"),
     ]
-    if found["verdict"] != NO_VERDICT:
-        above = Num(("answer", "above"), ".1f", 100.0)
-        out.append({"label": "of resamples ahead of it", "num": above, "low": None, "unit": "%"})
     if any(line["kind"] == "bound" for line in data["lines"]):
         out.append(_with_interval("share of the oracle gain", ("lines", candidate, "oracle_share"), ".2f"))
     return out
@@ -83,10 +79,12 @@ def facts_text(data: Data) -> str:
     sampled = sampling_text(facts["temperature"], facts.get("shaping", {}))
     rounds = f" {facts['rounds']:,} single rounds," if "rounds" in facts else ""
     exact = f"replay {facts['exactness']}; " if facts.get("exactness", "").startswith(("exact", "nearly")) else ""
+    chosen = facts.get("cluster choice", "")
+    clusters = f"; {chosen}" if chosen else ""
     return (
         f"{facts['prompts']:,} held-out prompts, {facts['tokens']:,} tokens,{rounds} {sampled}, "
-        f"{facts['mode'].replace(' (', ' verification (', 1)}, candidates {shape_text(facts)}; {exact}{facts['intervals']}; "
-        f"latency profile: {device}."
+        f"{facts['mode'].replace(' (', ' verification (', 1)}, candidates {shape_text(facts)}; "
+        f"{exact}{facts['intervals']}{clusters}; latency profile: {device}."
     )
 
 

@@ -54,10 +54,10 @@ def speeds(found: Any, data: Data) -> Section:
         "speed",
         "Speed",
         (
-            f"Ratios, paired between policies ({data['facts']['intervals']}). Share of the oracle gain: "
-            "0 is the best fixed length, 1 the oracle bound. Verdict: the interval against the best fixed length "
-            "(on trees, the best static tree as well) lies above 1 (deploy), holds 1 (no gain) or "
-            "lies below it (do not deploy).",
+            f"Ratios, paired between policies ({data['facts']['intervals']}); intervals of the ratios hold for all rules and "
+            "learned policies at once. Share of the oracle gain: 0 is the best fixed length, 1 the oracle bound. Verdict: "
+            "the interval against the best fixed length (on trees, the best static tree as well) lies above 1 (deploy), "
+            "contains 1 (inconclusive) or lies below 1 (do not deploy).",
         ),
         (speed_table(data), Table("Tokens/s by fixed length", ("length", "tokens/s"), fixed)),
         open=True,

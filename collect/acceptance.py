@@ -1,0 +1,146 @@
+"""Acceptance by depth from the depths that were observed: a token that was not drafted was not rejected either.
+
+Each depth of a round is accepted, rejected or not observed. Where all depths of all rounds were observed, as in dense traces,
+P(A >= k) is the share of rounds with A >= k. Where drafts ended earlier it is the product over j <= k of
+
+    a_j = rounds that accepted depth j / rounds that observed depth j, of those that accepted the first j - 1 tokens
+
+(E. L. Kaplan and P. Meier, Journal of the American Statistical Association 53, 1958), which assumes that draft lengths do
+not depend on acceptance. Rounds that a live run drafted to full depth at random need no assumption; where there are any, only
+they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .schema import NO_TOKEN, Header
+
+Array = np.ndarray[Any, Any]
+
+COLUMNS = ("accepted_length", "cut")
+LIVE_COLUMNS = ("accepted", "labelled", "drawn", "sent", "tokens", "explored")
+"""What `depth_outcomes` reads of every trace, and besides of live ones."""
+
+LENGTHS = "lengths"
+"""Key of `Header.facts` in traces of an engine's records: how the engine chose its draft lengths."""
+
+FIXED, INDEPENDENT, DEPENDENT = "fixed", "independent", "dependent"
+"""All lengths are equal; they vary and no dependence on acceptance was detected; they depend on acceptance."""
+
+EXPLORED = (
+    "P(A >= k) is of the rounds that explored: they were drafted to full depth at random, so that it is unbiased for the "
+    "anchors that the recorded run visited"
+)
+ASSUMED = (
+    "P(A >= k) is a product over depths, each of the rounds that drafted so deep; it assumes that draft lengths do not "
+    "depend on acceptance"
+)
+_LIMITED = (
+    "draft lengths depend on acceptance, so that P(A >= k) is identified to depth {} only, which every round drafted"
+)
+
+
+@dataclass(frozen=True)
+class DepthOutcomes:
+    """What rounds show of each depth.
+
+    Attributes:
+        row: [R] int64, the rounds that count, as rows of the trace.
+        observed: [R, K] bool, depth k was observed after the k - 1 tokens before it were accepted.
+        accepted: [R, K] bool, and its token was accepted as well.
+        basis: what P(A >= k) rests on, in one sentence; "" where every depth was observed.
+    """
+
+    row: Array
+    observed: Array
+    accepted: Array
+    basis: str
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """`basis`, if there is something to say."""
+        return (self.basis,) if self.basis else ()
+
+    @property
+    def survival(self) -> Array:
+        """[K] float64, P(A >= k); NaN where it was not observed."""
+        return survival(self.observed.sum(0), self.accepted.sum(0))
+
+
+def depth_outcomes(header: Header, columns: Mapping[str, Array]) -> DepthOutcomes:
+    """Return what the rounds of a trace show of each depth; rounds that the end of a text cut are left out.
+
+    Args:
+        header: of the trace.
+        columns: `COLUMNS` as arrays [N], and of a live trace `LIVE_COLUMNS` as arrays [N] or [N, nodes].
+    """
+    row = np.flatnonzero(~columns["cut"].astype(bool))
+    depths = np.arange(1, header.depth + 1)
+    length = columns["accepted_length"][row, None]
+    observed, accepted = length >= depths - 1, length >= depths
+    if header.collector != "live":
+        return DepthOutcomes(row, observed, accepted, "")
+    reached, observed = observed, observed & _tried(header, columns, row)
+    if np.array_equal(reached, observed):
+        return DepthOutcomes(row, observed, accepted, "")
+    explored = columns["explored"][row].astype(bool)
+    if explored.any():
+        return DepthOutcomes(row[explored], observed[explored], accepted[explored], EXPLORED)
+    basis = ASSUMED
+    if header.facts.get(LENGTHS) == DEPENDENT:
+        limit = identified_depth(header, columns["drawn"][row])
+        observed, accepted, basis = observed & (depths <= limit), accepted & (depths <= limit), _LIMITED.format(limit)
+    return DepthOutcomes(row, observed, accepted & observed, basis)
+
+
+def identified_depth(header: Header, drawn: Array) -> int:
+    """Return the depth to which rounds show what any draft length would have brought.
+
+    Args:
+        header: of the trace.
+        drawn: [R, nodes] bool of the rounds that count.
+
+    Returns:
+        The trace's depth, unless an engine's draft lengths depend on acceptance: then the depth that every round drafted.
+    """
+    if header.facts.get(LENGTHS) != DEPENDENT:
+        return header.depth
+    return int(drawn.sum(1).min(initial=header.depth))
+
+
+def survival(observed: Array, accepted: Array) -> Array:
+    """Return [..., K] float64 P(A >= k) from counts [..., K] of rounds; NaN from the first depth that was not observed on."""
+    observed, accepted = (np.asarray(counts, dtype=np.float64) for counts in (observed, accepted))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if np.array_equal(observed[..., 1:], accepted[..., :-1]):  # the product telescopes: rounds with A >= k over all
+            return np.asarray(accepted / observed[..., :1])
+        chance = accepted / observed
+    out = np.ones_like(chance)
+    product = np.ones(chance.shape[:-1])
+    for at in range(chance.shape[-1]):
+        product = np.where(
+            product == 0.0, 0.0, product * chance[..., at]
+        )  # after a certain rejection nothing is left open
+        out[..., at] = product
+    return out
+
+
+def _tried(header: Header, columns: Mapping[str, Array], row: Array) -> Array:
+    """Return [R, K] bool, whether it is known what became of all candidates after the accepted ones, by depth.
+
+    Of a tree all of them count: a depth that counted as observed wherever one of a few candidates was accepted would be
+    observed because it was accepted.
+    """
+    accepted, labelled, sent, tokens = (columns[name][row] for name in ("accepted", "labelled", "sent", "tokens"))
+    known = labelled.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)  # no token at all: the draft ends there
+    tree = header.tree
+    parent = np.array(tree.parent[1:])  # of each node, as a row of the tree; row 0 is the anchor
+    alive = np.concatenate([np.ones((len(row), 1), dtype=bool), accepted.astype(bool)], 1)[:, parent]
+    unknown = alive & ~known
+    levels = [np.array(level) - 1 for level in tree.levels[1:]]
+    return np.stack([~unknown[:, level].any(1) for level in levels], 1)

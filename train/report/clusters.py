@@ -1,0 +1,166 @@
+"""What intervals resample: prompts with all their samples, or groups of prompts that resemble each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...decode.compare.intervals import Resamples, Values
+from ...policies.errors import InputError, close_match
+from ..replay.traces.arrays import TraceArrays
+
+CLUSTERS = ("auto", "prompt", "group")
+MOST_SINGLETONS = 0.1
+"""Share of groups with a single prompt from which on groups say nothing of how prompts resemble each other."""
+
+SIGNIFICANT = 0.1
+"""Level of the test for group effects. To miss an effect makes intervals too narrow, to see one that is not there only too
+wide."""
+
+DOMINANT = 0.2
+"""Share of the tokens from which on a cluster is named."""
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """The cluster of each sequence.
+
+    Attributes:
+        of: [S].
+        unit: "prompts" or "groups".
+        why: the reason for the choice, "" if prompts have no groups.
+    """
+
+    of: tuple[str, ...]
+    unit: str = "prompts"
+    why: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of clusters."""
+        return len(set(self.of))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a report records of the choice."""
+        return {"clusters": self.count, "cluster unit": self.unit, "cluster choice": self.why}
+
+    @property
+    def text(self) -> str:
+        """`76 prompts`."""
+        return f"{self.count} {self.unit}" if self.count > 1 else f"a single {self.unit[:-1]}"
+
+
+def check_cluster(option: str) -> None:
+    """Refuse an unknown choice.
+
+    Raises:
+        InputError: it is none of `CLUSTERS`.
+    """
+    if option not in CLUSTERS:
+        raise InputError(
+            f"--cluster: expected one of {', '.join(CLUSTERS)}, not {option!r}{close_match(option, CLUSTERS)}"
+        )
+
+
+def choose_clusters(
+    prompts: Sequence[str], groups: Sequence[str], tokens: Any, seconds: Any, policies: Sequence[int],
+    rivals: Sequence[int], option: str = "auto",
+) -> Clusters:  # fmt: skip
+    """Return the clusters to resample.
+
+    With "auto" groups are the clusters if fewer than 10% of them have a single prompt and the speeds of the policies differ
+    between groups by more than between prompts of a group.
+
+    Args:
+        prompts, groups: [S] prompt (`TraceArrays.clusters`) and group of each sequence.
+        tokens, seconds: [S] or [S, M] and [S, M] of M replays.
+        policies, rivals: columns of policies, and of those that they are compared with.
+        option: one of `CLUSTERS`.
+
+    Raises:
+        InputError: groups are requested and there are none.
+    """
+    check_cluster(option)
+    names = set(groups)
+    if option == "group" and names == {""}:
+        raise InputError(
+            "--cluster group: the prompts have no groups; collect with a column `group`, or use --cluster prompt"
+        )
+    by_prompt = Clusters(tuple(prompts))
+    if option == "prompt" or len(names) < 2:
+        return by_prompt
+    joined = _joined(prompts, groups)
+    if option == "group":
+        return Clusters(joined, "groups", "clusters are groups (--cluster group)")
+    sizes = Counter(group for _, group in set(zip(prompts, joined, strict=True)))
+    single = sum(count == 1 for count in sizes.values()) / len(sizes)
+    if len(sizes) < 2 or single >= MOST_SINGLETONS or not policies:
+        return by_prompt
+    chance = group_effect(prompts, joined, tokens, seconds, policies, rivals)
+    effect = f"test for differences between the {len(sizes)} groups: p = {chance:.2g}"
+    if chance >= SIGNIFICANT:
+        return Clusters(by_prompt.of, "prompts", f"prompts are treated as independent ({effect})")
+    return Clusters(
+        joined, "groups",
+        f"prompts of a group resemble each other ({effect}), so that clusters are groups; --cluster prompt if new prompts will "
+        "come from these very groups",
+    )  # fmt: skip
+
+
+def _joined(prompts: Sequence[str], groups: Sequence[str]) -> tuple[str, ...]:
+    """Return [S] groups, joined if they share a prompt: clusters have to be disjoint."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    (names, group), (_, prompt) = (np.unique(np.asarray(of), return_inverse=True) for of in (groups, prompts))
+    size = len(names) + int(prompt.max()) + 1
+    edges = coo_array((np.ones(len(group)), (group, len(names) + prompt)), shape=(size, size))
+    _, part = connected_components(edges, directed=False)
+    first = {int(part[at]): str(name) for at, name in reversed(list(enumerate(names)))}
+    return tuple(first[int(part[at])] for at in group)
+
+
+def group_effect(
+    prompts: Sequence[str], groups: Sequence[str], tokens: Any, seconds: Any, policies: Sequence[int],
+    rivals: Sequence[int],
+) -> float:  # fmt: skip
+    """Return the p-value of equal speed ratios in all groups.
+
+    Kruskal-Wallis tests of each policy, by the influence of each prompt on its ratio, are combined by the Cauchy combination
+    test (Liu and Xie, JASA 115, 2020), which holds for dependent tests.
+    """
+    from scipy.stats import cauchy, kruskal
+
+    boot = Resamples(prompts, replicates=1)
+    influence = boot.speed_influence(tokens, seconds)
+    of = dict(zip(prompts, groups, strict=True))
+    group = np.array([of[name] for name in np.unique(np.asarray(prompts)).tolist()])
+    totals = np.reshape(tokens, (len(prompts), -1)).sum(0) / np.asarray(seconds).sum(0)
+    best = max(rivals, key=lambda at: float(totals[at]))
+    differences: Values = influence[:, list(policies)] - influence[:, [best]]
+    chances = []
+    for column in differences.T:
+        if np.ptp(column) > 0:
+            chances.append(float(kruskal(*(column[group == name] for name in np.unique(group))).pvalue))
+    if not chances:
+        return 1.0
+    return float(cauchy.sf(np.mean(cauchy.isf(np.clip(chances, 1e-15, 1.0 - 1e-15)))))
+
+
+def dominant_cluster(arrays: TraceArrays, clusters: Clusters) -> tuple[str, ...]:
+    """Return a warning that names a cluster with more than 20% of all tokens, if there is one."""
+    share: Counter[str] = Counter()
+    for name, tokens in zip(clusters.of, arrays.text_tokens.tolist(), strict=True):
+        share[name] += tokens
+    name, tokens = share.most_common(1)[0]
+    part = tokens / max(share.total(), 1)
+    if part <= DOMINANT or len(share) < 2:
+        return ()
+    first = clusters.of.index(name)
+    called = f"group {name!r}" if clusters.unit == "groups" else f"prompt {arrays.prompt_ids[first]!r}"
+    return (f"{called} has {part:.0%} of all tokens: intervals depend on it, and new prompts of that kind may differ",)
