@@ -39,6 +39,8 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
         ("depth", "P(A >= depth)", "positions"),
         rows,
     )
+    if (note := facts.get("note on acceptance")) is not None:
+        typer.echo(f"Note: {note}")
     header = trace.header
     sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
     # Processors have no option of their own: they are given in Python alone.

@@ -144,9 +144,10 @@ def show_report(report: Report) -> None:
     title = f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}"
     heads, *rows = policy_rows(report)
     table(title, heads, rows)
+    not_observed = ["-"] * (len(report.fixed) - 1 - len(report.acceptance))
     by_length = [
         ("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),
-        ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance)),
+        ("P(A >= k)", "", *(f"{p:.2f}" for p in report.acceptance), *not_observed),
     ]
     table("By length", ("k", *map(str, range(len(report.fixed)))), by_length)
     console = output()

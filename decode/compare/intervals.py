@@ -30,8 +30,13 @@ LEVEL = 0.95
 FEWEST = 20
 """Clusters below which an interval does not support a verdict."""
 
-SMALLEST_ERROR = 1e-3
-"""Least standard error of a replicate relative to that of the sample: a resample of one cluster has none."""
+SMALLEST_ERROR = 0.25
+"""Least standard error of a replicate relative to that of the sample. It matters for a policy that differs from its rival in
+few clusters: resamples without these have no error."""
+
+FEWEST_DIFFERENT = 4.0
+"""Effective number of clusters in which a policy has to differ from its rival to count for the maximum. With fewer its own
+interval contains 1 anyway, and it would only widen those of the others."""
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -73,10 +78,14 @@ class LogRatios:
     Attributes:
         values: [1 + R, M], linearised at the sample.
         errors: [1 + R, M].
+        different: [M] effective number of clusters in which the two speeds differ.
+        ratios: [M] of the sample.
     """
 
     values: Values
     errors: Values
+    different: Values
+    ratios: Values
 
 
 class Resamples:
@@ -154,7 +163,8 @@ class Resamples:
         """
         influence = self.speed_influence(tokens, seconds)  # [P, M]
         committed, spent = (np.reshape(part, (len(seconds), -1)).sum(0) for part in (tokens, seconds))
-        speed = np.log(committed) - np.log(spent)  # [M] log tokens/s
+        rate = committed / spent  # [M] tokens/s
+        speed = np.log(rate)
         own, their = list(policies), list(rivals)
         shift = np.zeros((1, influence.shape[1])) if price is None else price
         drawn = self._weights @ influence / self.clusters + shift  # [1 + R, M] deviation of the log speed
@@ -167,8 +177,11 @@ class Resamples:
             weights = self._weights[rows]
             mean, square = weights @ difference / self.clusters, weights @ difference**2 / self.clusters
             errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
-        priced = (shift[:, own] - shift[:, [their[winner[0]]]]).var(0)
-        return LogRatios(values, np.sqrt(errors + priced))
+        rival_of_sample = their[winner[0]]
+        priced = (shift[:, own] - shift[:, [rival_of_sample]]).var(0)
+        squares = (influence[:, own] - influence[:, [rival_of_sample]]) ** 2
+        different = squares.sum(0) ** 2 / np.maximum((squares**2).sum(0), np.finfo(float).tiny)
+        return LogRatios(values, np.sqrt(errors + priced), different, rate[own] / rate[their].max())
 
     def simultaneous(self, families: Sequence[LogRatios]) -> list[list[Ratio]]:
         """Return the ratios of all families with intervals that hold for all of them at once.
@@ -176,27 +189,33 @@ class Resamples:
         Args:
             families: log ratios over these resamples, such as those of several latencies.
         """
-        values, errors = (
-            np.concatenate(parts, 1) for parts in zip(*((f.values, f.errors) for f in families), strict=True)
-        )
+        values, errors = (np.concatenate([getattr(f, name) for f in families], 1) for name in ("values", "errors"))
+        different, sample = (np.concatenate([getattr(f, name) for f in families]) for name in ("different", "ratios"))
         at = np.cumsum([f.values.shape[1] for f in families])[:-1]
-        ratios = _intervals(values, errors) if self.clusters > 1 else [Ratio(float(np.exp(v))) for v in values[0]]
+        if self.clusters > 1:
+            low, high = _intervals(values, errors, different)
+            ratios = [Ratio(*map(float, each)) for each in zip(sample, low, high, strict=True)]
+        else:
+            ratios = [Ratio(float(value)) for value in sample]
         return [[ratios[i] for i in part] for part in np.split(np.arange(len(ratios)), at)]
 
 
-def _intervals(values: Values, errors: Values) -> list[Ratio]:
-    """Return M ratios with simultaneous intervals: bootstrap-t of the maximum; [1 + R, M] each."""
+def _intervals(values: Values, errors: Values, different: Values) -> tuple[Values, Values]:
+    """Return the ends [M] of simultaneous intervals: bootstrap-t of the maximum; [1 + R, M] each."""
     value, error = values[0], errors[0]
     least = np.maximum(errors[1:], SMALLEST_ERROR * error)
     with np.errstate(invalid="ignore", divide="ignore"):
         studentised = np.where(error > 0, (values[1:] - value) / least, 0.0)  # a policy that is its rival has no error
+    counts = different >= FEWEST_DIFFERENT
+    studentised = studentised[:, counts] if counts.any() else studentised
     both = np.quantile(np.abs(studentised).max(1), LEVEL)
     tail = (1.0 - LEVEL) / 2
     # The lower end depends on the upper tail of the studentised deviations, and vice versa.
     below = max(both, np.quantile(studentised.max(1), 1.0 - tail))
     above = max(both, -np.quantile(studentised.min(1), tail))
-    low, high = np.exp(value - below * error), np.exp(value + above * error)
-    return [Ratio(*map(float, each)) for each in zip(np.exp(value), low, high, strict=True)]
+    low: Values = np.exp(value - below * error)
+    high: Values = np.exp(value + above * error)
+    return low, high
 
 
 def clusters_needed(ratio: Ratio, clusters: int) -> int | None:

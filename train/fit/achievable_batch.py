@@ -91,7 +91,7 @@ def achievable_in_batches(
     depth = min(arrays.depth, profile.max_depth)
     policy = LearnedPolicy(
         NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * depth, 1), depth, facts,
-        calibrated.survival.maps,
+        calibrated.survival,
     )  # fmt: skip
     # Any rule serves until here: `for_batches` puts its own in its place.
     made = for_batches(policy)

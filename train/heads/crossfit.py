@@ -284,8 +284,8 @@ class Labelled:
 def labelled_rows(outputs: Outputs) -> list[Labelled]:
     """Return the rows of both outputs that have a label.
 
-    `accept` at depth j is about x_{j - lag}, given that all tokens before it were accepted; `next` about x_{j + 1}, given that
-    x_1..x_j were.
+    `accept` at depth j is about x_{j - lag}, given that all tokens before it were accepted; `next` about x_{j + 1}, given
+    that x_1..x_j were.
     """
     logits, length = outputs.logits, outputs.length[:, None]
     depths = np.arange(logits.shape[1])[None]

@@ -194,15 +194,15 @@ def label_columns(headers: Sequence[Header], soft: bool) -> tuple[str, ...]:
     return (*(SOFT_COLUMNS if soft else ()), *chances)
 
 
-def ranked_prompts(arrays: TraceArrays, seed: int) -> list[str]:
+def ranked_prompts(arrays: TraceArrays, seed: int, least: int = LEAST_PROMPTS) -> list[str]:
     """Return the prompts (`TraceArrays.clusters`) in the order of a hash of their text.
 
     Raises:
-        TraceError: fewer than 3 prompts.
+        TraceError: fewer than `least` prompts.
     """
     names = sorted(set(arrays.clusters), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
-    if len(names) < LEAST_PROMPTS:
-        raise TraceError(f"--traces: expected at least {LEAST_PROMPTS} different prompts to split, got {len(names)}")
+    if len(names) < least:
+        raise TraceError(f"--traces: expected at least {least} different prompts to split, got {len(names)}")
     return names
 
 
@@ -217,7 +217,7 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
     Raises:
         TraceError: too few prompts for the split.
     """
-    ranks = ranked_prompts(arrays, seed)
+    ranks = ranked_prompts(arrays, seed, LEAST_PROMPTS + (share > 0))
     held = set(ranks[: max(1, round(share * len(ranks)))]) if share > 0 else set()
     sides: tuple[list[int], list[int]] = ([], [])
     for sequence, name in enumerate(arrays.clusters):

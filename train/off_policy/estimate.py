@@ -156,7 +156,7 @@ def estimate_offline(
             f"{feedback.by_coin.mean():.0%} of the rounds would show what {policy.name} does only if they explored, and none "
             f"of those did (--explore {header.explore:g}); collect live traces with a larger --explore"
         )
-    prompt = [name for name, rounds in zip(arrays.prompt_ids, arrays.rows.tolist(), strict=True) for _ in range(rounds)]
+    prompt = [name for name, rounds in zip(arrays.clusters, arrays.rows.tolist(), strict=True) for _ in range(rounds)]
     return _answer(arrays, policy, feedback, prompt, rho, profile, seed)
 
 
@@ -231,7 +231,7 @@ def _answer(
         policy.name,
         arrays.header.policy,
         len(weight),
-        made.prompts,
+        made.clusters,
         arrays.header.explore,
         float(feedback.seen.mean()),
         few,

@@ -52,7 +52,7 @@ def predicted(
         seed: of the folds.
     """
     x = context(arrays, base)
-    _, prompt = np.unique(np.asarray(arrays.prompt_ids), return_inverse=True)
+    _, prompt = np.unique(np.asarray(arrays.clusters), return_inverse=True)
     order = np.random.default_rng(seed).permutation(int(prompt.max()) + 1)
     # By prompt: rounds of one text resemble each other, and a regression that knows them would fit their noise.
     fold = np.repeat(order[prompt] % FOLDS, arrays.rows.numpy())

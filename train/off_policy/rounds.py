@@ -119,7 +119,10 @@ def check_logged(arrays: TraceArrays, policy: StopPolicy) -> None:
             "off-policy estimates are of live traces (collect --collector live); dense ones replay exactly"
         )
     if header.texts == "vllm":
-        raise TraceError("the trace is vLLM's, whose lengths no coin has chosen: nothing can be estimated of others")
+        raise TraceError(
+            "expected rounds with recorded exploration (collect --explore), got vLLM's records, whose lengths no coin chose; "
+            "`specstop evaluate` values lengths on them, as deep as they identify"
+        )
     if not arrays.tree.is_chain:
         raise TraceError("off-policy estimates are of chains; collect live traces without --tree")
     if policy.hidden or policy.reads_clock:
@@ -187,10 +190,7 @@ class _Drawn(RecordedRounds):
     def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
         """See `RoundSource`."""
         self.unseen = np.zeros(len(self.row), dtype=bool)
-        active, alive, context, backlog, limit = super().begin()
-        assert limit is not None
-        # An engine drafts past the limit of a text, too.
-        return active, alive, context, backlog, np.maximum(limit, self._drawn[self.row].sum(1))
+        return super().begin()
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `RoundSource`."""

@@ -160,6 +160,14 @@ class RecordedRounds(TraceSource):
         self.anchor, self.backlog = self._anchors_at[self.row], self._unread[self.row]
         return turn < int(self._rounds.max())
 
+    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+        """See `decode.rounds.RoundSource`."""
+        active, alive, context, backlog, limit = super().begin()
+        if limit is not None and self.arrays.drawn is not None and self.topology.is_chain:
+            # An engine drafts past the limit of a text, too.
+            limit = np.maximum(limit, self.arrays.drawn.numpy()[self.row].sum(1))
+        return active, alive, context, backlog, limit
+
     def rows(self) -> Array:
         """Return [R], the rows visited."""
         return self.row

@@ -82,8 +82,8 @@ def answer(
         f"{words.gain}.{more} Until then {instead}.",
         NOISY: f"The profile is too noisy for a verdict: {words.policy} is {words.gain}, and its timings alone could turn "
         f"that. Measure it again: {remedy}. Until then {instead}.",
-        AGAIN: f"Measure again, this report contradicts itself: {next(iter(doubts), '')}. {words.Policy} is {words.gain}. Run "
-        f"{remedy}, then evaluate again.",
+        AGAIN: f"Measure again, this report contradicts itself: {next(iter(doubts), '')}. {words.Policy} is {words.gain}. "
+        f"Run {remedy}, then evaluate again.",
     }[verdict]
     return Answer(
         verdict, top.name if verdict == DEPLOY else plain_use.name if plain_use is static else best_name, top.name,

@@ -107,8 +107,8 @@ def choose_clusters(
         return Clusters(by_prompt.of, "prompts", f"prompts are treated as independent ({effect})")
     return Clusters(
         joined, "groups",
-        f"prompts of a group resemble each other ({effect}), so that clusters are groups; --cluster prompt if new prompts will "
-        "come from these very groups",
+        f"prompts of a group resemble each other ({effect}), so that clusters are groups; --cluster prompt if new prompts "
+        "will come from these groups",
     )  # fmt: skip
 
 

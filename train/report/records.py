@@ -105,7 +105,7 @@ class Report:
     Attributes:
         lines: plain, best fixed, rules, learned policies, bound.
         fixed: tokens/s of every fixed length 0..K.
-        acceptance: P(A >= k) over uncut anchors, k = 1..K.
+        acceptance: P(A >= k) over uncut anchors, k = 1, 2, ... as far as it was observed (`collect.acceptance`).
         facts: prompts, tokens, temperature, verification, profile, pair.
         bands: of `acceptance`, with intervals.
         answer: what to do; None where no policy was compared.

@@ -150,7 +150,7 @@ def test_a_prompt_is_always_on_one_side(seed: int) -> None:
 
 
 def test_too_few_prompts_to_split_are_refused() -> None:
-    with pytest.raises(TraceError, match="at least 4 prompts to split, got 3"):
+    with pytest.raises(TraceError, match="at least 4 different prompts to split, got 3"):
         split_prompts(synthetic_trace([[0]] * 3, DEPTH), 0.25, 0)
 
 

@@ -1,24 +1,27 @@
-"""Speeds of prompts held out: of a policy that was fitted and calibrated without them."""
+"""Figures called held-out are of prompts that influence nothing in a policy."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Threshold
-from specstop.train.fit.held_out import fitted_without, held_out_speed
-from specstop.train.heads.crossfit import Calibrated, FoldHeads, calibrate, fit_folds, held_out_outputs, prompt_folds
-from specstop.train.heads.rows import Visits
-from specstop.train.replay.run import replay
+from specstop.train.fit.held_out import REPORT_SHARE, split_report
+from specstop.train.fit.plan import Plan
+from specstop.train.fit.run import train, train_arrays
+from specstop.train.fit.tuning.search import SearchOptions, search
+from specstop.train.fit.tuning.settled import settle_for, unfitted_prompts
+from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.report.evaluate import evaluate
 
-NAMES, GRID = ("top1", "noisy_margin", "depth"), np.linspace(-3.0, 3.0, 7)
+NAMES = ("top1", "noisy_margin", "depth")
+SHORT = FitOptions(epochs=2)
 
 
 @pytest.fixture(scope="module")
@@ -26,46 +29,95 @@ def arrays(sides: tuple[Trace, Trace]) -> TraceArrays:
     return trace_arrays(sides[0])
 
 
-def fitted_on(arrays: TraceArrays, count: int, every: bool) -> tuple[LearnedPolicy, FoldHeads, Calibrated, Visits]:
-    visited = Visits.once((~arrays.cut).nonzero()[:, 0])
-    fitted = fit_folds(arrays, prompt_folds(arrays, count, 0), NAMES, visited, "logistic", every=every)
-    calibrated = calibrate(held_out_outputs(fitted, arrays, NAMES, visited))
-    # Of a kind that any label moves.
-    calibrated = dataclasses.replace(calibrated, accept=Calibrator("temperature", 1.0))
-    maps = calibrated.accept, calibrated.next, Threshold("survival", 0.3)
-    policy = LearnedPolicy("mine", NAMES, fitted.heads[0], *maps, arrays.depth, survival=calibrated.tables)
-    return policy, fitted, calibrated, visited
+def other_report(arrays: TraceArrays, seed: int = 0) -> TraceArrays:
+    """Return the trace with other outcomes of the report prompts."""
+    _, report = split_report(arrays, REPORT_SHARE, seed)
+    assert report is not None
+    mine = torch.tensor([name in set(report.clusters) for name in arrays.clusters])[arrays.owner]
+    accepted = torch.where(mine, 0, arrays.accepted)
+    return dataclasses.replace(arrays, accepted=accepted)
 
 
-@pytest.mark.parametrize("every", [True, False])
-def test_a_policy_is_calibrated_without_the_prompts_that_it_is_measured_on(arrays: TraceArrays, every: bool) -> None:
-    policy, fitted, calibrated, visited = fitted_on(arrays, 2, every)
-    parts = [*fitted_without(policy, fitted, calibrated, arrays, visited)]
-    held = {arrays.prompt_ids[sequence] for sequence in fitted.folds.sequences(0)}
-    assert len(parts) == (1 if every else 2)
-    assert sorted(name for _, part in parts for name in part.prompt_ids) == sorted(held)
-    for at, (made, part) in enumerate(parts):
-        assert made.head is policy.head and made.rule is policy.rule
-        mine = torch.tensor([name in part.prompt_ids for name in arrays.prompt_ids])[arrays.owner]
-        other = dataclasses.replace(arrays, accepted=torch.where(mine, arrays.depth - arrays.accepted, arrays.accepted))
-        again, _ = [*fitted_without(policy, fitted, calibrated, other, visited)][at]
-        assert np.array_equal(again.accept(GRID), made.accept(GRID))
-        whole = calibrate(held_out_outputs(fitted, other, NAMES, visited), like=calibrated)
-        assert not np.array_equal(whole.accept(GRID), made.accept(GRID)), "what is kept is calibrated on them"
+def parts(policy: LearnedPolicy) -> list[Any]:
+    """Return all that decides, as values that can be compared."""
+    tables = [] if policy.survival is None else [policy.survival.tables.tolist()]
+    weights = {name: array.tolist() for name, array in policy.head.tensors().items()}
+    maps = [[c.kind, c.temperature, c.knots.tolist()] for c in (policy.accept, policy.next)]
+    return [weights, maps, tables, policy.rule.to_dict(), policy.facts.rho, policy.facts.acceptance]
 
 
-def test_speeds_are_of_all_parts_together(arrays: TraceArrays, full_profile: Profile) -> None:
-    policy, *given = fitted_on(arrays, 2, every=False)
-    played = [*fitted_without(policy, *given[:2], arrays, given[2])]
-    found = held_out_speed(played, full_profile)
-    made = [replay(part, one, full_profile) for one, part in played]
-    tokens, seconds = (sum(float(getattr(one, of).sum()) for one in made) for of in ("tokens", "seconds"))
-    assert found["held_out_tokens_per_s"] == pytest.approx(tokens / seconds)
+@pytest.mark.parametrize(
+    ("head", "rule"),
+    [("logistic", "derived"), ("xgboost", "survival"), ("mlp", "derived"), ("xgboost", "continuation")],
+)
+def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Profile, head: str, rule: str) -> None:
+    profile = full_profile.with_decisions({head: 1e-5})
+    plan = Plan(head, rule, None, NAMES, head, passes=2, fit=SHORT, report_share=REPORT_SHARE)
+    one, other = (train_arrays(plan, of, profile, [0.7]) for of in (arrays, other_report(arrays)))
+    assert parts(one.policy) == parts(other.policy)
+    figure = "held_out_tokens_per_s"
+    assert one.metrics[figure] != other.metrics[figure], "while the figures are of these prompts"
 
 
-def test_one_prompt_alone_has_no_speed_where_no_other_head_was_fitted(
-    arrays: TraceArrays, full_profile: Profile
+def test_a_search_sees_no_report_prompt(arrays: TraceArrays, full_profile: Profile) -> None:
+    profile = full_profile.with_decisions({"logistic": 1e-5})
+    plan = Plan("", features=NAMES, report_share=REPORT_SHARE)
+    found = []
+    for of in (arrays, other_report(arrays)):
+        rest, _ = split_report(of, REPORT_SHARE, 0)
+        found.append(search(plan, rest, profile, [0.7], SearchOptions(2, ("logistic",), ("survival",))).rows())
+    assert found[0] == found[1]
+
+
+def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    trained = train(sides[0], full_profile, features=NAMES)
+    prompts, arrays = trained.policy.facts.prompts, trace_arrays(sides[0])
+    fit, select = set(prompts["fit"]), set(prompts["select"])
+    _, report = split_report(arrays, REPORT_SHARE, 0)
+    assert report is not None
+    assert not fit & select and not (fit | select) & set(report.clusters)
+    assert fit | select | set(report.clusters) == set(arrays.clusters)
+    counts = {name: trained.metrics[f"{name}_prompts"] for name in ("fit", "select", "report", "held_out")}
+    assert counts == {"fit": len(fit), "select": len(select), "report": report.sequences, "held_out": report.sequences}
+    bare = train(sides[0], full_profile, features=NAMES, report_share=0).metrics
+    assert not [name for name in bare if "held_out" in name or name.endswith("_auc")]
+
+
+def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
+    sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:
-    policy, *given = fitted_on(arrays, len(set(arrays.prompt_ids)), every=False)
-    played = [*fitted_without(policy, *given[:2], arrays, given[2])]
-    assert played == [] and held_out_speed(played, full_profile) == {}
+    arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=NAMES).policy
+    free = unfitted_prompts(policy, arrays)
+    assert free is not None and not set(free.clusters) & set(policy.facts.prompts["fit"])
+    costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
+    settled, note = settle_for(policy, arrays, costly)
+    assert "that the head was not fitted on" in note
+    # Other outcomes of the prompts that the head was fitted on change nothing.
+    fitted = torch.tensor([name in policy.facts.prompts["fit"] for name in arrays.clusters])[arrays.owner]
+    changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
+    again, _ = settle_for(policy, changed, costly)
+    assert isinstance(settled, LearnedPolicy) and isinstance(again, LearnedPolicy)
+    assert settled.facts.rho == again.facts.rho and settled.rule.to_dict() == again.rule.to_dict()
+    only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.facts.prompts["fit"])])
+    assert settle_for(policy, only, costly)[0] is policy
+
+
+def test_evaluation_on_training_prompts_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    policy = train(sides[0], full_profile, features=NAMES).policy
+    profile = full_profile.with_decisions({policy.cost_name: 1e-5})
+    known = len(policy.facts.prompts["fit"]) + len(policy.facts.prompts["select"])
+    with pytest.raises(Exception, match=f"{known} of .* prompts are in the training prompts of logistic"):
+        evaluate(sides[0], profile, [policy])
+    with pytest.warns(Warning, match="not held-out"):
+        evaluate(sides[0], profile, [policy], allow_overlap=True)
+    evaluate(sides[1], profile, [policy])
+
+
+def test_labels_that_are_noise_have_no_auc(arrays: TraceArrays, full_profile: Profile) -> None:
+    generator = torch.Generator().manual_seed(0)
+    accepted = torch.randint(0, arrays.depth + 1, arrays.accepted.shape, generator=generator)
+    noise = dataclasses.replace(arrays, accepted=accepted)
+    plan = Plan("xgboost", "survival", 0.5, NAMES, "xgboost", report_share=0.3, passes=1)
+    metrics = train_arrays(plan, noise, full_profile, [0.7]).metrics
+    error = np.sqrt(1.0 / (3.0 * metrics["held_out_rounds"]))  # at least that of Hanley and McNeil at .5
+    assert abs(metrics["accept_auc"] - 0.5) < 4 * error

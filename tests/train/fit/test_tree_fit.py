@@ -33,12 +33,12 @@ from specstop.policies.learned.trees import TreeGain
 from specstop.policies.progress import silent
 from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.folder import load_policy_folder
+from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
 from specstop.train.fit.trees.rows import accepted_children, accepted_nodes, tree_rows
 from specstop.train.fit.trees.solve import solve_tree, tree_seconds
 from specstop.train.fit.tuning.settled import settle
-from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
@@ -142,7 +142,7 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
     costly = replace(
         full_profile, low=replace(full_profile.low, verify_s=tuple(30 * s for s in full_profile.low.verify_s))
     )
-    report = evaluate(forest[0.7], costly, [made.policy])
+    report = evaluate(forest[0.7], costly, [made.policy], allow_overlap=True)
     assert "rho as saved" in report.line("tree").note
     assert made.path is not None
     rho = load_policy_folder(made.path).facts.rho
@@ -292,7 +292,7 @@ def test_of_smaller_trees_the_fastest_is_kept(
     options: dict[str, Any] = {"rule": "gain", "passes": 1, "progress": silent}
     made = train(forest[0.7], profile, nodes=[1, 4], out=tmp_path / "policy", **options)
     arrays = trace_arrays(forest[0.7])
-    arrays = arrays.subset(prompt_folds(arrays, FOLDS, 0).sequences(0, inside=False))
+    arrays, _ = split_report(arrays, REPORT_SHARE, 0)
     best, _ = best_static_tree(arrays, profile)
     static = len(best.nodes)
     alone = [train(forest[0.7], profile, nodes=[size], **options) for size in (1, 4)]
@@ -354,15 +354,16 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
     def watched(arrays: TraceArrays, policies: Sequence[StopPolicy], costs: Profile) -> list[Replayed]:
         for policy in policies:
             assert isinstance(policy, TreeGain)
-            played.setdefault(id(policy.head), set()).update(arrays.prompt_ids)
+            played.setdefault(id(policy.head), set()).update(arrays.clusters)
         return replay_many(arrays, policies, costs)
 
     monkeypatch.setattr("specstop.train.fit.rates.replay_many", watched)
     made = train(forest[0.0], profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1, folds=3).policy
-    # The head that is kept saw all of these; what it is measured on has no part in the rule.
-    assert isinstance(made, TreeGain) and id(made.head) not in played
-    one, other = played.values()
-    assert one and other and not one & other
+    # Each head plays the prompts that it was not fitted on, the saved one those of selection.
+    assert isinstance(made, TreeGain) and len(played) == 3
+    assert played[id(made.head)] == set(made.facts.prompts["select"])
+    one, two, three = played.values()
+    assert not (one & two or one & three or two & three)
 
 
 def test_networks_keep_a_folder_for_each_fold_pass_and_tree_and_go_on_from_it(

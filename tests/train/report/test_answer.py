@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from specstop.decode.compare.intervals import Ratio, Resamples
-from specstop.train.report.answer import answer, findings, why
+from specstop.policies.errors import InputError
+from specstop.policies.latency.noise import Noise
+from specstop.train.report.answer import answer, doubts, findings, why
+from specstop.train.report.clusters import Clusters, choose_clusters, dominant_cluster
 from specstop.train.report.insight import StopCost
-from specstop.train.report.records import Line
+from specstop.train.report.records import AGAIN, DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line, verdict
+from synthetic import synthetic_trace
 
 
 def line(name: str, kind: str, rate: float) -> Line:
@@ -18,7 +25,7 @@ def line(name: str, kind: str, rate: float) -> Line:
 
 
 def spread(boot: Resamples, low: float, high: float) -> Any:
-    count = 1 + boot.replicates + boot.prompts
+    count = 1 + boot.replicates
     values = np.linspace(low, high, count)
     values[0] = (low + high) / 2
     return values
@@ -28,55 +35,127 @@ BOOT = Resamples([str(i) for i in range(8)], 0)
 FIXED = [line("plain decoding", "fixed", 1.0), line("best fixed", "fixed", 1.5)]
 
 
-def test_a_policy_is_deployed_only_where_it_is_clear() -> None:
-    lines = [*FIXED, line("quick", "learned", 1.62), line("sure", "rule", 1.6)]
-    to_best = {"quick": spread(BOOT, 0.95, 1.21), "sure": spread(BOOT, 1.02, 1.11)}
-    found = answer(lines, "fixed:3", BOOT, to_best)
-    assert found is not None
-    assert (found.deploy, found.use, found.candidate, found.above) == (True, "sure", "sure", 1.0)
-    assert found.headline.startswith("Deploy sure: 1.60 times as fast as plain decoding")
-    unsure = answer(lines, "fixed:3", BOOT, {**to_best, "sure": spread(BOOT, 0.99, 1.14)})
-    assert unsure is not None
-    assert (unsure.deploy, unsure.use, unsure.candidate) == (False, "fixed:3", "quick")
-    assert unsure.headline.startswith("Do not deploy a policy here, use fixed:3: 1.50 times")
-    assert "not clear of 1" in unsure.headline
-    assert unsure.above == pytest.approx(0.81, abs=0.01)
-    assert "in 80.8%" in unsure.sure or "in 80.7%" in unsure.sure
+def clusters(count: int) -> Clusters:
+    return Clusters(tuple(map(str, range(count))))
 
 
-def test_slower_policies_and_few_prompts_are_said_to_be_so() -> None:
-    lines = [*FIXED, line("x", "learned", 1.4)]
-    slow = answer(lines, "fixed:3", BOOT, {"x": spread(BOOT, 0.9, 0.97)})
-    assert slow is not None
-    assert slow.headline.endswith("below 1.")
-    assert slow.sure == "x is ahead of the best fixed length (fixed:3) in none of 2,000 resamples of the 8 prompts."
-    few = Resamples([str(i) for i in range(7)], 0)
-    found = answer(lines, "fixed:3", few, {"x": spread(few, 1.01, 1.05)})
-    assert found is not None
-    assert (found.deploy, found.use) == (False, "fixed:3")
-    assert found.headline.endswith("from too few prompts.")
-    assert found.sure.endswith("fewer than 8 are too few to say.")
+def policy(name: str, kind: str, rate: float, ratio: Ratio, count: int = 40, **parts: Ratio) -> Line:
+    return replace(line(name, kind, rate), to_rival=ratio, verdict=verdict(ratio, count, parts), parts=parts)
+
+
+def test_a_policy_is_deployed_only_if_its_interval_lies_above_1() -> None:
+    quick = policy("quick", "learned", 1.62, Ratio(1.08, 0.95, 1.21))
+    sure = policy("sure", "rule", 1.6, Ratio(1.07, 1.02, 1.11))
+    result = answer([*FIXED, quick, sure], "fixed:3", clusters(40))
+    assert result is not None
+    assert (result.verdict, result.deploy, result.use, result.candidate) == (DEPLOY, True, "sure", "sure")
+    assert "1.60 times as fast as plain decoding" in result.headline and "1.020 to 1.110" in result.headline
+    assert "all 2 policies at once" in result.interval and "40 prompts" in result.interval
+    alone = answer([*FIXED, quick], "fixed:3", clusters(40))
+    assert alone is not None
+    assert (alone.verdict, alone.use, alone.candidate) == (INCONCLUSIVE, "fixed:3", "quick")
+    # The lower end is log(1.08 / .95) = .128 from the value, which is log(1.08) = .077 from 1: 40 (.128 / .077)^2 prompts.
+    assert alone.needed == pytest.approx(40 * (math.log(1.08 / 0.95) / math.log(1.08)) ** 2, abs=1)
+    assert f"{alone.needed} prompts" in alone.headline
+
+
+@pytest.mark.parametrize(
+    ("ratio", "count", "parts", "expected"),
+    [
+        (Ratio(0.95, 0.9, 0.99), 40, {}, REFUSE),
+        (Ratio(1.3, 1.288, 1.314), 19, {}, TOO_FEW),
+        (Ratio(0.95, 0.9, 0.99), 1, {}, TOO_FEW),
+        (Ratio(1.0, 0.9, 1.1), 40, {}, INCONCLUSIVE),
+        (Ratio(1.1, 1.02, 1.2), 40, {"profile": Ratio(1.1, 0.99, 1.2)}, NOISY),
+        (Ratio(1.1, 0.97, 1.2), 40, {"prompts": Ratio(1.1, 1.05, 1.2)}, NOISY),
+        (Ratio(1.1, 1.02, 1.2), 40, {"profile": Ratio(1.1)}, DEPLOY),
+    ],
+)
+def test_every_interval_has_a_verdict(ratio: Ratio, count: int, parts: dict[str, Ratio], expected: str) -> None:
+    result = answer(
+        [*FIXED, policy("x", "learned", 1.4, ratio, count, **parts)], "fixed:3", clusters(count), remedy="cmd"
+    )
+    assert result is not None
+    assert result.verdict == expected
+    assert (result.use, result.deploy) == (("x", True) if expected == DEPLOY else ("fixed:3", False))
+    assert ("cmd" in result.headline) == (expected == NOISY)
+
+
+def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
+    top = policy("x", "learned", 1.7, Ratio(1.1, 1.05, 1.2))
+    quiet = Noise(10, 0.1, 0.0, 0.0, 0.0, 1, ("verifications of 3 tokens", 1e-3, 1e-3, 13e-3))
+    busy = replace(quiet, spread=0.9)
+    for below, share, noise, word in (
+        (["x"], 0.5, quiet, "faster than the oracle bound"),
+        ([], 1.2, quiet, "at most 1 is possible"),
+        ([], 0.5, busy, "factor of 13"),
+        ([], 0.5, quiet, ""),
+    ):
+        lines = [*FIXED, replace(top, oracle_share=Ratio(share, share, share))]
+        reasons = doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
+        result = answer(lines, "fixed:3", clusters(40), (), reasons, "", "specstop profile --out p.json")
+        assert result is not None
+        assert (result.verdict == AGAIN) == bool(word) and word in result.headline
+        assert result.deploy != bool(word)
+        assert ("specstop profile --out p.json" in result.headline) == bool(word)
+
+
+def test_the_primary_policy_is_what_the_answer_is_about() -> None:
+    mine = policy("mine", "learned", 1.5, Ratio(1.0, 0.9, 1.1))
+    other = policy("other", "learned", 1.7, Ratio(1.1, 1.05, 1.2))
+    result = answer([*FIXED, mine, other], "fixed:3", clusters(40), primary="mine")
+    assert result is not None
+    assert (result.verdict, result.candidate) == (INCONCLUSIVE, "mine")
+    assert "primary policy" in result.headline and "primary policy" in result.interval
 
 
 def test_on_trees_the_best_static_tree_is_the_rival() -> None:
-    lines = [*FIXED, line("best static tree", "static", 1.7), line("x", "learned", 1.6)]
-    found = answer(lines, "fixed:3", BOOT, {"x": spread(BOOT, 0.9, 0.97)})
-    assert found is not None
-    assert (found.deploy, found.use) == (False, "best static tree")
-    assert "the best fixed length (fixed:3) and the best static tree" in found.headline
+    lines = [*FIXED, line("best static tree", "static", 1.7), policy("x", "learned", 1.6, Ratio(0.94, 0.9, 0.97))]
+    result = answer(lines, "fixed:3", clusters(40))
+    assert result is not None
+    assert (result.deploy, result.use) == (False, "best static tree")
+    assert "the best fixed length (fixed:3) and the best static tree" in result.headline
 
 
-def test_where_none_pays_the_answer_speaks_of_a_policy_that_was_given() -> None:
-    lines = [*FIXED, line("Hugging Face default", "rule", 1.5), line("mine", "rule", 1.4)]
-    to_best = {name: spread(BOOT, 0.9, 0.97) for name in ("Hugging Face default", "mine")}
-    found = answer(lines, "fixed:3", BOOT, to_best)
-    assert found is not None
-    assert (found.deploy, found.candidate) == (False, "mine")
-    assert "The fastest policy given, mine, is 0." in found.headline
+def test_if_none_pays_the_answer_is_about_a_policy_that_was_given() -> None:
+    low = Ratio(0.94, 0.9, 0.97)
+    lines = [*FIXED, policy("Hugging Face default", "rule", 1.5, low), policy("mine", "rule", 1.4, low)]
+    result = answer(lines, "fixed:3", clusters(40))
+    assert result is not None
+    assert (result.verdict, result.candidate) == (REFUSE, "mine")
+
+
+def test_groups_are_the_clusters_if_their_prompts_resemble_each_other() -> None:
+    rng = np.random.default_rng(0)
+    prompts, groups = [f"p{i}" for i in range(100)], [f"g{i // 20}" for i in range(100)]
+    tokens = np.full(100, 50.0)
+    effect = np.repeat(rng.normal(0.0, 0.1, 5), 20)
+    for factor, unit in ((effect, "groups"), (np.zeros(100), "prompts")):
+        seconds = np.stack([np.ones(100), 1.0 + factor + rng.normal(0.0, 0.05, 100)], 1)
+        chosen = choose_clusters(prompts, groups, tokens, seconds, [1], [0])
+        assert chosen.unit == unit and "p = " in chosen.why
+        assert chosen.count == (5 if unit == "groups" else 100)
+        assert choose_clusters(prompts, groups, tokens, seconds, [1], [0], "prompt").count == 100
+        assert choose_clusters(prompts, groups, tokens, seconds, [1], [0], "group").count == 5
+    alone = choose_clusters(prompts, prompts, tokens, seconds, [1], [0])
+    assert alone.unit == "prompts", "groups of a single prompt say nothing"
+    # Two groups that share a prompt are one cluster.
+    shared = choose_clusters([*prompts[:99], "p0"], groups, tokens, seconds, [1], [0], "group")
+    assert shared.count == 4
+    for option, names in (("groups", groups), ("group", [""] * 100)):
+        with pytest.raises(InputError, match="--cluster"):
+            choose_clusters(prompts, names, tokens, seconds, [1], [0], option)
+
+
+def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
+    arrays = synthetic_trace([[0] * 60, *[[1] * 10] * 10], 3)
+    (warning,) = dominant_cluster(arrays, Clusters(tuple(arrays.clusters)))
+    assert "prompt '0' has 36% of all tokens" in warning
+    assert not dominant_cluster(arrays.subset(range(1, 11)), Clusters(tuple(arrays.clusters[1:])))
 
 
 def test_without_a_policy_there_is_no_answer() -> None:
-    assert answer(FIXED, "fixed:3", BOOT, {}) is None
+    assert answer(FIXED, "fixed:3", clusters(40)) is None
 
 
 def stop(name: str, *ms: float) -> StopCost:

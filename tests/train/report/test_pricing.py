@@ -13,7 +13,7 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Ratio, Resamples
+from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
@@ -24,10 +24,8 @@ from specstop.train.replay.bounds.oracle import oracle_plan
 from specstop.train.replay.bounds.regret import planned_rounds
 from specstop.train.replay.log import Played, play, scaled
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.answer import answer
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.pricing import Draws, Priced, Vary
-from specstop.train.report.records import DEPLOY, NO_GAIN, REFUSE, Line, verdict
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order
@@ -163,21 +161,6 @@ def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: Tr
 
 
 # The verdict
-
-
-def test_what_timings_alone_could_turn_is_not_deployed() -> None:
-    sure, shaky, none = Ratio(1.1, 1.02, 1.2), Ratio(1.1, 0.99, 1.2), Ratio(1.1)
-    assert verdict(sure, 20, sure) == verdict(sure, 20, None) == verdict(sure, 20, none) == DEPLOY
-    assert verdict(sure, 20, shaky) == NO_GAIN
-    assert verdict(Ratio(0.9, 0.8, 0.95), 20, shaky) == REFUSE
-    boot = Resamples([str(i) for i in range(8)], 0)
-    one = Ratio(1.0, 1.0, 1.0)
-    lines = [Line(name, kind, 100.0, one, one, one) for name, kind in (("best fixed", "fixed"), ("x", "learned"))]
-    values = {"x": np.linspace(1.01, 1.2, 1 + boot.replicates)}
-    assert answer(lines, "fixed:3", boot, values, (), {"x": sure}).deploy
-    found = answer(lines, "fixed:3", boot, values, (), {"x": shaky})
-    assert not found.deploy and found.use == "fixed:3"
-    assert found.headline.endswith("but timings of the profile alone could turn it.")
 
 
 def test_noise_of_the_profile_widens_intervals_and_is_shown(

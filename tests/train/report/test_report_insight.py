@@ -371,7 +371,9 @@ def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile
     with pytest.warns(
         SpecstopWarning, match=r"trained for another tree \(1\) than these traces .*; --tree 1 drafts it"
     ):
-        evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], sweep=False)
+        evaluate(
+            tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], sweep=False, allow_overlap=True
+        )
 
 
 @pytest.mark.parametrize("rule", [None, "survival"])

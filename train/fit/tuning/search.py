@@ -134,9 +134,8 @@ def train_best(
     sampled_at = temperatures(opened)
     found = search(plan, split_report(arrays, report_share, seed)[0], profile, sampled_at, options, progress)
     sources = [str(trace.folder) for trace in opened]
-    trained = train_arrays(
-        dataclasses.replace(found.plan, report_share=report_share), arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()}
-    )  # fmt: skip
+    plan = dataclasses.replace(found.plan, report_share=report_share)
+    trained = train_arrays(plan, arrays, profile, sampled_at, sources, folder, progress, more={"trials": found.rows()})
     return trained, found
 
 

@@ -186,15 +186,13 @@ class _Replays:
 
 
 def _note(policy: StopPolicy, tuning: TraceArrays | None, clusters: Clusters) -> str:
-    if clusters.count < FEWEST:
-        return f"{clusters.text}: too few for a verdict, which needs {FEWEST}"
+    notes = [f"{clusters.text}: too few for a verdict, which needs {FEWEST}"] if clusters.count < FEWEST else []
     if isinstance(policy, BatchStop):
-        return "decides by the costs of each point"
-    if not is_priced(policy):
-        return ""
-    if tuning is None:
-        return "rho as saved; give the training traces to solve it at each point"
-    return "rho solved at each point on the training traces"
+        notes.append("decides by the costs of each point")
+    elif is_priced(policy):
+        saved = "rho as saved; give the training traces to solve it at each point"
+        notes.append(saved if tuning is None else "rho solved at each point on the training traces")
+    return "; ".join(notes)
 
 
 def _runs(ratios: Sequence[float], found: Sequence[Ratio]) -> tuple[tuple[float, float], ...]:

@@ -95,14 +95,15 @@ def parts(found: Any, data: Data) -> Section:
 
 def acceptance(found: Any, data: Data) -> Section:
     """How long the draft holds."""
-    rows = tuple((str(k), Spread(("bands", k - 1))) for k in range(1, len(found) + 1))
+    rows: list[tuple[Cell, ...]] = [(str(k), Spread(("bands", k - 1))) for k in range(1, len(found) + 1)]
+    rows += [(str(k), "-") for k in range(len(found) + 1, int(data["facts"].get("depth", 0)) + 1)]  # not observed
     return Section(
         "acceptance",
         "Acceptance by depth",
         (
             "Share of positions at which the target accepts at least so many drafted tokens; the band is the 95% interval.",
         ),
-        (Table("P(A >= k)", ("k", "P(A >= k)"), rows),),
+        (Table("P(A >= k)", ("k", "P(A >= k)"), tuple(rows)),),
     )
 
 
