@@ -1,25 +1,32 @@
-"""Intervals that cover, estimators that are unbiased: 500 synthetic worlds whose truth is known in closed form.
+"""Figures that mean what they say: intervals, verdicts, held-out figures and engine records, on data with known truth.
 
     python benchmarks/intervals.py --check
 
-A world draws prompts of random difficulty and length; a token shows the policy one of three confidences and is accepted with
-a chance that depends on both. Tokens are independent given the difficulty, so what any fixed length or confidence threshold
-brings is a sum over few outcomes, and what a text takes is a recursion over the tokens left: no truth is simulated. From
-each world a sample is drawn, and
+Parts (`--part`):
 
-- `evaluate` replays it: its 95% intervals of the ratio to plain and to the best fixed length must cover the truth
-  `LEAST` to `MOST` of the time;
-- a censored live run with exploration is drawn and `estimate_offline` asked for a deeper policy: its intervals of tokens,
-  seconds and tokens per second must cover as well, inverse propensity and doubly robust must be unbiased (|z| below
-  `MOST_Z`: a false alarm in 15,000), and the error of the self-normalised one must fall as the root of the prompts.
+- `worlds`: 500 synthetic worlds with true costs in closed form. A world draws prompts of random difficulty and length; a token
+  shows the policy one of three confidences and is accepted with a probability that depends on both. Tokens are independent
+  given the difficulty, so that the yield of a fixed length or of a confidence threshold is a sum over few outcomes, and the
+  seconds of a text are a recursion over the tokens left. `evaluate` replays a sample: its 95% intervals of the ratio to plain
+  and to the best fixed length must cover the truth `LEAST` to `MOST` of the time. `estimate_offline` values a deeper policy on
+  a censored live run with exploration: its intervals must cover as well, inverse propensity and doubly robust must be unbiased
+  (|z| below `MOST_Z`: a false alarm in 15,000), and the error of the self-normalised estimator must fall as the root of the
+  prompts.
+- `families` (`noise.families`): false "deploy", simultaneous coverage and power for 1 to 100 policies on prompts, samples,
+  duplicates, groups, heavy tails and one giant prompt.
+- `labels` (`noise.labels`): the AUC of every head on report prompts when labels are noise.
+- `engines` (`noise.engines`): records of simulated engines, valued within 2% of the truth or refused.
 
 The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import multiprocessing
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +47,7 @@ from specstop.policies.latency.tables import CostTable
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.report.evaluate import evaluate
 
+PARTS = ("worlds", "families", "labels", "engines")
 LEAST, MOST = 0.90, 0.98
 MOST_Z = 4.0
 SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)
@@ -340,13 +348,8 @@ def judge(found: Sequence[Found], worlds: int) -> tuple[list[dict[str, Any]], li
     return rows, faults
 
 
-def main() -> int:
-    """Run the command line and return its exit code."""
-    parser = arguments(__doc__, NO_PAIR)
-    parser.add_argument("--worlds", type=int, default=500, help="a check needs 500; with --quick 12")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1, help="processes")
-    options = parser.parse_args()
+def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
+    """Add the bars of the synthetic worlds and return what was compared."""
     worlds = 12 if options.quick else options.worlds
     _quiet()
     rows, faults = judge(run(worlds, options.seed, options.workers), worlds)
@@ -356,13 +359,29 @@ def main() -> int:
             f"{row['method']:<10}{row['what']:<32}{row['prompts']!s:<14}{row['covered']:>8.3f}{row['bias']:>9.4f}"
             f"{row['z']:>7.2f}{row['rmse']:>8.4f}"
         )
-    for fault in faults:
-        print("FAULT", fault)
-    bars = Bars()
-    bars.figures, bars.missed = {"worlds": worlds, "rows": rows}, faults
+    bars.figures |= {"worlds": worlds, "rows": rows}
     covered = [row["covered"] for row in rows]
-    compared = f"{worlds} worlds, coverage {min(covered):.3f} to {max(covered):.3f} (bar: {LEAST} to {MOST})"
-    return bars.finish(options, compared, whole=worlds >= 500)
+    said = f"{min(covered):.3f} to {max(covered):.3f}, bar {LEAST} to {MOST}; {'; '.join(faults) or 'no fault'}"
+    bars.add("coverage and bias, synthetic worlds", [min(covered), max(covered)], not faults, said)
+    return f"{worlds} synthetic worlds"
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    parser = arguments(__doc__, NO_PAIR)
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this one; repeatable")
+    parser.add_argument("--worlds", type=int, default=500, help="of the part worlds; a check needs 500")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    options = parser.parse_args()
+    chosen, bars, compared = options.part or PARTS, Bars(), []
+    checks = {name: importlib.import_module(f"noise.{name}").check for name in PARTS[1:] if name in chosen}
+    checks |= {"worlds": check} if "worlds" in chosen else {}
+    with tempfile.TemporaryDirectory(prefix="specstop-intervals-") as folder:
+        for name in chosen:
+            compared.append(checks[name](bars, options, Path(folder)))
+    whole = set(chosen) == set(PARTS) and options.worlds >= 500
+    return bars.finish(options, "; ".join(compared), whole=whole)
 
 
 if __name__ == "__main__":

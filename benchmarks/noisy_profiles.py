@@ -10,6 +10,8 @@ The parts are modules of `noise`, each with bars of its own:
 - `deployed`: 100 evaluations with profiles of noisy runs give no "deploy" that a quiet profile does not;
 - `covering`: intervals that draw a noisy profile's timings with the prompts cover the truth 92 to 98% of the time, in the
   worlds of `intervals.py`;
+- `compared`: two profiles of one machine, each timed by itself, make no difference: intervals of `compare` contain 1 in 92 to
+  98.5% of worlds;
 - `same_bytes`: `evaluate` twice writes the same bytes, for policies that the profile knows and for others.
 
 The last line is one JSON object.
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from bars import Bars, arguments
 
-PARTS = ("clocks", "real_runs", "deployed", "covering", "same_bytes")
+PARTS = ("clocks", "real_runs", "deployed", "covering", "compared", "same_bytes")
 
 
 def main() -> int:

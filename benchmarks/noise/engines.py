@@ -94,15 +94,15 @@ class Played:
 def play(engine: str, requests: int, seed: int) -> Played:
     """Return the rounds of an engine, in the order of its requests."""
     chance = np.random.default_rng([seed, list(ENGINES).index(engine)])
-    base, mood = chance.normal(1.3, 0.8, requests), chance.normal(0.0, 0.7, requests)
+    base, state = chance.normal(1.3, 0.8, requests), chance.normal(0.0, 0.7, requests)
     tokens = chance.choice(TOKENS, requests)
     # Requests begin at random times; the load of a time is that of all requests which are served then.
     load = lfilter([0.4], [1.0, -0.9], chance.normal(0.0, 1.0, requests + int(TOKENS.max())))
     clock = chance.integers(0, requests, requests)
     left, rows = tokens - 1, []  # reading the prompt commits one token
     while (active := np.flatnonzero(left > 0)).size:
-        mood = 0.7 * mood + chance.normal(0.0, 0.5, requests)
-        odds = (base + mood)[active, None] + chance.normal(0.0, 0.7, (len(active), DEPTH))
+        state = 0.7 * state + chance.normal(0.0, 0.5, requests)
+        odds = (base + state)[active, None] + chance.normal(0.0, 0.7, (len(active), DEPTH))
         length = (chance.random(odds.shape) < expit(odds)).cumprod(1).sum(1)
         drafted = ENGINES[engine](RoundView(load[clock[active]], expit(odds), chance))
         rows.append(np.stack([active, drafted, length, tokens[active]]))

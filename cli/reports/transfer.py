@@ -65,5 +65,5 @@ def transfer(
     head, rows = found.table()
     table("Ratio to the best fixed length of each column", head, rows)
     for name, where in found.refused:
-        output().print(f"do not deploy {name} on {where}: below the best fixed length there, clear of 1")
+        output().print(f"do not deploy {name} on {where}: its interval lies below the best fixed length there")
     output().print(f"transfer.json and transfer.md are in {out}")

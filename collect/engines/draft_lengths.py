@@ -89,6 +89,8 @@ def _p_value(accepted: Array, drafted: Array, group: Array, unit: Array, stratum
     scores = np.bincount(unit * columns + column, error, units * columns).reshape(units, columns)
     for length in range(columns):
         scores[:, length] -= np.bincount(unit, error * share[stratum, length], units)
+    if units < 2:
+        return 1.0
     mean, covariance = scores.mean(0), np.atleast_2d(np.cov(scores, rowvar=False))
     rank = int(np.linalg.matrix_rank(covariance, hermitian=True))
     if rank == 0 or units <= rank + 1:

@@ -112,7 +112,7 @@ class _Record:
     Attributes:
         accepted, drafted: by step.
         ordered: the steps are in the order in which they were taken; of a histogram they are not.
-        tokens: of the completion.
+        tokens: of the completion; `ends`: the record says how many, else they are those of the steps.
         name, sample: id of the prompt, and name of the sample (fields `prompt_id` and `sample` of the record, or its id).
     """
 
@@ -126,7 +126,8 @@ class _Record:
             total = sum(self.drafted) if total is None else int(total)
             usage = raw.get("usage") or {}
             self.prompt = int(usage.get("prompt_tokens") or 0)
-            self.tokens = int(usage.get("completion_tokens") or 1 + sum(self.accepted) + len(self.accepted))
+            generated = int(usage.get("completion_tokens") or 0)
+            self.tokens, self.ends = generated or 1 + sum(self.accepted) + len(self.accepted), generated > 0
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"--from-vllm: {where}: expected a response with metrics.speculative_decoding "
@@ -158,16 +159,16 @@ class _Record:
 
     @property
     def cut(self) -> Array:
-        """[steps] bool, drafts that reach beyond the end of the text; the last step always counts as one of them.
+        """[steps] bool, the last step, and where the end of the text is known all drafts that reach beyond it.
 
         The step at the end accepts more than others, because a long step is more likely to be the one that reaches the end.
         So all drafts that could reach it are left out, whatever they accepted. In a summary it is not known which step was
         last; all steps together are an unbiased choice, and none is left out.
         """
-        if not self.ordered:
-            return np.zeros(len(self.accepted), dtype=bool)
-        out: Array = self.anchor + np.array(self.drafted, dtype=np.int64) > self.tokens
-        out[-1:] = True
+        out = np.zeros(len(self.accepted), dtype=bool)
+        if self.ordered:
+            out |= (self.anchor + np.array(self.drafted, dtype=np.int64) > self.tokens) & self.ends
+            out[-1:] = True
         return out
 
     def columns(self, sequence: int, depth: int) -> Mapping[str, Any]:

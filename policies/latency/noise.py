@@ -36,6 +36,7 @@ class Noise:
         drift: how much slower the machine grew from the first repetition to the last, relative; negative: faster.
         lasting: repetitions that are drawn in one piece in a bootstrap, at least 1; more where slow phases span some.
         worst: the thing whose timings differ most: its name, and its fastest, mean and slowest seconds.
+        pace_spread: standard deviation of the logarithm of the pace over repetitions.
     """
 
     repetitions: int
@@ -45,6 +46,7 @@ class Noise:
     drift: float
     lasting: int
     worst: tuple[str, float, float, float]
+    pace_spread: float = 0.0
 
     @property
     def reasons(self) -> list[str]:
@@ -97,6 +99,7 @@ def judge(measurements: Measurements) -> Noise | None:
         _drift(pace) / float(np.median(pace)),
         _lasting(pace),
         _worst(timed),
+        float(np.log(pace).std(ddof=1)) if pace.size > 1 else 0.0,
     )
 
 

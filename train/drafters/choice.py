@@ -164,15 +164,20 @@ class TextRounds:
     by_first: Tensor
     is_asked: bool
 
-    def seconds(self, profiles: tuple[Profile, Profile]) -> Tensor:
-        """Return [S] float64 seconds of each text under the profiles of the two drafters."""
+    def seconds(self, profiles: tuple[Profile, Profile], paces: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+        """Return [S] float64 seconds of each text under the profiles of the two drafters, each slowed down by a factor."""
         rounds = self.rounds
-        spent = dataclasses.replace(rounds, backlog=self.backlog).seconds(profiles[1])
+        mine, theirs = (
+            rounds.seconds(profiles[0]),
+            dataclasses.replace(rounds, backlog=self.backlog).seconds(profiles[1]),
+        )
+        seconds = torch.where(self.by_first, paces[0] * mine, paces[1] * theirs)
         if self.is_asked:
             in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))
-            spent = spent + in_vain * (rounds.drafted > 0)  # a round that drafts nothing asks nobody
-        seconds = torch.where(self.by_first, rounds.seconds(profiles[0]), spent)
-        return rounds.by_sequence(seconds, len(self.tokens)) + prompt_seconds(profiles[1], self.prompt_tokens)
+            # A round that drafts nothing asks nobody.
+            seconds = seconds + paces[0] * in_vain * (~self.by_first & (rounds.drafted > 0))
+        read = prompt_seconds(profiles[1], self.prompt_tokens)
+        return rounds.by_sequence(seconds, len(self.tokens)) + paces[1] * read
 
     def rate(self, profiles: tuple[Profile, Profile]) -> float:
         """Return tokens a second."""

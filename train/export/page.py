@@ -66,7 +66,7 @@ def policy_loss(alone: Mapping[str, Any]) -> str:
     if "policy" not in alone:
         return "No policy was given, so its loss is not stated here: run again with `--policy`."
     gain: Ratio = alone["policy_to_this"]
-    sure = "" if gain.is_above or gain.is_below else " (not clear of 1: the difference is not sure)"
+    sure = "" if gain.is_above or gain.is_below else " (the interval contains 1)"
     meaning = "that is what is lost" if gain.value >= 1.0 else "by replay nothing is lost, the policy does not pay here"
     return (
         f"At one request the policy `{alone['policy']}` decodes {gain.text()} times as fast as this export, decision "

@@ -17,7 +17,7 @@ CLUSTERS = ("auto", "prompt", "group")
 MOST_SINGLETONS = 0.1
 """Share of groups with a single prompt from which on groups say nothing of how prompts resemble each other."""
 
-SIGNIFICANT = 0.1
+SIGNIFICANT = 0.2
 """Level of the test for group effects. To miss an effect makes intervals too narrow, to see one that is not there only too
 wide."""
 

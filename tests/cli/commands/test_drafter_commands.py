@@ -186,7 +186,7 @@ def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
         (test[:2], "--other-test: expected test traces of both drafters, but only --first-test was given"),
         (
             ("--first-test", traces["suffix", "train"], *test[2:]),
-            "--first-test: 16 prompts are in the traces to choose on",
+            "--first-test: 16 of 16 prompts are in the traces to choose on",
         ),
         (
             ("--first-test", traces["lookup", "test"], *test[2:]),

@@ -88,9 +88,10 @@ def compare(a: str | Path, b: str | Path, *, seed: int = 0) -> Comparison:
 
     Where both hold tokens and seconds by prompt, each line's rate in B over that in A is taken over the prompts that both
     have. Each replicate of the bootstrap resamples those prompts and takes a draw of the timings behind each profile: what
-    prompts have in common cancels, and so does the error of a profile that both reports share. Else the ratios to the best
-    fixed length are compared as independent ones (the method of variance recovery, Zou and Donner 2008, on logarithms):
-    wider than need be. The intervals of a report include its profile's timings already.
+    prompts have in common cancels, and so does the error of a profile that both reports share. Of two profiles the spread of
+    their paces is included too. Else the ratios to the best fixed length are compared as independent ones (the method of
+    variance recovery, Zou and Donner 2008, on logarithms): wider than need be. The intervals of a report include its
+    profile's timings already.
 
     Args:
         a, b: report folders, or their report.json.
@@ -137,14 +138,24 @@ class _PairedRates:
         self._boot = Resamples(common, seed)
         self._tokens = [self._total(report.tokens_of()) for report in self._reports]
         # Another sequence of random numbers than that of the prompts.
-        rng, replicates = np.random.default_rng([seed, 2]), len(self._tokens[0]) - 1
-        drawn = rng.integers(2**32, size=replicates)
+        rng, replicates, is_same = (
+            np.random.default_rng([seed, 2]),
+            len(self._tokens[0]) - 1,
+            one.fingerprint == two.fingerprint,
+        )
+        drawn, other = rng.integers(2**32, size=(2, replicates))
         # Draws of one profile go together: the same index in both reports. Those of two profiles are independent.
-        self._drawn = [drawn, drawn if one.fingerprint == two.fingerprint else rng.integers(2**32, size=replicates)]
+        self._drawn = [drawn, drawn if is_same else other]
+        # A profile is measured within minutes at most, and slow phases may last longer. Its mean pace is therefore as
+        # uncertain as that of one repetition, which is exact for phases as long as the measurement and an upper bound for
+        # shorter ones. The mean of n repetitions has a smaller error only if their paces are independent.
+        spread = 0.0 if is_same else math.hypot(one.pace_spread, two.pace_spread)
+        self._pace = np.concatenate([[1.0], np.exp(spread * rng.standard_normal(replicates))])
 
     def gain(self, name: str) -> Ratio | None:
         """Return B's rate over A's; None for a line without seconds by prompt, such as an estimate."""
-        return self._ratio([self._rate(side, name) for side in (0, 1)])
+        rates = [self._rate(side, name) for side in (0, 1)]
+        return self._ratio([rates[0], self._over(rates[1], self._pace)])
 
     def gain_over_best(self, name: str) -> Ratio | None:
         """Return B's ratio to its best fixed length over A's; None where one of the lines has no seconds by prompt."""
@@ -216,8 +227,8 @@ def _drift(lines: Sequence[Difference], differs: Sequence[tuple[str, str, str]])
         changed = f" (plain decoding: {plain.text()})"
         least = f"differences below {max(1, math.ceil(100 * max(1 - plain.low, plain.high - 1)))}%"
     return [
-        f"A and B have different profiles: B / A includes the timing error within each, not changes of the machine between "
-        f"them{changed}. For {least} evaluate both on one profile or use `specstop bench`."
+        f"A and B have different profiles: B / A includes timing errors and changes of pace within each measurement, not "
+        f"changes of the machine between the two{changed}. For {least} evaluate both on one profile or use `specstop bench`."
     ]
 
 

@@ -133,11 +133,10 @@ def _tested(
     if found.fastest == "both" and found.sure is not None:
         spec = f"{names[0]}{'&' if '?' in names[0] else '?'}sure={found.sure:g}+{names[1]}"
         chosen = play_texts(*both(*tested, found.sure), policy, profiles, True)
-    # Draws of one measurement go together; those of two are independent.
     is_same = profiles[0].fingerprint == profiles[1].fingerprint
     draws = Draws(profiles[0]), Draws(profiles[1], 0 if is_same else 1)
-    samples = Resamples(tested[1].clusters)
-    speed, *alone = (_speeds(samples, rounds, draws) for rounds in (chosen, *played))
+    samples, prices = Resamples(tested[1].clusters), _prices(draws, is_same)
+    speed, *alone = (_speeds(samples, rounds, prices) for rounds in (chosen, *played))
     over = samples.interval(speed / np.max(alone, axis=0))  # the better one is chosen again in every resample
     return BothChoice(
         spec, policy, name, float(speed[0]), dict(zip(names, rates, strict=True)), over,
@@ -145,14 +144,35 @@ def _tested(
     )  # fmt: skip
 
 
-def _speeds(samples: Resamples, rounds: TextRounds, draws: tuple[Draws, Draws]) -> Values:
-    """Return [1 + R] tokens/s in the sample and in every resample of its prompts, each priced by a draw of both profiles."""
+class _Price(NamedTuple):
+    """Profiles of two drafters, and how much slower than that the machine was."""
+
+    profiles: tuple[Profile, Profile]
+    paces: tuple[float, float] = (1.0, 1.0)
+
+
+def _prices(draws: tuple[Draws, Draws], is_same: bool) -> list[_Price]:
+    """Return the profiles as measured, then draws: of one measurement together, of two measurements independent ones.
+
+    The paces of two measurements differ as much as those of two repetitions may, see `compare`.
+    """
     count = max(len(one.drawn) for one in draws)
-    mine, theirs = ((one.profile, *(one.drawn or (one.profile,) * count)) for one in draws)
-    spent = samples.total(torch.stack([rounds.seconds(pair) for pair in zip(mine, theirs, strict=True)], 1))
+    noises = [None if is_same else one.profile.noise for one in draws]
+    spread = [noise.pace_spread if noise else 0.0 for noise in noises]
+    paces = np.exp(spread * np.random.default_rng(2).standard_normal((count, 2)))
+    drawn = zip(*(one.drawn or (one.profile,) * count for one in draws), strict=True)
+    return [
+        _Price((draws[0].profile, draws[1].profile)),
+        *(_Price(pair, (mine, theirs)) for pair, (mine, theirs) in zip(drawn, paces.tolist(), strict=True)),
+    ]
+
+
+def _speeds(samples: Resamples, rounds: TextRounds, prices: Sequence[_Price]) -> Values:
+    """Return [1 + R] tokens/s in the sample and in every resample of its prompts, each at one of the drawn prices."""
+    spent = samples.total(torch.stack([rounds.seconds(*price) for price in prices], 1))
     tokens, rows = samples.total(rounds.tokens), np.arange(len(spent))
-    # Row 0, the sample, has the profiles as measured; resample i has draw (i - 1) mod D.
-    columns = np.where(rows > 0, 1 + (rows - 1) % max(count, 1), 0) if count else np.zeros_like(rows)
+    # Row 0, the sample, has the prices as measured; resample i has draw (i - 1) mod D.
+    columns = np.where(rows > 0, 1 + (rows - 1) % max(len(prices) - 1, 1), 0) if len(prices) > 1 else 0 * rows
     speeds: Values = tokens / spent[rows, columns]
     return speeds
 

@@ -32,6 +32,7 @@ class Read:
         seconds: by line, by sequence.
         fingerprint: of the profile; "" where it is not known.
         is_timed: whether intervals include the error of model calls (`Draws.is_timed`); None = not known.
+        pace_spread: of the machine while the profile was measured (`Noise.pace_spread`).
         factors: by line, seconds of the whole sample under each draw of the profile's timings, relative to the measured
             ones; empty without draws.
     """
@@ -44,6 +45,7 @@ class Read:
     seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
     fingerprint: str = ""
     is_timed: bool | None = None
+    pace_spread: float = 0.0
     factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def tokens_of(self) -> dict[str, float]:
@@ -70,6 +72,7 @@ def per_prompt_figures(
     prompt_ids: Sequence[str],
     fingerprint: str,
     is_timed: bool,
+    pace_spread: float,
     factors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """Return what a report holds as `details["per_prompt"]`, for `compare` to pair by.
@@ -78,7 +81,7 @@ def per_prompt_figures(
         clusters, prompt_ids: by sequence; pairs are made by cluster, ids are for people.
         tokens: of each text.
         seconds: by line of the report, the replayed seconds of each text.
-        fingerprint, is_timed, factors: of the profile, see `Read`.
+        fingerprint, is_timed, pace_spread, factors: of the profile, see `Read`.
     """
     return {
         "clusters": list(clusters),
@@ -88,6 +91,7 @@ def per_prompt_figures(
         "profile": {
             "fingerprint": fingerprint,
             "is_timed": is_timed,
+            "pace_spread": float(pace_spread),
             "factors": {name: [round(float(x), _DIGITS) for x in values] for name, values in factors.items()},
         },
     }
@@ -150,10 +154,13 @@ def _by_prompt(raw: Any) -> tuple[tuple[str, ...], tuple[float, ...], dict[str, 
     return clusters, tokens, seconds
 
 
-def _by_draw(raw: Any) -> tuple[str, bool, dict[str, tuple[float, ...]]]:
+def _by_draw(raw: Any) -> tuple[str, bool, float, dict[str, tuple[float, ...]]]:
     factors = {str(name): tuple(float(x) for x in values) for name, values in raw["factors"].items()}
     if len({len(values) for values in factors.values()}) > 1:
         raise ValueError("lines with other numbers of draws of the profile")
     if any(not 0 < x < math.inf for values in factors.values() for x in values):
         raise ValueError("seconds by draw of the profile that are not above 0")
-    return str(raw["fingerprint"]), bool(raw["is_timed"]), factors
+    pace_spread = float(raw["pace_spread"])
+    if not 0 <= pace_spread < math.inf:
+        raise ValueError("a spread of the profile's pace that is below 0")
+    return str(raw["fingerprint"]), bool(raw["is_timed"]), pace_spread, factors
