@@ -1,17 +1,17 @@
-"""Figures that mean what they say: intervals, verdicts, held-out figures and engine records, on data with known truth.
+"""Figures that mean what they say: intervals, the verdict, held-out figures and engine records, on data with known truth.
 
     python benchmarks/intervals.py --check
 
 Parts (`--part`):
 
-- `worlds`: 500 synthetic worlds with true costs in closed form. A world draws prompts of random difficulty and length; a token
-  shows the policy one of three confidences and is accepted with a probability that depends on both. Tokens are independent
-  given the difficulty, so that the yield of a fixed length or of a confidence threshold is a sum over few outcomes, and the
-  seconds of a text are a recursion over the tokens left. `evaluate` replays a sample: its 95% intervals of the ratio to plain
-  and to the best fixed length must cover the truth `LEAST` to `MOST` of the time. `estimate_offline` values a deeper policy on
-  a censored live run with exploration: its intervals must cover as well, inverse propensity and doubly robust must be unbiased
-  (|z| below `MOST_Z`: a false alarm in 15,000), and the error of the self-normalised estimator must fall as the root of the
-  prompts.
+- `worlds`: 500 synthetic worlds with true costs in closed form. A world draws prompts of random difficulty and length; a
+  token shows the policy one of three confidences and is accepted with a probability that depends on both. Tokens are
+  independent given the difficulty, so that the yield of a fixed length or of a confidence threshold is a sum over few
+  outcomes, and the seconds of a text are a recursion over the tokens left. `evaluate` replays a sample: its 95% intervals of
+  the ratio to plain and to the best fixed length must cover the truth `LEAST` to `MOST` of the time. `estimate_offline`
+  values a deeper policy on a censored live run with exploration: its intervals must cover as well, inverse propensity and
+  doubly robust must be unbiased (|z| below `MOST_Z`: a false alarm in 15,000), and the error of the self-normalised
+  estimator must fall as the root of the prompts.
 - `families` (`noise.families`): false "deploy", simultaneous coverage and power for 1 to 100 policies on prompts, samples,
   duplicates, groups, heavy tails and one giant prompt.
 - `labels` (`noise.labels`): the AUC of every head on report prompts when labels are noise.

@@ -1,4 +1,4 @@
-"""Verdicts over many policies: false "deploy", simultaneous coverage and power, on simulated texts with known truth.
+"""The verdict over many policies: false "deploy", simultaneous coverage and power, on simulated texts with known truth.
 
 Every world has texts of random length, three fixed lengths and M candidate policies. Seconds of a text are its tokens times
 the pace of the policy, which varies between prompts with a standard deviation of 10%; the expected seconds of every
@@ -11,7 +11,7 @@ candidate are those of the best fixed length, except where power is measured. St
 - `heavy tails`: log-normal lengths (sigma 1) and paces of Student's t with 3 degrees of freedom;
 - `giant`: one prompt with half of all tokens.
 
-Clusters, intervals and verdicts are those of `evaluate`: `choose_clusters`, `Resamples` and `records.verdict`.
+Clusters, intervals and the verdict are those of `evaluate`: `choose_clusters`, `Resamples` and `records.verdict`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bars import Bars
-from specstop.decode.compare.intervals import FEWEST, Resamples
+from specstop.decode.compare.intervals import Resamples
 from specstop.train.report.clusters import choose_clusters
-from specstop.train.report.records import DEPLOY, verdict
+from specstop.train.report.records import DEPLOY, TOO_FEW, verdict
 
 WORLDS, QUICK = 500, 10
 REPLICATES = 1000
@@ -114,9 +114,9 @@ def judge(texts: Texts, seed: int, truth: float = 1.0) -> Outcome:
     (ratios,) = boot.simultaneous([boot.log_ratios(texts.tokens, texts.seconds, policies, fixed)])
     true = [truth, *[1.0] * (len(ratios) - 1)]
     covered = all(r.low is not None and r.low <= t <= r.high for r, t in zip(ratios, true, strict=True))  # type: ignore[operator]
-    results = [verdict(ratio, clusters.count) for ratio in ratios]
+    results = [verdict(ratio, clusters.count, None, clusters.largest) for ratio in ratios]
     deployed = results[0] == DEPLOY if truth != 1.0 else DEPLOY in results
-    return Outcome(deployed, covered, clusters.count >= FEWEST)
+    return Outcome(deployed, covered, TOO_FEW not in results)
 
 
 def world(job: tuple[str, int, int, float, int]) -> Outcome:
@@ -163,7 +163,7 @@ def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
             continue
         low, high = min(row[5] for row in judged), max(row[5] for row in judged)
         said = f"{low:.3f} to {high:.3f}, bar {LEAST} to {MOST}, where there is a verdict"
-        bars.add(f"coverage, {structure}", [low, high], LEAST <= low and high <= MOST, said)
+        bars.add(f"coverage, {structure}", [low, high], low >= LEAST and high <= MOST, said)
     said = f"{power:.3f} of worlds with a gain of {GAIN - 1:.0%}, 200 prompts and 5 policies; bar {POWER}"
     bars.add("power", power, power >= POWER, said)
     bars.figures["families"] = rows

@@ -110,7 +110,9 @@ def auc_of(head: str, seed: int) -> float:
     if not spec.soft:
         arrays = dataclasses.replace(arrays, extra={})
     options = FitOptions(epochs=20)
-    plan = Plan(head, "survival", 0.5, names, head, seed, fit=options, hidden=hidden, report_share=REPORT_SHARE, passes=1)
+    plan = Plan(
+        head, "survival", 0.5, names, head, seed, fit=options, hidden=hidden, report_share=REPORT_SHARE, passes=1
+    )
     metrics = train_arrays(plan, arrays, profile, [0.0]).metrics
     return float(metrics["accept_auc"])
 

@@ -34,9 +34,12 @@ SMALLEST_ERROR = 0.25
 """Least standard error of a replicate relative to that of the sample. It matters for a policy that differs from its rival in
 few clusters: resamples without these have no error."""
 
-FEWEST_DIFFERENT = 4.0
-"""Effective number of clusters in which a policy has to differ from its rival to count for the maximum. With fewer its own
-interval contains 1 anyway, and it would only widen those of the others."""
+FEWEST_DIFFERENT = 4
+"""Clusters in which a policy has to differ from its rival to count for the maximum. With fewer its own interval contains 1
+anyway, and it would only widen those of the others."""
+
+SAME = 1e-9
+"""Relative difference of two speeds up to which they are equal."""
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -78,7 +81,7 @@ class LogRatios:
     Attributes:
         values: [1 + R, M], linearised at the sample.
         errors: [1 + R, M].
-        different: [M] effective number of clusters in which the two speeds differ.
+        different: [M] number of clusters in which the two speeds differ.
         ratios: [M] of the sample.
     """
 
@@ -179,8 +182,9 @@ class Resamples:
             errors[rows] = (square - mean**2).clip(0.0) / max(self.clusters - 1, 1)
         rival_of_sample = their[winner[0]]
         priced = (shift[:, own] - shift[:, [rival_of_sample]]).var(0)
-        squares = (influence[:, own] - influence[:, [rival_of_sample]]) ** 2
-        different = squares.sum(0) ** 2 / np.maximum((squares**2).sum(0), np.finfo(float).tiny)
+        parts = [self.by_cluster(np.reshape(part, (len(seconds), -1))) for part in (tokens, seconds)]
+        speeds = parts[0] / parts[1]  # [P, M]
+        different = (np.abs(speeds[:, own] / speeds[:, [rival_of_sample]] - 1.0) > SAME).sum(0)
         return LogRatios(values, np.sqrt(errors + priced), different, rate[own] / rate[their].max())
 
     def simultaneous(self, families: Sequence[LogRatios]) -> list[list[Ratio]]:

@@ -14,6 +14,7 @@ from .records import (
     DEPLOY,
     HF_DEFAULT,
     INCONCLUSIVE,
+    MOST_OF_TOKENS,
     NOISY,
     REFUSE,
     TOO_FEW,
@@ -73,12 +74,16 @@ def answer(
     words = _Words(top, against, policies, best_name, static is not None, clusters, primary)
     needed = clusters_needed(against, clusters.count) if verdict in (INCONCLUSIVE, TOO_FEW) else None
     instead = f"use {use}: {plain_use.to_plain.value:.2f} times as fast as plain decoding"
+    dominated = clusters.largest > MOST_OF_TOKENS
+    if dominated:
+        needed = None  # more prompts of this spread would have such a one among them too
+    few = f"{clusters.text}, of which one has {clusters.largest:.0%} of all tokens" if dominated else clusters.text
     more = "" if needed is None else f" About {needed:,} {clusters.unit} of the same spread would decide."
     headline = {
         DEPLOY: f"Deploy {top.name}: {top.to_plain.value:.2f} times as fast as plain decoding, {words.gain}.",
         INCONCLUSIVE: f"Inconclusive: {words.policy} is {words.gain}, which contains 1.{more} Until then {instead}.",
         REFUSE: f"Do not deploy a policy here, {instead}. {words.Policy} is {words.gain}: below 1.",
-        TOO_FEW: f"Too few prompts: {clusters.text}, and a verdict needs {FEWEST}. {words.Policy} is "
+        TOO_FEW: f"Too few prompts: {few}, and a verdict needs {FEWEST}{' of similar length' * dominated}. {words.Policy} is "
         f"{words.gain}.{more} Until then {instead}.",
         NOISY: f"The profile is too noisy for a verdict: {words.policy} is {words.gain}, and its timings alone could turn "
         f"that. Measure it again: {remedy}. Until then {instead}.",

@@ -33,11 +33,14 @@ class Clusters:
         of: [S].
         unit: "prompts" or "groups".
         why: the reason for the choice, "" if prompts have no groups.
+        largest: share of all tokens in the largest cluster, and `name` of that cluster.
     """
 
     of: tuple[str, ...]
     unit: str = "prompts"
     why: str = ""
+    largest: float = 0.0
+    name: str = ""
 
     @property
     def count(self) -> int:
@@ -86,30 +89,39 @@ def choose_clusters(
         InputError: groups are requested and there are none.
     """
     check_cluster(option)
+    of, unit, why = _choice(prompts, groups, tokens, seconds, policies, rivals, option)
+    shares: Counter[str] = Counter()
+    for name, count in zip(of, np.reshape(tokens, (len(of), -1))[:, 0].tolist(), strict=True):
+        shares[name] += count
+    name, count = shares.most_common(1)[0]
+    return Clusters(of, unit, why, count / max(shares.total(), 1) if len(shares) > 1 else 0.0, name)
+
+
+def _choice(
+    prompts: Sequence[str], groups: Sequence[str], tokens: Any, seconds: Any, policies: Sequence[int],
+    rivals: Sequence[int], option: str,
+) -> tuple[tuple[str, ...], str, str]:  # fmt: skip
+    """Return the cluster of each sequence, the unit, and the reason."""
     names = set(groups)
     if option == "group" and names == {""}:
         raise InputError(
             "--cluster group: the prompts have no groups; collect with a column `group`, or use --cluster prompt"
         )
-    by_prompt = Clusters(tuple(prompts))
     if option == "prompt" or len(names) < 2:
-        return by_prompt
+        return tuple(prompts), "prompts", ""
     joined = _joined(prompts, groups)
     if option == "group":
-        return Clusters(joined, "groups", "clusters are groups (--cluster group)")
+        return joined, "groups", "clusters are groups (--cluster group)"
     sizes = Counter(group for _, group in set(zip(prompts, joined, strict=True)))
     single = sum(count == 1 for count in sizes.values()) / len(sizes)
     if len(sizes) < 2 or single >= MOST_SINGLETONS or not policies:
-        return by_prompt
+        return tuple(prompts), "prompts", ""
     chance = group_effect(prompts, joined, tokens, seconds, policies, rivals)
     effect = f"test for differences between the {len(sizes)} groups: p = {chance:.2g}"
     if chance >= SIGNIFICANT:
-        return Clusters(by_prompt.of, "prompts", f"prompts are treated as independent ({effect})")
-    return Clusters(
-        joined, "groups",
-        f"prompts of a group resemble each other ({effect}), so that clusters are groups; --cluster prompt if new prompts "
-        "will come from these groups",
-    )  # fmt: skip
+        return tuple(prompts), "prompts", f"prompts are treated as independent ({effect})"
+    why = f"prompts of a group resemble each other ({effect}), so that clusters are groups"
+    return joined, "groups", f"{why}; --cluster prompt if new prompts will come from these groups"
 
 
 def _joined(prompts: Sequence[str], groups: Sequence[str]) -> tuple[str, ...]:
@@ -154,13 +166,8 @@ def group_effect(
 
 def dominant_cluster(arrays: TraceArrays, clusters: Clusters) -> tuple[str, ...]:
     """Return a warning that names a cluster with more than 20% of all tokens, if there is one."""
-    share: Counter[str] = Counter()
-    for name, tokens in zip(clusters.of, arrays.text_tokens.tolist(), strict=True):
-        share[name] += tokens
-    name, tokens = share.most_common(1)[0]
-    part = tokens / max(share.total(), 1)
-    if part <= DOMINANT or len(share) < 2:
+    if clusters.largest <= DOMINANT:
         return ()
-    first = clusters.of.index(name)
-    called = f"group {name!r}" if clusters.unit == "groups" else f"prompt {arrays.prompt_ids[first]!r}"
-    return (f"{called} has {part:.0%} of all tokens: intervals depend on it, and new prompts of that kind may differ",)
+    first = clusters.of.index(clusters.name)
+    called = f"group {clusters.name!r}" if clusters.unit == "groups" else f"prompt {arrays.prompt_ids[first]!r}"
+    return (f"{called} has {clusters.largest:.0%} of all tokens: intervals depend on it, and other prompts may differ",)

@@ -270,7 +270,7 @@ def _replayed(
     boot = Resamples(clusters.of, seed)
     best = max(fixed, key=lambda one: one.result.rate)
     plan = oracle_plan(arrays, profile)
-    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, achievable, primary)
+    table = SpeedTable(arrays, boot, draws, fixed, entries, plan, achievable, primary, clusters.largest)
     lines = table.lines(best)
     compared = [line for line in lines if line.kind in POLICIES]
     subject = max(compared, key=lambda line: line.tokens_per_s).name if compared else ""

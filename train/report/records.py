@@ -17,16 +17,21 @@ HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
 """Rules that every report has for comparison."""
 
 
-def verdict(ratio: Ratio, clusters: int, parts: Mapping[str, Ratio] | None = None) -> str:
+MOST_OF_TOKENS = 1 / 3
+"""Share of all tokens in one cluster from which on the others count too little for a verdict (`benchmarks/intervals.py`)."""
+
+
+def verdict(ratio: Ratio, clusters: int, parts: Mapping[str, Ratio] | None = None, largest: float = 0.0) -> str:
     """Return whether to deploy a policy.
 
     Args:
         ratio: of its speed to the best of what needs no policy, with the simultaneous interval.
         clusters: independent prompts or groups behind the interval.
         parts: the same ratio by source of error, see `Line.parts`; empty if the profile kept no timings.
+        largest: share of all tokens in the largest cluster.
     """
     prompts, profile = (parts or {}).get("prompts"), (parts or {}).get("profile")
-    if clusters < FEWEST:
+    if clusters < FEWEST or largest > MOST_OF_TOKENS:
         return TOO_FEW
     if ratio.is_below:
         return REFUSE

@@ -71,13 +71,13 @@ def round_report(
     texts = _Texts([*values, *bound])
     kinds = {name: kind for name, kind, *_ in jobs}
     policies = [len(fixed) + at for at, kind in enumerate(kinds.values()) if kind in POLICIES]
-    rounds = (texts.tokens, texts.seconds, policies, range(len(fixed)))
+    prompts, groups = ([of[s] for s in texts.present] for of in (arrays.clusters, arrays.groups))
     clusters = choose_clusters(
-        *([of[s] for s in texts.present] for of in (arrays.clusters, arrays.groups)), *rounds, cluster
-    )
+        prompts, groups, texts.tokens, texts.seconds, policies, range(len(fixed)), cluster
+    )  # fmt: skip
     boot = Resamples(clusters.of, seed)
     priced = Priced(boot, draws, texts.rounds, torch.zeros(len(texts.present), dtype=torch.int64))
-    speeds = Comparison(boot, draws, texts.tokens, priced, kinds, len(fixed), primary)
+    speeds = Comparison(boot, draws, texts.tokens, priced, kinds, len(fixed), primary, clusters.largest)
     if bound:
         speeds.ceiling = speeds.rates[:, -1]
 

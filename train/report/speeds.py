@@ -65,6 +65,7 @@ class Comparison:
         kinds: of the entries, by name.
         fixed: number of fixed lengths, K + 1.
         primary: name of the entry that was chosen before the evaluation; "" = none.
+        largest: share of all tokens in the largest cluster.
 
     Attributes:
         speeds: tokens/s if all sources of error are drawn.
@@ -83,7 +84,9 @@ class Comparison:
         kinds: Mapping[str, str],
         fixed: int,
         primary: str = "",
+        largest: float = 0.0,
     ) -> None:
+        self._largest = largest
         self._boot, self._draws, self._kinds, self._fixed_count, self._primary = boot, draws, kinds, fixed, primary
         self._tokens, self._seconds = tokens, priced.by_text()
         total = boot.total(tokens.reshape(len(tokens), -1))  # [1 + R, 1] or [1 + R, P']
@@ -142,7 +145,7 @@ class Comparison:
         if kind not in POLICIES:
             return line
         rival, parts = self.to_rival[name], self.parts.get(name, {})
-        told = verdict(rival, self._boot.clusters, parts)
+        told = verdict(rival, self._boot.clusters, parts, self._largest)
         return dataclasses.replace(line, to_rival=rival, verdict=told, parts=parts)
 
     def first_lines(self, plain: Counts, best: Counts, best_name: str) -> list[Line]:
@@ -164,7 +167,7 @@ class SpeedTable(Comparison):
         entries: policies.
         plan: the oracle's.
         achievable: an estimate, or None.
-        primary: see `Comparison`.
+        primary, largest: see `Comparison`.
 
     Attributes:
         to_static, to_achievable: [1 + R] against the best static tree and the achievable estimate; empty without.
@@ -180,6 +183,7 @@ class SpeedTable(Comparison):
         plan: Ideal,
         achievable: Achievable | None,
         primary: str = "",
+        largest: float = 0.0,
     ) -> None:
         replays, ideal = [*fixed, *(e.played for e in entries)], planned_rounds(arrays, plan)
         spent_s = torch.stack([*(one.result.seconds for one in replays), plan.seconds], 1)
@@ -187,7 +191,7 @@ class SpeedTable(Comparison):
         priced = Priced(boot, draws, rounds, arrays.prompt_tokens, spent_s)
         tokens = arrays.text_tokens.double().numpy()
         kinds = {e.name: e.kind for e in entries}
-        super().__init__(boot, draws, tokens, priced, kinds, len(fixed), primary)
+        super().__init__(boot, draws, tokens, priced, kinds, len(fixed), primary, largest)
         self._fixed, self._entries = fixed, entries
         self.ceiling = bound = self.rates[:, -1]
         self._bound: Values = bound

@@ -148,10 +148,20 @@ def test_groups_are_the_clusters_if_their_prompts_resemble_each_other() -> None:
 
 
 def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
-    arrays = synthetic_trace([[0] * 60, *[[1] * 10] * 10], 3)
-    (warning,) = dominant_cluster(arrays, Clusters(tuple(arrays.clusters)))
-    assert "prompt '0' has 36% of all tokens" in warning
-    assert not dominant_cluster(arrays.subset(range(1, 11)), Clusters(tuple(arrays.clusters[1:])))
+    for longest, share in ((9, 0), (60, 23), (200, 49)):
+        arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
+        tokens = arrays.text_tokens.numpy()
+        chosen = choose_clusters(arrays.clusters, arrays.groups, tokens, np.ones((21, 2)), [1], [0])
+        warnings = dominant_cluster(arrays, chosen)
+        assert len(warnings) == bool(share) and all(
+            f"prompt '0' has {share}% of all tokens" in text for text in warnings
+        )
+        ratio = Ratio(1.1, 1.05, 1.2)
+        top = replace(line("x", "rule", 1.6), to_rival=ratio, verdict=verdict(ratio, 21, None, chosen.largest))
+        result = answer([*FIXED, top], "fixed:3", chosen)
+        assert result is not None
+        assert result.verdict == (TOO_FEW if share == 49 else DEPLOY)
+        assert ("one has 49% of all tokens" in result.headline) == (share == 49)
 
 
 def test_without_a_policy_there_is_no_answer() -> None:

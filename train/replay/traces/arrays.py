@@ -178,10 +178,11 @@ class TraceArrays:
         at = torch.tensor(list(keep), dtype=torch.int64)
         counts = self.rows[at]
         index = torch.cat([torch.arange(int(n)) + o for o, n in zip(self.offset[at], counts, strict=True)])
+        names: dict[str, Any] = {name: [getattr(self, name)[i] for i in keep] for name in NAMES}
         by_row = {name: values[index] for name in BY_ROW if (values := getattr(self, name)) is not None}
         return dataclasses.replace(
             self,
-            **{name: [getattr(self, name)[i] for i in keep] for name in NAMES},
+            **names,
             offset=counts.cumsum(0) - counts,
             columns={name: values[index] for name, values in self.columns.items()},
             extra={name: values[index] for name, values in self.extra.items()},

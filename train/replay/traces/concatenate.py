@@ -78,12 +78,13 @@ def join_arrays(parts: Sequence[TraceArrays]) -> TraceArrays:
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in every}
     # The header is the first part's, so that what parts may differ in has to be a column.
     columns["temperature"] = torch.cat([part.column("temperature") for part in parts])
+    names: dict[str, Any] = {name: [value for part in parts for value in getattr(part, name)] for name in NAMES}
     joined = {name: _joined([getattr(part, name) for part in parts]) for name in (*BY_SEQUENCE, *BY_ROW)}
     if any(part.anchors is not None for part in parts):  # one that misses anchors makes all of them be looked up
         joined["anchors"] = torch.cat([part.every_anchor for part in parts])
     return dataclasses.replace(
         first,
-        **{name: [value for part in parts for value in getattr(part, name)] for name in NAMES},
+        **names,
         offset=joined["rows"].cumsum(0) - joined["rows"],
         columns=columns,
         extra={name: torch.cat([part.extra[name] for part in parts]) for name in first.extra},

@@ -109,7 +109,9 @@ def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) ->
     rounds = [play(arrays, policy, costs).rounds for policy in every]
     priced = Priced(boot, draws, rounds, arrays.prompt_tokens)
     tokens = arrays.text_tokens.double().numpy()
-    return Comparison(boot, draws, tokens, priced, dict.fromkeys(policies, POLICIES[0]), depth + 1)
+    largest = float(boot.by_cluster(tokens).max() / tokens.sum()) if boot.clusters > 1 else 0.0
+    kinds = dict.fromkeys(policies, POLICIES[0])
+    return Comparison(boot, draws, tokens, priced, kinds, depth + 1, largest=largest)
 
 
 def _labels(traces: Sequence[Trace]) -> list[str]:
