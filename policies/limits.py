@@ -70,7 +70,7 @@ LIMITS: Mapping[str, Limit | Range] = {
     "draws": Limit(1, 1024),
     "epochs": Limit(1, 100_000),
     "explore": Range(0, 1, "a share between 0 and 1"),
-    "report-share": Range(0, 0.9, "a share between 0 and 0.9"),
+    "report-share": Range(0, 1, "a share between 0 and 1"),
     "fallback": Limit(0, MOST_ROWS - 1),
     "folds": Limit(2, 1000),
     "learning-rate": Range(1e-9, 10, "more than 0, from 1e-9 to 10"),

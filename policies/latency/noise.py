@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
@@ -20,6 +21,10 @@ STALLED = 2.0
 
 SPREAD, STALLS, PHASES, DRIFT = 0.35, 0.02, 0.15, 0.1
 """The most of each figure that a quiet machine shows; see `Noise`."""
+
+STRETCHES = 4
+"""Repetitions with independent paces that a measurement counts as, however many it has: slow phases last longer than one.
+Chosen on simulated machines (`benchmarks/noise/compared.py`): intervals are too narrow with more, and too wide with fewer."""
 
 REMEDY = "close other programs and measure again, or raise --budget"
 
@@ -47,6 +52,11 @@ class Noise:
     lasting: int
     worst: tuple[str, float, float, float]
     pace_spread: float = 0.0
+
+    @property
+    def pace_error(self) -> float:
+        """Standard error of the logarithm of the mean pace, beside another measurement of the same machine."""
+        return self.pace_spread / math.sqrt(STRETCHES)
 
     @property
     def reasons(self) -> list[str]:

@@ -211,13 +211,13 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "one policy twice": (lambda p: [*p.evaluate, "--policy", "fixed:2", "--policy", "fixed:2"], "two policies are called"),
     "a trace of another schema": (
         lambda p: ["evaluate", "--traces", other_schema(p), "--profile", p / "profile.json", "--out", p / "new"],
-        "the trace has schema 7, but this specstop reads schema 2 to 5",
+        "the trace has schema 7, but this specstop reads schema 6",
     ),
     "another schema in info": (lambda p: ["info", other_schema(p)], "schema 7"),
     "no trace": (
         lambda p: ["train", "--traces", p / "policy", "--profile", p / "profile.json", "--out", p / "new"], "header.json",
     ),
-    "shared prompts": (lambda p: [*p.evaluate, "--train-traces", p.held], "split them by prompt"),
+    "shared prompts": (lambda p: [*p.evaluate, "--train-traces", p.held], "prompts are in --train-traces too"),
     "no profile to train": (lambda p: [*p.train, "--profile", p / "none.json"], "none.json, which does not exist"),
     "no profile to evaluate": (lambda p: [*p.evaluate, "--profile", p / "none.json"], "none.json, which does not exist"),
     "no profile at all": (lambda p: [*p.evaluate, "--profile", p / "profile.txt"], "expected a latency profile"),

@@ -132,7 +132,19 @@ def test_it_is_recorded_by_collect_and_tuned_by_train(
 
     profile.with_decisions({"patience": 1e-5, "logistic": 7e-5}).save(tmp_path / "profile.json")
     costs = ["--traces", traces[0.7].folder, "--profile", tmp_path / "profile.json", "--out", tmp_path / "tuned"]
-    tuned = cli("train", *costs, "--tune", 2, "--head", "logistic", "--policy", "patience?chances=1|2", "--quiet")
+    tuned = cli(
+        "train",
+        *costs,
+        "--tune",
+        2,
+        "--head",
+        "logistic",
+        "--policy",
+        "patience?chances=1|2",
+        "--report-share",
+        0,
+        "--quiet",
+    )
     assert tuned.code == 0, tuned.err
     assert "patience" in tuned.out
 

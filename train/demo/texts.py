@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...decode.compare.intervals import FEWEST
-from ..report.records import TOO_FEW
+from ..report.records import AGAIN, DEPLOY, NOISY, TOO_FEW
 
 if TYPE_CHECKING:
     from ...policies.latency.profile import Profile
@@ -24,7 +24,9 @@ def explain(report: Report) -> list[str]:
     answer = report.answer
     if answer is None:
         return ["No policy was compared."]
-    return [answer.headline] if answer.deploy else [answer.headline, _reason(report)]
+    if answer.verdict in (DEPLOY, NOISY, AGAIN):  # the headline has the reason
+        return [answer.headline]
+    return [answer.headline, _reason(report)]
 
 
 def _reason(report: Report) -> str:

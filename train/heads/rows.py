@@ -218,7 +218,12 @@ def split_prompts(arrays: TraceArrays, share: float, seed: int) -> tuple[list[in
         TraceError: too few prompts for the split.
     """
     ranks = ranked_prompts(arrays, seed, LEAST_PROMPTS + (share > 0))
-    held = set(ranks[: max(1, round(share * len(ranks)))]) if share > 0 else set()
+    count = max(1, round(share * len(ranks))) if share > 0 else 0
+    if len(ranks) - count < LEAST_PROMPTS:
+        raise TraceError(
+            f"--traces: {count} of {len(ranks)} prompts are held out, and {LEAST_PROMPTS} are needed for the rest"
+        )
+    held = set(ranks[:count])
     sides: tuple[list[int], list[int]] = ([], [])
     for sequence, name in enumerate(arrays.clusters):
         sides[name in held].append(sequence)

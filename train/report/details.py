@@ -123,6 +123,6 @@ def _per_prompt(material: Material, boot: Resamples) -> dict[str, Any]:
         prompt_ids=arrays.prompt_ids,
         fingerprint=profile.fingerprint,
         is_timed=draws.is_timed,
-        pace_spread=profile.noise.pace_spread if profile.noise else 0.0,
+        pace_error=profile.noise.pace_error if profile.noise else 0.0,
         factors=dict(zip(seconds, (calls + decided - 1.0).T.tolist(), strict=True)),
     )

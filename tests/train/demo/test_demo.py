@@ -28,7 +28,7 @@ from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.demo import Demo, demo
 from specstop.train.demo.resume import Sizes
 from specstop.train.demo.texts import explain
-from specstop.train.report.records import Answer, Line, Report
+from specstop.train.report.records import Answer, Line, Report, verdict
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(
@@ -170,7 +170,7 @@ def report_with(ratio: Ratio, bound: float, decided_ms: float, saved_ms: float) 
         SimpleNamespace(name="best fixed", ms_per_token=(0.1, 0.1, 0.0, 0.0)),
         SimpleNamespace(name="mlp", ms_per_token=(0.1, 0.1 - saved_ms / 100, decided_ms / 100, 0.0)),
     )
-    answer = Answer(ratio.is_above, "mlp", "mlp", "The headline.", "", (), 0.5)
+    answer = Answer(verdict(ratio, 40), "mlp", "mlp", "The headline.", "")
     return Report(lines, (), (), {"prompts": 40}, (), answer, (), (), {"stops": stops})
 
 

@@ -286,7 +286,7 @@ def test_ipw_alone_is_what_the_answer_shows(live: Any, profile: Profile) -> None
     shown = shown_rounds(arrays, policy, profile)
     base = shown_rounds(arrays, LOGGING, profile, recorded=True)
     feedback = logged_feedback(arrays, shown, base, profile)
-    prompt = np.repeat(arrays.prompt_ids, arrays.rows.numpy())
+    prompt = np.repeat(arrays.clusters, arrays.rows.numpy())
     made, (above, below) = Resamples(prompt), feedback.terms("ipw", "tokens")
     found = made.interval(made.total(above) / made.total(below))
     line = estimate_offline(trace, policy, profile).line("ipw").tokens

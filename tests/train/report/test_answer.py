@@ -148,7 +148,7 @@ def test_groups_are_the_clusters_if_their_prompts_resemble_each_other() -> None:
 
 
 def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
-    for longest, share in ((9, 0), (60, 23), (200, 49)):
+    for longest, share in ((9, 0), (60, 23), (200, 50)):
         arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
         tokens = arrays.text_tokens.numpy()
         chosen = choose_clusters(arrays.clusters, arrays.groups, tokens, np.ones((21, 2)), [1], [0])
@@ -160,8 +160,8 @@ def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
         top = replace(line("x", "rule", 1.6), to_rival=ratio, verdict=verdict(ratio, 21, None, chosen.largest))
         result = answer([*FIXED, top], "fixed:3", chosen)
         assert result is not None
-        assert result.verdict == (TOO_FEW if share == 49 else DEPLOY)
-        assert ("one has 49% of all tokens" in result.headline) == (share == 49)
+        assert result.verdict == (TOO_FEW if share == 50 else DEPLOY)
+        assert ("one has 50% of all tokens" in result.headline) == (share == 50)
 
 
 def test_without_a_policy_there_is_no_answer() -> None:

@@ -53,12 +53,11 @@ def figures(
     profile: str = "one",
     pace: float = 0.0,
     is_timed: bool = True,
-    spread: float = 0.0,
+    pace_error: float = 0.0,
 ) -> dict[str, Any]:
     """Return figures by prompt.
 
-    The timings of `profile` are known up to a common factor of standard deviation `pace`, and that of its repetitions
-    differed by `spread`.
+    The draws of `profile` share a factor of standard deviation `pace`; the error of its mean pace is `pace_error`.
     """
     chance = np.random.default_rng(0)
     hard = {p: float(chance.uniform(1.0, 3.0)) for p in PROMPTS}
@@ -76,7 +75,7 @@ def figures(
         prompt_ids=prompts,
         fingerprint=profile,
         is_timed=is_timed,
-        pace_spread=spread,
+        pace_error=pace_error,
         factors=dict.fromkeys(seconds, drawn),
     )
     return {"per_prompt": made}
@@ -264,10 +263,10 @@ def test_a_pace_that_all_rounds_share_cancels_in_ratios_to_the_best_fixed_length
     assert (over.value, over.low, over.high) == pytest.approx((1.0, 1.0, 1.0))
 
 
-def test_paces_of_two_profiles_differ_as_those_of_repetitions_do(tmp_path: Path) -> None:
-    one = written(tmp_path / "a", details=figures(PROMPTS, 1, spread=0.03))
+def test_the_mean_paces_of_two_profiles_have_errors_of_their_own(tmp_path: Path) -> None:
+    one = written(tmp_path / "a", details=figures(PROMPTS, 1, pace_error=0.03))
     for name, profile, expected in (("b", "another", 0.03 * 2**0.5), ("c", "one", 0.0)):
-        details = figures(PROMPTS, 1, 1.01, profile=profile, spread=0.03)
+        details = figures(PROMPTS, 1, 1.01, profile=profile, pace_error=0.03)
         gain = compare(one, written(tmp_path / name, details=details)).line("mine").gain
         assert gain is not None and gain.low is not None and gain.high is not None
         assert np.log(gain.high / gain.low) == pytest.approx(2 * 2.15 * expected, rel=0.1, abs=1e-9)

@@ -88,8 +88,8 @@ def compare(a: str | Path, b: str | Path, *, seed: int = 0) -> Comparison:
 
     Where both hold tokens and seconds by prompt, each line's rate in B over that in A is taken over the prompts that both
     have. Each replicate of the bootstrap resamples those prompts and takes a draw of the timings behind each profile: what
-    prompts have in common cancels, and so does the error of a profile that both reports share. Of two profiles the spread of
-    their paces is included too. Else the ratios to the best fixed length are compared as independent ones (the method of
+    prompts have in common cancels, and so does the error of a profile that both reports share. Of two profiles the error of
+    their mean pace is included too. Else the ratios to the best fixed length are compared as independent ones (the method of
     variance recovery, Zou and Donner 2008, on logarithms): wider than need be. The intervals of a report include its
     profile's timings already.
 
@@ -138,19 +138,14 @@ class _PairedRates:
         self._boot = Resamples(common, seed)
         self._tokens = [self._total(report.tokens_of()) for report in self._reports]
         # Another sequence of random numbers than that of the prompts.
-        rng, replicates, is_same = (
-            np.random.default_rng([seed, 2]),
-            len(self._tokens[0]) - 1,
-            one.fingerprint == two.fingerprint,
-        )
+        rng, replicates = np.random.default_rng([seed, 2]), len(self._tokens[0]) - 1
+        is_same = one.fingerprint == two.fingerprint
         drawn, other = rng.integers(2**32, size=(2, replicates))
         # Draws of one profile go together: the same index in both reports. Those of two profiles are independent.
         self._drawn = [drawn, drawn if is_same else other]
-        # A profile is measured within minutes at most, and slow phases may last longer. Its mean pace is therefore as
-        # uncertain as that of one repetition, which is exact for phases as long as the measurement and an upper bound for
-        # shorter ones. The mean of n repetitions has a smaller error only if their paces are independent.
-        spread = 0.0 if is_same else math.hypot(one.pace_spread, two.pace_spread)
-        self._pace = np.concatenate([[1.0], np.exp(spread * rng.standard_normal(replicates))])
+        # Draws of repetitions treat their paces as independent, which they are not if the machine has slow phases.
+        error = 0.0 if is_same else math.hypot(one.pace_error, two.pace_error)
+        self._pace = np.concatenate([[1.0], np.exp(error * rng.standard_normal(replicates))])
 
     def gain(self, name: str) -> Ratio | None:
         """Return B's rate over A's; None for a line without seconds by prompt, such as an estimate."""

@@ -154,12 +154,12 @@ class _Price(NamedTuple):
 def _prices(draws: tuple[Draws, Draws], is_same: bool) -> list[_Price]:
     """Return the profiles as measured, then draws: of one measurement together, of two measurements independent ones.
 
-    The paces of two measurements differ as much as those of two repetitions may, see `compare`.
+    The mean paces of two measurements have errors of their own, see `compare`.
     """
     count = max(len(one.drawn) for one in draws)
     noises = [None if is_same else one.profile.noise for one in draws]
-    spread = [noise.pace_spread if noise else 0.0 for noise in noises]
-    paces = np.exp(spread * np.random.default_rng(2).standard_normal((count, 2)))
+    errors = [noise.pace_error if noise else 0.0 for noise in noises]
+    paces = np.exp(errors * np.random.default_rng(2).standard_normal((count, 2)))
     drawn = zip(*(one.drawn or (one.profile,) * count for one in draws), strict=True)
     return [
         _Price((draws[0].profile, draws[1].profile)),

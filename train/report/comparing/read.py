@@ -32,7 +32,7 @@ class Read:
         seconds: by line, by sequence.
         fingerprint: of the profile; "" where it is not known.
         is_timed: whether intervals include the error of model calls (`Draws.is_timed`); None = not known.
-        pace_spread: of the machine while the profile was measured (`Noise.pace_spread`).
+        pace_error: of the machine's mean pace in the profile (`Noise.pace_error`).
         factors: by line, seconds of the whole sample under each draw of the profile's timings, relative to the measured
             ones; empty without draws.
     """
@@ -45,7 +45,7 @@ class Read:
     seconds: dict[str, tuple[float, ...]] = field(default_factory=dict)
     fingerprint: str = ""
     is_timed: bool | None = None
-    pace_spread: float = 0.0
+    pace_error: float = 0.0
     factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def tokens_of(self) -> dict[str, float]:
@@ -72,7 +72,7 @@ def per_prompt_figures(
     prompt_ids: Sequence[str],
     fingerprint: str,
     is_timed: bool,
-    pace_spread: float,
+    pace_error: float,
     factors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """Return what a report holds as `details["per_prompt"]`, for `compare` to pair by.
@@ -81,7 +81,7 @@ def per_prompt_figures(
         clusters, prompt_ids: by sequence; pairs are made by cluster, ids are for people.
         tokens: of each text.
         seconds: by line of the report, the replayed seconds of each text.
-        fingerprint, is_timed, pace_spread, factors: of the profile, see `Read`.
+        fingerprint, is_timed, pace_error, factors: of the profile, see `Read`.
     """
     return {
         "clusters": list(clusters),
@@ -91,7 +91,7 @@ def per_prompt_figures(
         "profile": {
             "fingerprint": fingerprint,
             "is_timed": is_timed,
-            "pace_spread": float(pace_spread),
+            "pace_error": float(pace_error),
             "factors": {name: [round(float(x), _DIGITS) for x in values] for name, values in factors.items()},
         },
     }
@@ -120,7 +120,8 @@ def read_report(path: str | Path) -> Read:
         by_prompt = (raw.get("details") or {}).get("per_prompt")
         if not by_prompt:
             return Read(file, lines, facts, is_timed=_is_timed(lines))
-        return Read(file, lines, facts, *_by_prompt(by_prompt), *_by_draw(by_prompt["profile"]))
+        clusters, tokens, seconds = _by_prompt(by_prompt)
+        return Read(file, lines, facts, clusters, tokens, seconds, *_by_draw(by_prompt["profile"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"entry {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"compare: {file} is mangled ({what}); evaluate again") from None
@@ -160,7 +161,7 @@ def _by_draw(raw: Any) -> tuple[str, bool, float, dict[str, tuple[float, ...]]]:
         raise ValueError("lines with other numbers of draws of the profile")
     if any(not 0 < x < math.inf for values in factors.values() for x in values):
         raise ValueError("seconds by draw of the profile that are not above 0")
-    pace_spread = float(raw["pace_spread"])
-    if not 0 <= pace_spread < math.inf:
-        raise ValueError("a spread of the profile's pace that is below 0")
-    return str(raw["fingerprint"]), bool(raw["is_timed"]), pace_spread, factors
+    pace_error = float(raw["pace_error"])
+    if not 0 <= pace_error < math.inf:
+        raise ValueError("an error of the profile's pace that is below 0")
+    return str(raw["fingerprint"]), bool(raw["is_timed"]), pace_error, factors
