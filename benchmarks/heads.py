@@ -45,11 +45,11 @@ from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.continuation.values import achievable_estimate
+from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
 from specstop.train.heads.calibration.scores import survival_scores
-from specstop.train.heads.crossfit import FOLDS, prompt_folds
 from specstop.train.heads.head_specs import head_spec, usual_features
 from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds
@@ -176,25 +176,33 @@ def prepare(
     return Place(name, pair, ids, sides["train"], sides["test"], profile, settings, effort)
 
 
-def learn(place: Place, name: str, ours: Ours, fitting: TraceArrays) -> tuple[LearnedPolicy, Profile]:
+def selection(policy: LearnedPolicy, training: TraceArrays) -> TraceArrays:
+    """Return the training prompts of selection, on which rates are solved: the head was not fitted on them."""
+    names = set(policy.facts.prompts["select"])
+    return training.subset([at for at, name in enumerate(training.clusters) if name in names])
+
+
+def learn(place: Place, name: str, ours: Ours, training: TraceArrays) -> tuple[LearnedPolicy, Profile]:
     """Return a head of ours, its rule settled for what decisions cost in the loop, and the profile with that cost."""
     policy = ours.fitted(place.train, place.profile, name)
     profile = place.profile.with_measured_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
     if policy.rule.kind in PRICED:
-        return solve_rate(policy, fitting, profile, policy.facts.acceptance, (policy.rule.first,))[0], profile
+        return solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance, (policy.rule.first,))[
+            0
+        ], profile
     return ours.fitted(place.train, profile, name), profile
 
 
 def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict[str, Any]:
     """Name a policy on training prompts, replay everything on test prompts, and print one table."""
     training = trace_arrays(place.train)
-    folds = prompt_folds(training, FOLDS, SEED)
-    fitting, left_out = (training.subset(folds.sequences(0, inside)) for inside in (False, True))
+    _, left_out = split_report(training, REPORT_SHARE, SEED)  # that `train` holds out, with the same share and seed
+    assert left_out is not None
     profile, learned, validated = place.profile, {}, {}
     for name, ours in OURS.items():
         if ours.hidden is not None and scalars:
             continue
-        learned[name], priced = learn(place, name, ours, fitting)
+        learned[name], priced = learn(place, name, ours, training)
         profile = profile.with_decisions(priced.decision_s)
         validated[name] = replay(left_out, learned[name], profile).rate
     named = max(validated, key=validated.__getitem__)
@@ -220,7 +228,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     for name, (kind, policy) in policies.items():
         played, spent = replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name).each
         lines[name] = table.line(
-            name, played, spent, free(policy, fitting, arrays, profile) if kind == "ours" else None
+            name, played, spent, free(policy, training, arrays, profile) if kind == "ours" else None
         )
     told = [in_advance(learned[name], arrays) for name in (TOKENS, HIDDEN) if name in learned]
     known = {"achievable estimate": None, "achievable, tokens": told[:1], "achievable, hidden states too": told}
@@ -239,11 +247,11 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     }
 
 
-def free(policy: LearnedPolicy, fitting: TraceArrays, arrays: TraceArrays, profile: Profile) -> torch.Tensor:
+def free(policy: LearnedPolicy, training: TraceArrays, arrays: TraceArrays, profile: Profile) -> torch.Tensor:
     """Return [S] seconds of a policy whose decisions cost nothing, its rule solved for that: what its knowledge is worth."""
     profile = profile.with_decisions({policy.cost_name: 0.0})
     if policy.rule.kind in PRICED:
-        policy = solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
+        policy = solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance)[0]
     return replay(arrays, policy, profile).seconds
 
 
@@ -346,7 +354,7 @@ def _machines(
 def _settled(place: Place, policy: LearnedPolicy, fitting: TraceArrays, profile: Profile) -> LearnedPolicy:
     """Return a policy for another machine: its rule solved again, or, where the head itself knows prices, fitted again."""
     if policy.rule.kind in PRICED:
-        return solve_rate(policy, fitting, profile, policy.facts.acceptance)[0]
+        return solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance)[0]
     return OURS[policy.name].fitted(place.train, profile, policy.name)
 
 

@@ -46,6 +46,7 @@ from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
 from specstop.train.fit.trees.fit import fit_tree, tree_features
@@ -205,15 +206,19 @@ class Run:
             policy = train(self.chains["train"], profile, head=head, name=name, passes=2).policy
             profile = profile.with_measured_decisions(self.decision(policy, None))
             arrays = trace_arrays(self.chains["train"], policy.features)
-            folds = prompt_folds(arrays, FOLDS, SEED)
-            fitting, left_out = (arrays.subset(folds.sequences(0, inside)) for inside in (False, True))
-            policy = solve_rate(policy, fitting, profile, policy.facts.acceptance, (policy.rule.first,))[0]
+            _, left_out = split_report(arrays, REPORT_SHARE, 0)  # that `train` holds out
+            select = [at for at, name in enumerate(arrays.clusters) if name in set(policy.facts.prompts["select"])]
+            assert left_out is not None
+            policy = solve_rate(
+                policy, arrays.subset(select), profile, policy.facts.acceptance, (policy.rule.first,)
+            )[0]  # fmt: skip
             found.append((replay(left_out, policy, profile).rate, policy))
         return [policy for _, policy in sorted(found, key=lambda one: -one[0])], profile
 
     def learned_tree(self, arrays: TraceArrays, profile: Profile) -> tuple[TreeChoice, Profile]:
         """Return the learned tree policy, likewise."""
         sizes = sorted({min(n, arrays.tree.nodes) for n in (DEPTH // 2, 12, 28, 72, 160)})
+        arrays, report = split_report(arrays, REPORT_SHARE, SEED)
         folds = prompt_folds(arrays, FOLDS, SEED)
         best: TreeChoice | None = None
         for plan in PLANS:
@@ -222,7 +227,7 @@ class Run:
                 replace(plan, passes=1), on_subtree(arrays, nodes), folds, profile.with_decisions({plan.name: 0.0})
             )
             profile = profile.with_measured_decisions(self.decision(quick, subtree(arrays.tree, nodes).name))
-            choice = choose_tree(plan, arrays, folds, profile, sizes)
+            choice = choose_tree(plan, arrays, folds, profile, sizes, report=report)
             if best is None or choice.policy.facts.rho > best.policy.facts.rho:
                 best = choice
         assert best is not None
