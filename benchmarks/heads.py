@@ -187,9 +187,8 @@ def learn(place: Place, name: str, ours: Ours, training: TraceArrays) -> tuple[L
     policy = ours.fitted(place.train, place.profile, name)
     profile = place.profile.with_measured_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
     if policy.rule.kind in PRICED:
-        return solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance, (policy.rule.first,))[
-            0
-        ], profile
+        select = selection(policy, training)
+        return solve_rate(policy, select, profile, policy.facts.acceptance, (policy.rule.first,))[0], profile
     return ours.fitted(place.train, profile, name), profile
 
 
@@ -241,7 +240,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     return {
         "named": named,
         "lines": lines,
-        "machines": _machines(place, plain, profile, learned, named, (fitting, left_out, arrays), missed),
+        "machines": _machines(place, plain, profile, learned, named, (training, left_out, arrays), missed),
         "tuned on test": _untuned(place.name, learned, validated, arrays, profile, missed),
         "ece": _reliable(place.name, learned, validated, arrays, profile, missed),
     }
@@ -332,13 +331,13 @@ def _machines(
         tree_outside_s=None,
         plain_outside_s=None,
     )
-    fitting, left_out, arrays = sides
+    training, left_out, arrays = sides
     found = {}
     for machine, profile, names in (("plain engine", slow, [named]), ("GPU-like", flat, list(learned))):
         profile = profile.with_decisions(priced.decision_s)
         best, best_rate = learned[named], 0.0
         for name in names:
-            policy = _settled(place, learned[name], fitting, profile)
+            policy = _settled(place, learned[name], training, profile)
             rate = replay(left_out, policy, profile).rate
             if rate > best_rate:
                 best, best_rate = policy, rate
@@ -351,7 +350,7 @@ def _machines(
     return found
 
 
-def _settled(place: Place, policy: LearnedPolicy, fitting: TraceArrays, profile: Profile) -> LearnedPolicy:
+def _settled(place: Place, policy: LearnedPolicy, training: TraceArrays, profile: Profile) -> LearnedPolicy:
     """Return a policy for another machine: its rule solved again, or, where the head itself knows prices, fitted again."""
     if policy.rule.kind in PRICED:
         return solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance)[0]
