@@ -67,7 +67,7 @@ def check_whole(arrays: TraceArrays, instead: str) -> None:
 
 
 def require_disjoint(
-    option: str, arrays: TraceArrays, others: str, prompts: Collection[str], *, allow: bool = False
+    option: str, arrays: TraceArrays, others: str, prompts: Collection[str], *, allow: bool | None = None
 ) -> None:
     """Refuse a trace that shares prompts with training data.
 
@@ -76,7 +76,7 @@ def require_disjoint(
         arrays: the trace.
         others: name of what it is compared with.
         prompts: of that, as in `TraceArrays.clusters`: equal texts are the same prompt, whatever their ids.
-        allow: warn instead of raising.
+        allow: warn instead of raising; None if the command has no such option.
 
     Raises:
         TraceError: some prompts are in both.
@@ -85,9 +85,8 @@ def require_disjoint(
     if shared := mine & set(prompts):
         text = f"{option}: {len(shared)} of {len(mine)} prompts are in {others} too (compared by text)"
         if not allow:
-            raise TraceError(
-                f"{text}; collect other prompts, or use --allow-overlap if the figures need not be held-out"
-            )
+            hint = "" if allow is None else ", or use --allow-overlap if the figures need not be held-out"
+            raise TraceError(f"{text}; collect other prompts{hint}")
         warnings.warn(f"{text}: figures of these prompts are not held-out", SpecstopWarning, stacklevel=3)
 
 
