@@ -88,7 +88,7 @@ def head_scores(
     outputs = held_out_outputs(alone, report, policy.features, visited)
     if not len(outputs.length):
         return {}
-    metrics: dict[str, Any] = {"held_out_prompts": len(set(report.clusters)), "held_out_rounds": len(outputs.length)}
+    metrics: dict[str, Any] = {"held_out_rounds": len(outputs.length)}
     for rows, calibrator in zip(labelled_rows(outputs), (policy.accept, policy.next), strict=True):
         if len(rows.labels):
             constant = np.full(len(rows.labels), rows.labels.mean())

@@ -118,10 +118,7 @@ def evaluate(
             `arrivals`; no policy is called `primary`; there are no groups to resample.
     """
     check_cluster(cluster)
-    if primary and primary not in (names := [policy.shown_name for policy in policies]):
-        raise InputError(
-            f"--primary: expected the name of a policy ({', '.join(names) or 'none was given'}), not {primary!r}"
-        )
+    primary = _primary(primary, policies)
     check_together(traces, train_traces, policies, shaping, bool(batch))
     for policy in policies:
         check_fit(policy, traces)  # here, so that its warning names who called `evaluate`
@@ -169,6 +166,17 @@ def evaluate(
     if folder is not None:
         write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report
+
+
+def _primary(primary: str, policies: Sequence[StopPolicy]) -> str:
+    """Return the name by which reports show the primary policy; "" = none."""
+    if not primary:
+        return ""
+    found = [policy.shown_name for policy in policies if primary in (policy.shown_name, policy.name)]
+    if len(found) != 1:
+        names = ", ".join(policy.shown_name for policy in policies) or "none was given"
+        raise InputError(f"--primary: expected the name of one of the policies ({names}), not {primary!r}")
+    return found[0]
 
 
 def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:

@@ -384,3 +384,16 @@ def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], f
     assert lines[1].predicted == pytest.approx(rates[1] / rates[0])
     assert lines[1].miss == pytest.approx(2.0 / lines[1].predicted - 1)
     assert torch.tensor(lines[0].spread).tolist() == [1.0, 1.0]
+
+
+def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
+    rules = [Confidence(threshold, DEPTH) for threshold in (0.3, 0.5, 0.7)]
+    alone = evaluate(sides[0], full_profile, rules[:1]).line("confidence:0.3")
+    among = evaluate(sides[0], full_profile, rules).line("confidence:0.3")
+    report = evaluate(sides[0], full_profile, rules, primary="confidence:0.3")
+    named = report.line("confidence:0.3")
+    widths = [line.to_best_fixed.high - line.to_best_fixed.low for line in (named, alone, among)]
+    assert widths[0] < widths[1] <= widths[2], "one policy, two with Hugging Face's default rule, four"
+    assert report.answer is not None and report.answer.candidate == "confidence:0.3"
+    with pytest.raises(InputError, match="--primary"):
+        evaluate(sides[0], full_profile, rules, primary="confidence:0.4")
