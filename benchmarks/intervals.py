@@ -48,7 +48,7 @@ from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.report.evaluate import evaluate
 
 PARTS = ("worlds", "families", "labels", "engines")
-LEAST, MOST = 0.90, 0.98
+LEAST, MOST = 0.92, 0.98
 MOST_Z = 4.0
 SHOWN = np.array([0.25, 0.55, 0.85], dtype=np.float32)
 """The confidences a token may show; the thresholds of the policies lie between them."""

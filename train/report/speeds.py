@@ -118,12 +118,12 @@ class Comparison:
         families = [policies, *([name] for name in self._kinds if name not in policies)]
         at = {name: self._fixed_count + number for number, name in enumerate(self._kinds)}
         price = -np.log(self._pace) if is_priced else None
-        found: dict[str, Ratio] = {}
+        ratios: dict[str, Ratio] = {}
         for names in filter(None, families):
             others = [rival for rival in rivals if [rival] != [at[name] for name in names]]
             logs = self._boot.log_ratios(self._tokens, self._seconds, [at[name] for name in names], others, price)
-            found |= zip(names, self._boot.simultaneous([logs])[0], strict=True)
-        return found
+            ratios |= zip(names, self._boot.simultaneous([logs])[0], strict=True)
+        return ratios
 
     def line(self, name: str, kind: str, rate: Values, counts: Counts | None, note: str) -> Line:
         """Return a line of the report, with its verdict.
@@ -145,8 +145,8 @@ class Comparison:
         if kind not in POLICIES:
             return line
         rival, parts = self.to_rival[name], self.parts.get(name, {})
-        told = verdict(rival, self._boot.clusters, parts, self._largest)
-        return dataclasses.replace(line, to_rival=rival, verdict=told, parts=parts)
+        result = verdict(rival, self._boot.clusters, parts, self._largest)
+        return dataclasses.replace(line, to_rival=rival, verdict=result, parts=parts)
 
     def first_lines(self, plain: Counts, best: Counts, best_name: str) -> list[Line]:
         """Return the lines of plain decoding and of the best fixed length."""
