@@ -265,7 +265,7 @@ class Table:
     """Ratios to the best fixed length, which is picked again in each resample of the prompts."""
 
     def __init__(self, arrays: TraceArrays, profile: Profile, machine: str = "this machine") -> None:
-        self.boot = Resamples(arrays.prompt_ids, SEED)
+        self.boot = Resamples(arrays.clusters, SEED)
         grid = fixed_grid(arrays, profile)
         self.fixed = np.stack([self.boot.total(r.seconds) for r in grid], 1).min(1)
         self.bound = oracle_seconds(arrays, profile)

@@ -266,7 +266,7 @@ class Run:
         }
         others = [*(replay(lines, one, profile) for one in chains[1:]), *fixed_grid(lines, profile)]
         free = replay(part, choice.policy, profile.with_decisions({choice.policy.cost_name: 0.0}))
-        samples = Resamples(test.prompt_ids, SEED)
+        samples = Resamples(test.clusters, SEED)
         tokens = samples.total(test.text_tokens.double().numpy())
         rates = {key: tokens / samples.total(r.seconds.numpy()) for key, r in {**played, "free": free}.items()}
         best_other = np.stack([tokens / samples.total(r.seconds.numpy()) for r in others], 1).max(1)

@@ -70,7 +70,7 @@ class Chosen:
 
     def over(self, name: str, other: str) -> Ratio:
         """Return how much faster a setting is than another, with an interval over prompts."""
-        samples = Resamples(self.settings[name].test.prompt_ids)
+        samples = Resamples(self.settings[name].test.clusters)
         mine, theirs = (samples.total(self.played[which].seconds.numpy()) for which in (name, other))
         return samples.interval(theirs / mine)
 

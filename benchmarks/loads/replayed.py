@@ -151,7 +151,7 @@ def beside_others(
         replay_batch(known, policy, costs, size, at_once(len(order)), order).seconds
         for policy, costs in ((policies[first], profile), (ours, profile), (estimate, profile), (paying, paid))
     )
-    boot = Resamples([held.prompt_ids[text] for text in order])
+    boot = Resamples([held.clusters[text] for text in order])
     gap, room, most = (boot.interval(boot.total(theirs) / boot.total(some)) for some in (mine, paid_for, free))
     ceiling = lines["oracle bound of the batch"]["to_best_fixed"][at]["value"]
     bars.add(

@@ -174,7 +174,7 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
     metrics = trained.metrics
     plain = {name: value for name, value in metrics.items() if not isinstance(value, list)}
     told = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
-    table(f"{out}: {trained.policy.name}, on held-out prompts", ("what", "value"), flat(told))
+    table(f"{out}: {trained.policy.name}", ("what", "value"), flat(told))
     for key, title in (
         ("reliability", "Survival by depth, on report prompts"),
         ("trials", "Trials, replayed on prompts left out, the best first"),

@@ -26,6 +26,12 @@ def transfer(
     by_group: Annotated[
         bool, typer.Option("--by-group", help="Show a column for each group of prompts in the traces.")
     ] = False,
+    allow_overlap: Annotated[
+        bool,
+        typer.Option(
+            "--allow-overlap", help="Warn about prompts that policies were trained on instead of refusing them."
+        ),
+    ] = False,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -54,6 +60,7 @@ def transfer(
             costs,
             names=names,
             by_group=by_group,
+            allow_overlap=allow_overlap,
             seed=seed,
             progress=progress,
         )

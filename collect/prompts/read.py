@@ -33,7 +33,7 @@ class Columns:
 class Choice:
     """Which prompts of a source are taken, in this order: each once, those of one side, shuffled, the first few.
 
-    The side depends on the prompt's text (with the system message) and a seed, so that samples of a prompt, and equal texts
+    The side depends on the prompt's text and a seed, so that samples of a prompt, and equal texts
     under several ids, are on the same side. The shuffled order depends on ids, samples and a seed. Neither depends on the
     order of the source.
 
@@ -62,7 +62,8 @@ class Choice:
         """Return whether the prompt is on the requested side, which its text decides."""
         if self.side is None:
             return True
-        fraction = _fraction(self.split_seed, "side", "\0".join(_text_key(prompt)))
+        # Without the system message, which is only read under a chat template: equal token ids are on one side.
+        fraction = _fraction(self.split_seed, "side", prompt.text)
         return (fraction < self.test_share) == (self.side == "test")
 
 

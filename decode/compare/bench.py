@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -101,26 +101,41 @@ def bench(
             names.append(setting.name)
     texts = run_alternating(runs, prompts, seed=seed, batch=batch, progress=progress)
     turn = texts_a_turn(batch)
-    return [bench_line(name, row, texts[0], turn) for name, row in zip(names, texts, strict=True)]
+    read = [tuple(tokens) for _, tokens in prompts]
+    return [bench_line(name, row, texts[0], turn, read) for name, row in zip(names, texts, strict=True)]
 
 
-def bench_line(name: str, texts: Sequence[Generation], base: Sequence[Generation], turn: int = 1) -> BenchLine:
-    """Return the line of one method, as ratio to another one on the same prompts, decoded in turns of so many."""
+def bench_line(
+    name: str,
+    texts: Sequence[Generation],
+    base: Sequence[Generation],
+    turn: int = 1,
+    prompts: Sequence[Hashable] = (),
+) -> BenchLine:
+    """Return the line of one method, as ratio to another one on the same prompts; see `speed_ratio`."""
     tally = Tally.of(texts)
-    ratio = speed_ratio(texts, base, turn)
+    ratio = speed_ratio(texts, base, turn, prompts)
     total = sum(tally.shares().values())
     shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
     same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
     return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same)
 
 
-def speed_ratio(texts: Sequence[Generation], base: Sequence[Generation], turn: int = 1) -> Ratio:
+def speed_ratio(
+    texts: Sequence[Generation], base: Sequence[Generation], turn: int = 1, prompts: Sequence[Hashable] = ()
+) -> Ratio:
     """Return tokens/s of `texts` over that of `base`, with the 95% bootstrap interval over turns of so many prompts.
 
     Both have the same prompts in each resample, as a long or hard one weighs on both; those of a turn share its seconds.
     Two or three turns of a batch would give the range of as many numbers: fewer than `FEWEST_TURNS` have no interval.
+
+    Args:
+        texts, base: of the same prompts.
+        turn: prompts that are decoded side by side.
+        prompts: what each text is of, if turns are of one text: texts of one prompt are drawn together.
     """
-    samples = Resamples([number // turn for number in range(len(texts))])
+    number = {prompt: at for at, prompt in enumerate(dict.fromkeys(prompts))} if turn == 1 else {}
+    samples = Resamples([number[p] for p in prompts] if number else [at // turn for at in range(len(texts))])
     mine, theirs = (
         samples.total([len(g.tokens) for g in side]) / samples.total([g.seconds for g in side])
         for side in (texts, base)

@@ -90,6 +90,11 @@ class LogRatios:
     different: Values
     ratios: Values
 
+    def columns(self, at: Sequence[int]) -> LogRatios:
+        """Return some of the ratios."""
+        own = list(at)
+        return LogRatios(self.values[:, own], self.errors[:, own], self.different[own], self.ratios[own])
+
 
 class Resamples:
     """The sample, and R resamples of its P clusters with replacement.
@@ -98,10 +103,15 @@ class Resamples:
         clusters: [S] cluster of each sequence (or round); the sequences of a cluster are drawn together.
         seed: of the draws.
         replicates: R.
+
+    Attributes:
+        clusters: P.
+        labels: [S] cluster of each sequence.
     """
 
     def __init__(self, clusters: Sequence[Any], seed: int = 0, replicates: int = REPLICATES) -> None:
         check_limits(seed=seed)
+        self.labels = [str(cluster) for cluster in clusters]
         _, self._cluster = np.unique(np.asarray(clusters), return_inverse=True)
         self.clusters = int(self._cluster.max()) + 1
         self.replicates = replicates
@@ -187,12 +197,23 @@ class Resamples:
         different = (np.abs(speeds[:, own] / speeds[:, [rival_of_sample]] - 1.0) > SAME).sum(0)
         return LogRatios(values, np.sqrt(errors + priced), different, rate[own] / rate[their].max())
 
-    def simultaneous(self, families: Sequence[LogRatios]) -> list[list[Ratio]]:
+    def simultaneous(self, families: Sequence[LogRatios], apart: int | None = None) -> list[list[Ratio]]:
         """Return the ratios of all families with intervals that hold for all of them at once.
 
         Args:
             families: log ratios over these resamples, such as those of several latencies.
+            apart: column of every family with intervals of its own: they hold for this column of all families.
         """
+        if apart is None:
+            return self._together(families)
+        others = [[at for at in range(f.values.shape[1]) if at != apart] for f in families]
+        alone = self._together([f.columns([apart]) for f in families])
+        if not any(others):
+            return alone
+        rest = self._together([f.columns(at) for f, at in zip(families, others, strict=True)])
+        return [[*part[:apart], *one, *part[apart:]] for part, one in zip(rest, alone, strict=True)]
+
+    def _together(self, families: Sequence[LogRatios]) -> list[list[Ratio]]:
         values, errors = (np.concatenate([getattr(f, name) for f in families], 1) for name in ("values", "errors"))
         different, sample = (np.concatenate([getattr(f, name) for f in families]) for name in ("different", "ratios"))
         at = np.cumsum([f.values.shape[1] for f in families])[:-1]

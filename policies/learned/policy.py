@@ -32,7 +32,7 @@ class Facts:
         provenance: command, versions, seed, traces.
         metrics: of prompts that influenced nothing in the policy.
         prompts: hashes of the training prompts: "fit" those that the head was fitted on, "select" those of early stopping,
-            calibration, thresholds and rho.
+            calibration, thresholds and rho, "report" those of held-out figures, which influence nothing.
     """
 
     temperature: float | tuple[float, ...] = 0.0

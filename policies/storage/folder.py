@@ -47,7 +47,7 @@ from .safe_loading import (
     read_plain,
 )
 
-POLICY_SCHEMA = 1
+POLICY_SCHEMA = 2
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
 TEXT_FILES = (CARD_FILE, RUN_FILE)
 """For people, and the configuration of the run that made the policy: loading looks that they are text, and no further."""

@@ -25,7 +25,7 @@ from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import trace_arrays
-from ..replay.traces.checking import tell_other_rounds
+from ..replay.traces.checking import require_disjoint_policies, tell_other_rounds
 from ..report.checks import check_fit
 from ..report.decision_costs import with_prices
 from ..report.pricing import Draws, Priced
@@ -94,6 +94,8 @@ class Export:
         arrays = trace_arrays(traces)
         held = trace_arrays(held_out) if held_out is not None else None
         self.sides: Sides = split_sides(arrays, profile, held, seed)
+        if held is not None and policy is not None:
+            require_disjoint_policies("--held-out", held, [policy])
         self.depth = min(arrays.depth, profile.max_depth)
         self.folder = traces.folder
         self.policy, self.settled = policy, ""

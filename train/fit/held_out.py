@@ -42,19 +42,23 @@ def split_report(arrays: TraceArrays, share: float, seed: int) -> tuple[TraceArr
     return arrays.subset(rest), arrays.subset(report)
 
 
-def training_prompts(arrays: TraceArrays, folds: Folds, mixed: TraceArrays | None = None) -> dict[str, list[str]]:
-    """Return the prompts that the saved head was fitted on, and those of selection (`Facts.prompts`).
+def training_prompts(
+    arrays: TraceArrays, folds: Folds, report: TraceArrays | None = None, mixed: TraceArrays | None = None
+) -> dict[str, list[str]]:
+    """Return the prompts of each set (`Facts.prompts`).
 
     Args:
         arrays: the prompts to train on.
         folds: of them; the saved head is fitted on all but the first.
+        report: the report prompts.
         mixed: a trace that the head is fitted on instead.
     """
     select = {arrays.clusters[s] for s in folds.sequences(0)}
     fit = {arrays.clusters[s] for s in folds.sequences(0, inside=False)}
     if mixed is not None:
         select, fit = select | fit, set(mixed.clusters) - select
-    return {"fit": sorted(fit), "select": sorted(select - fit)}
+    sets = {"fit": sorted(fit), "select": sorted(select - fit)}
+    return sets if report is None else sets | {"report": sorted(set(report.clusters))}
 
 
 def held_out_speed(policy: LearnedPolicy, report: TraceArrays, profile: Profile) -> dict[str, float]:
@@ -107,7 +111,6 @@ def _survival(policy: LearnedPolicy, outputs: Outputs) -> np.ndarray[Any, Any]:
     return survival(accept, None if policy.survival is None else policy.survival.tables[0])
 
 
-def shares(prompts: Mapping[str, Sequence[str]], report: TraceArrays | None) -> dict[str, int]:
-    """Return the number of prompts of each purpose."""
-    counts = {f"{name}_prompts": len(names) for name, names in prompts.items()}
-    return counts | ({} if report is None else {"report_prompts": len(set(report.clusters))})
+def counts(prompts: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Return the number of prompts in each set."""
+    return {f"{name}_prompts": len(names) for name, names in prompts.items()}

@@ -42,7 +42,7 @@ from ..replay.traces.concatenate import joined_arrays, temperatures
 from .continuation.fit import MARGINS, fit_continuation
 from .continuation.values import FOLDS as VALUE_FOLDS
 from .fit_rule import RULES, is_tuned, passing_rule, ruled
-from .held_out import REPORT_SHARE, head_scores, held_out_speed, shares, split_report, training_prompts
+from .held_out import REPORT_SHARE, counts, head_scores, held_out_speed, split_report, training_prompts
 from .plan import Plan, check_plan, check_used, default_features, without_noise
 from .policy_iteration import MOST_ROUNDS
 from .rates import left_out_parts
@@ -237,8 +237,8 @@ def train_arrays(
     policy, rate = ruled(drafts[0], plan.rule, plan.threshold, arrays, profile, acceptance, plan.grid, parts)
     progress("settle the rule", 1, 1)
     profile = policy.profile if isinstance(policy, BatchStop) else profile  # with its decisions
-    prompts = training_prompts(arrays, folds, mixed)
-    metrics = {**shares(prompts, report), "rows": fitted.rows, **calibrated.kinds}
+    prompts = training_prompts(arrays, folds, report, mixed)
+    metrics = {**counts(prompts), "rows": fitted.rows, **calibrated.kinds}
     if report is not None:
         metrics |= {} if report.only_positions else held_out_speed(policy, report, profile)
         metrics |= head_scores(policy, policy.head, report, profile, plan.seed)
@@ -268,17 +268,19 @@ def _train_continuation(
         first = fit_continuation(arrays, profile, plan.features, plan.head, rounds=1, **how).made
         profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.hidden)
     settled = fit_continuation(arrays, profile, plan.features, plan.head, rounds=rounds, **how)
-    policy, prompts = settled.made, training_prompts(arrays, prompt_folds(arrays, VALUE_FOLDS, plan.seed))
+    policy, prompts = settled.made, training_prompts(arrays, prompt_folds(arrays, VALUE_FOLDS, plan.seed), report)
     metrics = {
-        **shares(prompts, report),
+        **counts(prompts),
         "policy_iterations": len(settled.rates),
         "best_iteration": settled.best,
         "visits_moved": settled.moved[-1],
     } | ({} if report is None else held_out_speed(policy, report, profile))
-    played = replay(arrays, policy, profile)
+    # The rate of prompts that the head was not fitted on.
+    select = arrays.subset(prompt_folds(arrays, VALUE_FOLDS, plan.seed).sequences(0))
+    played = replay(select, policy, profile)
     policy.facts = dataclasses.replace(
         facts_of(arrays.header, sampled_at, sources, plan.seed), rho=played.rate, metrics=metrics, prompts=prompts,
-        profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(arrays, visits(arrays, [played])),
+        profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(select, visits(select, [played])),
     )  # fmt: skip
     return Trained(policy, save_policy(policy, folder, {}) if folder is not None else None, metrics)
 

@@ -202,7 +202,8 @@ def ranked_prompts(arrays: TraceArrays, seed: int, least: int = LEAST_PROMPTS) -
     """
     names = sorted(set(arrays.clusters), key=lambda name: hashlib.blake2b(f"{seed}\0{name}".encode()).digest())
     if len(names) < least:
-        raise TraceError(f"--traces: expected at least {least} different prompts to split, got {len(names)}")
+        more = "" if least == LEAST_PROMPTS else "; --report-share 0 needs one less"
+        raise TraceError(f"--traces: expected at least {least} different prompts to split, got {len(names)}{more}")
     return names
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from ...collect.pair_options import pair_options
 from ...collect.schema import Header
 from ...decode.compare.intervals import FEWEST, LEVEL, REPLICATES, Ratio, Resamples, Values, clusters_needed
 from ...policies.latency.profile import Profile
@@ -24,6 +27,8 @@ from .records import (
 )  # fmt: skip
 
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
+
+ROUNDING = 1e-9
 
 SPREAD = 10.0
 """Slowest over fastest timing of the same call from which on the profile of a noisy machine is not believed."""
@@ -72,7 +77,12 @@ def answer(
     verdict = AGAIN if doubts and top.verdict != TOO_FEW else top.verdict
     use = best_name if plain_use is best else f"{plain_use.name} ({plain_use.note.partition(';')[0]})"
     words = _Words(top, against, policies, best_name, static is not None, clusters, primary)
-    needed = clusters_needed(against, clusters.count) if verdict in (INCONCLUSIVE, TOO_FEW) else None
+    needed = None
+    if verdict in (INCONCLUSIVE, TOO_FEW):
+        # More prompts narrow the part of the interval that is over prompts, and not that of the profile's timings.
+        profile_part = top.parts.get("profile")
+        if profile_part is None or profile_part.is_above or profile_part.is_below:
+            needed = clusters_needed(top.parts.get("prompts", against), clusters.count)
     instead = f"use {use}: {plain_use.to_plain.value:.2f} times as fast as plain decoding"
     dominated = clusters.largest > MOST_OF_TOKENS
     if dominated:
@@ -148,6 +158,13 @@ def why(name: str, stops: Sequence[StopCost]) -> tuple[str, ...]:
     return (wrong, f"Its decisions take {decided:.1f} ms in 100 tokens, against {saved:.1f} ms saved, {net}.")
 
 
+def contradicted(lines: Sequence[Line], reasons: Sequence[str]) -> list[Line]:
+    """Return the lines with the verdict `AGAIN` if the report contradicts itself."""
+    if not reasons:
+        return list(lines)
+    return [replace(line, verdict=AGAIN) if line.verdict not in ("", TOO_FEW) else line for line in lines]
+
+
 def noise_findings(profile: Profile) -> tuple[str, ...]:
     """Return the warning about a noisy profile, if it is one."""
     noise = profile.noise
@@ -155,9 +172,19 @@ def noise_findings(profile: Profile) -> tuple[str, ...]:
 
 
 def remedy(header: Header, profile: Profile) -> str:
-    """Return the command that measures the profile of a trace again."""
-    models = [f"--{role} {name}" for role, name in (("target", header.target), ("draft", header.draft)) if name]
-    return " ".join(["specstop profile", *models, f"--out {profile.source or 'profile.json'} --overwrite"])
+    """Return the command that measures a profile of the same rounds again, into a new file."""
+    options = [*pair_options(header), "--prompts", "PROMPTS", "--depth", profile.max_depth]
+    if not header.tree.is_chain:
+        options += ["--tree", header.tree.name]
+    if profile.batch is not None:
+        options += ["--batch", max(profile.batch.sizes)]
+    if profile.temperature:
+        options += ["--temperature", profile.temperature]
+    if profile.verification:
+        options += ["--verification", profile.verification]
+    if str(profile.facts.get("engine", "")).startswith("vllm "):
+        options += ["--through", "vllm"]
+    return shlex.join(map(str, ["specstop", "profile", *options, "--out", "profile-2.json"]))
 
 
 def doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) -> tuple[str, ...]:
@@ -175,7 +202,7 @@ def doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) 
     reasons += [
         f"{line.name} has {line.oracle_share.value:.2f} of the oracle gain, and at most 1 is possible"
         for line in policies
-        if line.oracle_share.value > 1.0 and line.name not in below_bound
+        if line.oracle_share.value > 1.0 + ROUNDING and line.name not in below_bound
     ]
     noise = profile.noise
     if noise is not None and noise.is_noisy:

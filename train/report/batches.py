@@ -35,6 +35,7 @@ def by_batch(
     arrivals: Arrivals = at_once,
     estimate: tuple[TraceArrays, StopPolicy] | None = None,
     clusters: Clusters | None = None,
+    primary: str = "",
     seed: int = 0,
     progress: Progress = silent,
 ) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def by_batch(
         arrivals: of the requests.
         estimate: what a policy could reach that knows all scalars (`fit.achievable_batch`).
         clusters: to resample; None = the prompts.
+        primary: see `evaluate`.
         seed: of the order of the texts and of the bootstrap.
         progress: see `Progress`.
 
@@ -79,7 +81,7 @@ def by_batch(
     progress("batches", total, total)
     names = [name for name, _ in policies]
     if policies:
-        _set_intervals(tables)
+        _set_intervals(tables, names.index(primary) if primary in names else None)
     extra = [] if estimate is None else [estimate[1].name]
     called = ["best fixed", *names, *extra, "oracle bound of the batch"]
     lines = [
@@ -136,7 +138,7 @@ class _Table:
     ) -> None:
         # Requests of one cluster are drawn together, however often a text is served.
         self.boot = Resamples([clusters.of[at] for at in order], seed)
-        self._tokens = fixed[0].tokens
+        self._clusters, self._tokens = clusters, fixed[0].tokens
         self._seconds = np.stack([one.seconds for one in (*fixed, *policies)], 1)
         tokens = self.boot.total(self._tokens)
         rates = tokens[:, None] / self.boot.total(self._seconds)
@@ -187,17 +189,17 @@ class _Table:
 
     def use(self, names: Sequence[str]) -> str:
         """Return the fastest policy with an interval above 1; without one, the best fixed length."""
-        if self.boot.clusters < FEWEST:
-            return f"no verdict ({self.boot.clusters} clusters, {FEWEST} are needed)"
+        if not self._clusters.is_judged:
+            return f"no verdict ({self._clusters.text} of similar length are too few, {FEWEST} are needed)"
         clear = [(self._speeds[at + 1][0], name) for at, name in enumerate(names) if self.to_best[at].is_above]
         return max(clear)[1] if clear else f"fixed:{self.best}" if self.best else "plain decoding"
 
 
-def _set_intervals(tables: Sequence[_Table]) -> None:
-    """Set intervals that hold for all policies at all batch sizes at once."""
+def _set_intervals(tables: Sequence[_Table], apart: int | None) -> None:
+    """Set intervals that hold for all policies at all batch sizes at once, those of the policy `apart` for it alone."""
     boot = tables[0].boot
     to_best, to_plain = (
-        boot.simultaneous([table.log_ratios(plain=plain) for table in tables]) for plain in (False, True)
+        boot.simultaneous([table.log_ratios(plain=plain) for table in tables], apart) for plain in (False, True)
     )
     for table, best, plain in zip(tables, to_best, to_plain, strict=True):
         table.to_best, table.to_plain = best, plain

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import Resamples, Values
+from ...decode.compare.intervals import FEWEST, Resamples, Values
 from ...policies.errors import InputError, close_match
 from ..replay.traces.arrays import TraceArrays
+from .records import MOST_OF_TOKENS
 
 CLUSTERS = ("auto", "prompt", "group")
 MOST_SINGLETONS = 0.1
@@ -46,6 +47,11 @@ class Clusters:
     def count(self) -> int:
         """Number of clusters."""
         return len(set(self.of))
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there are enough clusters of similar size for a verdict."""
+        return self.count >= FEWEST and self.largest <= MOST_OF_TOKENS
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def choose_clusters(
     check_cluster(option)
     of, unit, why = _choice(prompts, groups, tokens, seconds, policies, rivals, option)
     shares: Counter[str] = Counter()
-    for name, count in zip(of, np.reshape(tokens, (len(of), -1))[:, 0].tolist(), strict=True):
+    for name, count in zip(of, np.reshape(tokens, (len(of), -1)).mean(1).tolist(), strict=True):
         shares[name] += count
     name, count = shares.most_common(1)[0]
     return Clusters(of, unit, why, count / max(shares.total(), 1) if len(shares) > 1 else 0.0, name)
@@ -103,13 +109,15 @@ def _choice(
 ) -> tuple[tuple[str, ...], str, str]:  # fmt: skip
     """Return the cluster of each sequence, the unit, and the reason."""
     names = set(groups)
-    if option == "group" and names == {""}:
+    if option == "group" and (names == {""} or len(names) < 2):
         raise InputError(
-            "--cluster group: the prompts have no groups; collect with a column `group`, or use --cluster prompt"
+            f"--cluster group: expected prompts of 2 or more groups, not of {len(names - {''})}; collect with a column "
+            "`group`, or use --cluster prompt"
         )
     if option == "prompt" or len(names) < 2:
         return tuple(prompts), "prompts", ""
-    joined = _joined(prompts, groups)
+    # A prompt without a group is a group of its own.
+    joined = _joined(prompts, [group or f"prompt {prompt}" for prompt, group in zip(prompts, groups, strict=True)])
     if option == "group":
         return joined, "groups", "clusters are groups (--cluster group)"
     sizes = Counter(group for _, group in set(zip(prompts, joined, strict=True)))

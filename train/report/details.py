@@ -121,6 +121,7 @@ def _per_prompt(material: Material, boot: Resamples) -> dict[str, Any]:
         arrays.text_tokens.tolist(),
         {name: values.tolist() for name, values in seconds.items()},
         prompt_ids=arrays.prompt_ids,
+        units=boot.labels,
         fingerprint=profile.fingerprint,
         is_timed=draws.is_timed,
         pace_error=profile.noise.pace_error if profile.noise else 0.0,

@@ -31,7 +31,7 @@ from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import require_disjoint_prompts, tell_other_rounds
-from .answer import answer, doubts, findings, noise_findings, remedy
+from .answer import answer, contradicted, doubts, findings, noise_findings, remedy
 from .batches import Arrivals, by_batch, check_batches
 from .checks import check_fit, check_together
 from .clusters import Clusters, check_cluster, choose_clusters, dominant_cluster
@@ -150,14 +150,14 @@ def evaluate(
         if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
             swept = run_sweep(
                 traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress, draws=draws,
-                clusters=clusters, allow_overlap=True,
+                clusters=clusters, allow_overlap=True, primary=primary,
             )  # fmt: skip
             report.details["sweep"] = swept.to_dict()
         if batch:
             estimate = _batch_estimate(arrays, profile, seed, progress) if achievable else None
             report.details["batch"] = by_batch(
                 arrays, [(name, policy) for name, _, policy, _ in jobs], profile, batch, arrivals=arrivals,
-                estimate=estimate, clusters=clusters, seed=seed, progress=progress,
+                estimate=estimate, clusters=clusters, primary=primary, seed=seed, progress=progress,
             )  # fmt: skip
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
@@ -172,10 +172,11 @@ def _primary(primary: str, policies: Sequence[StopPolicy]) -> str:
     """Return the name by which reports show the primary policy; "" = none."""
     if not primary:
         return ""
-    found = [policy.shown_name for policy in policies if primary in (policy.shown_name, policy.name)]
+    names = [policy.shown_name for policy in policies]
+    found = [primary] if primary in names else [policy.shown_name for policy in policies if policy.name == primary]
     if len(found) != 1:
-        names = ", ".join(policy.shown_name for policy in policies) or "none was given"
-        raise InputError(f"--primary: expected the name of one of the policies ({names}), not {primary!r}")
+        known = ", ".join(names) or "none was given"
+        raise InputError(f"--primary: expected the name of one of the policies ({known}), not {primary!r}")
     return found[0]
 
 
@@ -284,8 +285,10 @@ def _replayed(
     subject = max(compared, key=lambda line: line.tokens_per_s).name if compared else ""
     material = Material(arrays, draws, entries, fixed, best, plan, subject)
     below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
+    reasons = doubts(lines, below, profile)
+    lines = contradicted(lines, reasons)
     found = answer(
-        lines, best.result.name, clusters, stop_costs(material) if detailed else (), doubts(lines, below, profile),
+        lines, best.result.name, clusters, stop_costs(material) if detailed else (), reasons,
         primary, remedy(arrays.header, profile),
     )  # fmt: skip
     if found is not None:
@@ -299,7 +302,7 @@ def _replayed(
         tuple(lines),
         table.speeds.fixed,
         acceptance_by_depth(arrays),
-        {**facts, **clusters.facts},
+        {**facts, **clusters.facts, "intervals": draws.text_over(clusters.unit)},
         acceptance_bands(arrays, boot),
         found,
         warnings,

@@ -63,11 +63,15 @@ class Draws:
 
     @property
     def text(self) -> str:
-        """What intervals are over, in words."""
-        over, lacks = "prompts and the profile's timings", ""
+        """Sources of error that intervals over prompts include."""
+        return self.text_over("prompts")
+
+    def text_over(self, unit: str) -> str:
+        """Return the sources of error that intervals include, with what they resample: "prompts" or "groups"."""
+        over, lacks = f"{unit} and the profile's timings", ""
         if not self.is_timed:
-            over = "prompts and timings of decisions" if self.drawn else "prompts"
-            lacks = "; the profile has kept no repeated timings of model calls, whose error is left out"
+            over = f"{unit} and timings of decisions" if self.drawn else unit
+            lacks = "; the profile kept no repeated timings of model calls, so that their error is not included"
         return f"{LEVEL:.0%} bootstrap over {over}, {REPLICATES} replicates{lacks}"
 
     def interval(self, values: Values) -> Ratio:

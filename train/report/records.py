@@ -9,6 +9,7 @@ from typing import Any
 
 from ...decode.compare.intervals import FEWEST, Ratio
 
+REPORT_SCHEMA = 2
 DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"
 TOO_FEW, NOISY, AGAIN = "too few prompts", "profile too noisy", "measure again"
 """What a verdict may be; `AGAIN` is that of a report which contradicts itself."""
@@ -138,4 +139,4 @@ class Report:
         raw = dataclasses.asdict(self)
         if self.answer is not None:
             raw["answer"]["deploy"] = self.answer.deploy
-        return {"schema": 1, "kind": "report", **raw}
+        return {"schema": REPORT_SCHEMA, "kind": "report", **raw}

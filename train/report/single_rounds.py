@@ -15,7 +15,7 @@ from ...policies.contract import StopPolicy
 from ...policies.progress import Progress, silent
 from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
 from ..replay.traces.arrays import TraceArrays
-from .answer import answer, doubts, noise_findings, remedy
+from .answer import answer, contradicted, doubts, noise_findings, remedy
 from .clusters import choose_clusters, dominant_cluster
 from .insight import acceptance_bands, trace_outcomes
 from .pricing import Draws, Priced
@@ -90,11 +90,12 @@ def round_report(
         lines.append(speeds.line("oracle bound", "bound", speeds.ceiling, None, note))
     outcomes, reached = trace_outcomes(arrays), acceptance_bands(arrays, Resamples(arrays.clusters, seed))
     reasons = doubts(lines, (), draws.profile)
+    lines = contradicted(lines, reasons)
     return Report(
         tuple(lines),
         speeds.speeds.fixed,
         tuple(band.value for band in reached),
-        {**facts, **clusters.facts, "rounds": len(winner.committed)},
+        {**facts, **clusters.facts, "intervals": draws.text_over(clusters.unit), "rounds": len(winner.committed)},
         reached,
         answer(lines, winner.name, clusters, (), reasons, primary, remedy(arrays.header, draws.profile)),
         (*noise_findings(draws.profile), *dominant_cluster(arrays.subset(texts.present), clusters)),

@@ -35,7 +35,7 @@ def place(
     evaluate(sides[1], full_profile, [Confidence(0.6, DEPTH)], out=folder / "report")
     evaluate(sides[1], full_profile, [Confidence(0.3, DEPTH)], out=folder / "other", seed=1)
     (folder / "mangled").mkdir()
-    (folder / "mangled" / "report.json").write_text('{"kind": "report", "schema": 1, "facts": {}}')
+    (folder / "mangled" / "report.json").write_text('{"kind": "report", "schema": 2, "facts": {}}')
     live = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live", "verification": "rejection"}
     collect(pair, prompts, folder / "live", policy=Confidence(0.6, DEPTH), explore=0.3, **live)
     collect(pair, prompts, folder / "silent", policy=Confidence(0.6, DEPTH), **live)
@@ -54,11 +54,15 @@ def arguments(place: Path, sides: tuple[Trace, Trace], out: Path) -> list[object
 
 
 def test_transfer_answers_what_it_writes(place: Path, sides: tuple[Trace, Trace], tmp_path: Path) -> None:
-    raw = parsed(cli(*arguments(place, sides, tmp_path / "t"), "--json"))
+    refused = cli(*arguments(place, sides, tmp_path / "t"), "--json")
+    assert refused.code == 2 and "--allow-overlap" in refused.err and not (tmp_path / "t").exists()
+    answer = cli(*arguments(place, sides, tmp_path / "t"), "--json", "--allow-overlap")
+    assert answer.code == 0 and "not held-out" in answer.err
+    raw = json.loads(answer.out)
     assert raw == json.loads((tmp_path / "t" / "transfer.json").read_text())
     assert (raw["rows"], raw["columns"]) == (["logistic", "fixed:2"], [t.folder.name for t in sides[::-1]])
     assert {p.name for p in (tmp_path / "t").iterdir()} == {"transfer.json", "transfer.md", "run.yaml", MANIFEST}
-    shown = cli(*arguments(place, sides, tmp_path / "t"), "--overwrite", "--quiet")
+    shown = cli(*arguments(place, sides, tmp_path / "t"), "--overwrite", "--quiet", "--allow-overlap")
     assert shown.code == 0, shown.err
     for word in ("trained on", "T = 0.7", *raw["columns"], raw["cells"][0][0]["verdict"]):
         assert word in shown.out

@@ -177,7 +177,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no json": (lambda f: (f / POLICY_FILE).unlink(), "policy.json, which does not exist"),
     "broken json": (lambda f: (f / POLICY_FILE).write_text("{"), "expected JSON"),
     "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "expected a JSON object"),
-    "another schema": (edit(schema=2), "has schema 2, but this specstop reads 1"),
+    "another schema": (edit(schema=3), "has schema 3, but this specstop reads 2"),
     "pickled weights": (pickled, "expected a safetensors file"),
     "no head": (edit(head=None), "'head'"),
     "unknown head": (edit(head="forest"), "unknown head 'forest'"),

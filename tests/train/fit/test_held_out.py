@@ -14,10 +14,11 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train, train_arrays
-from specstop.train.fit.tuning.search import SearchOptions, search
+from specstop.train.fit.tuning.search import SearchOptions, train_best
 from specstop.train.fit.tuning.settled import settle_for, unfitted_prompts
 from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.replay.traces.concatenate import joined_arrays
 from specstop.train.report.evaluate import evaluate
 
 NAMES = ("top1", "noisy_margin", "depth")
@@ -59,14 +60,18 @@ def test_report_prompts_influence_nothing(arrays: TraceArrays, full_profile: Pro
     assert one.metrics[figure] != other.metrics[figure], "while the figures are of these prompts"
 
 
-def test_a_search_sees_no_report_prompt(arrays: TraceArrays, full_profile: Profile) -> None:
+def test_a_search_sees_no_report_prompt(
+    sides: tuple[Trace, Trace], full_profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profile = full_profile.with_decisions({"logistic": 1e-5})
-    plan = Plan("", features=NAMES, report_share=REPORT_SHARE)
     found = []
-    for of in (arrays, other_report(arrays)):
-        rest, _ = split_report(of, REPORT_SHARE, 0)
-        found.append(search(plan, rest, profile, [0.7], SearchOptions(2, ("logistic",), ("survival",))).rows())
-    assert found[0] == found[1]
+    for changed in (False, True):
+        read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
+        monkeypatch.setattr("specstop.train.fit.tuning.search.joined_arrays", read)
+        options = SearchOptions(2, ("logistic",), ("survival",))
+        trained, result = train_best(sides[0], profile, options, features=NAMES)
+        found.append((result.rows(), parts(trained.policy), trained.metrics["held_out_tokens_per_s"]))
+    assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2]
 
 
 def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
@@ -77,6 +82,7 @@ def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], fu
     assert report is not None
     assert not fit & select and not (fit | select) & set(report.clusters)
     assert fit | select | set(report.clusters) == set(arrays.clusters)
+    assert set(prompts["report"]) == set(report.clusters)
     counts = {name: trained.metrics[f"{name}_prompts"] for name in ("fit", "select", "report")}
     assert counts == {"fit": len(fit), "select": len(select), "report": report.sequences}
     bare = train(sides[0], full_profile, features=NAMES, report_share=0).metrics
@@ -88,12 +94,13 @@ def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
 ) -> None:
     arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=NAMES).policy
     free = unfitted_prompts(policy, arrays)
-    assert free is not None and not set(free.clusters) & set(policy.facts.prompts["fit"])
+    assert free is not None and set(free.clusters) == set(policy.facts.prompts["select"])
     costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
     settled, note = settle_for(policy, arrays, costly)
     assert "that the head was not fitted on" in note
-    # Other outcomes of the prompts that the head was fitted on change nothing.
-    fitted = torch.tensor([name in policy.facts.prompts["fit"] for name in arrays.clusters])[arrays.owner]
+    # Other outcomes of the prompts that the head was fitted on, and of report prompts, change nothing.
+    used = {*policy.facts.prompts["fit"], *policy.facts.prompts["report"]}
+    fitted = torch.tensor([name in used for name in arrays.clusters])[arrays.owner]
     changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
     again, _ = settle_for(policy, changed, costly)
     assert isinstance(settled, LearnedPolicy) and isinstance(again, LearnedPolicy)

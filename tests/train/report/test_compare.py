@@ -19,6 +19,7 @@ from specstop.train.report.comparing.compare import DIFFERENT, PAIRED, SAME, UNK
 from specstop.train.report.comparing.read import per_prompt_figures, read_report
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.pricing import Draws
+from specstop.train.report.records import REPORT_SCHEMA
 from timed import timed_profile
 
 PROMPTS = [f"p{i}" for i in range(20)]
@@ -41,7 +42,13 @@ def written(folder: Path, scale: float = 1.0, details: Any = None, **facts: Any)
         "pair": {"target": "1", "draft": "2"},
         "profile": {"device": "cpu"},
     }
-    raw = {"schema": 1, "kind": "report", "lines": lines, "facts": {**base, **facts}, "details": details or {}}
+    raw = {
+        "schema": REPORT_SCHEMA,
+        "kind": "report",
+        "lines": lines,
+        "facts": {**base, **facts},
+        "details": details or {},
+    }
     (folder / "report.json").write_text(json.dumps(raw))
     return folder
 
@@ -54,6 +61,7 @@ def figures(
     pace: float = 0.0,
     is_timed: bool = True,
     pace_error: float = 0.0,
+    units: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return figures by prompt.
 
@@ -77,6 +85,7 @@ def figures(
         is_timed=is_timed,
         pace_error=pace_error,
         factors=dict.fromkeys(seconds, drawn),
+        units=units or prompts,
     )
     return {"per_prompt": made}
 
@@ -95,6 +104,18 @@ def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
             assert x.gain == x.gain_over_best
     assert found.line("oracle bound").gain is None
     assert (found.profiles, found.caveats) == (SAME, ())
+
+
+def test_groups_that_a_report_resampled_are_resampled_here(tmp_path: Path) -> None:
+    groups = [f"g{at // 5}" for at in range(len(PROMPTS))]
+    gains = []
+    for name, units in (("p", None), ("g", groups)):
+        sides = [
+            written(tmp_path / f"{name}{seed}", details=figures(PROMPTS, seed, units=units if seed == 2 else None))
+            for seed in (1, 2)
+        ]
+        gains.append(compare(*sides).line("best fixed").gain)
+    assert gains[0].value == gains[1].value and gains[0] != gains[1]
 
 
 def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) -> None:
@@ -198,7 +219,7 @@ def spoiled(raw: dict[str, Any], change: str) -> Any:
     [
         ("list", "expected a report of `specstop evaluate`"),
         ("kind", "expected a report of `specstop evaluate`"),
-        ("schema", "has schema 9, but this specstop reads schema 1"),
+        ("schema", "has schema 9, but this specstop reads schema 2"),
         ("lines", r"is mangled \(entry 'lines'\)"),
         ("number", "is mangled .'fast' in the line 'best fixed' is no number"),
         ("ratio", r"is mangled \(entry 'low'\)"),

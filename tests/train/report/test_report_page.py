@@ -180,14 +180,15 @@ def test_a_transfer_table_and_groups_find_their_place(data: dict[str, Any]) -> N
     ratio = {"value": 0.97, "low": 0.95, "high": 0.99}
     names = list(more["details"]["sensitivity"][0]["ratios"])
     more["details"]["groups"] = [
-        {"name": n, "prompts": 3, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, ratio)}
-        for n in "ab"
+        {"name": n, "prompts": count, "tokens": 70, "best_fixed": "fixed:1", "ratios": dict.fromkeys(names, ratio)}
+        for n, count in (("a", 3), ("b", 20))
     ]
     cell = {"to_best_fixed": ratio, "verdict": "do not deploy", "own": True}
     more["details"]["transfer"] = {"rows": ["x"], "trained_on": ["y"], "columns": ["z"], "cells": [[cell]]}
     found = Page(to_html(more))
     words = "".join(found.words)
-    assert words.count("0.970 [0.950, 0.990] do not deploy") == 2 * len(names) + 1
+    assert words.count("0.970 [0.950, 0.990] do not deploy") == 1
+    assert words.count("0.970 [0.950, 0.990] below") == len(names), "a group of 3 prompts has no verdict"
     assert {"groups", "transfer"} <= {attributes.get("id") for _, attributes in found.elements}
 
 

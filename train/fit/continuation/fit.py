@@ -31,13 +31,11 @@ MARGINS = (-0.05, 0.0, 0.05)
 
 @dataclass(frozen=True)
 class Chosen:
-    """First decision, deepest draft and margin that replay fastest with given values, and what rounds they make."""
+    """First decision, deepest draft and margin that replay fastest with given values."""
 
     first: int
     deepest: int
     margin: float
-    lengths: Tensor
-    asked: Tensor
 
 
 def fit_continuation(
@@ -75,6 +73,7 @@ def fit_continuation(
     price = profile.decision(name.partition(":")[0])
     every = torch.arange(len(costs.bound))
     inner, held = folds.of[costs.arrays.owner], arrays.subset(folds.sequences(0))
+    select = CostToGo(held, profile)  # prompts that the head is not fitted on
     # The head reads the features of the depth before too.
     columns, places = head_names(names, Continuation(remembers=True)), remembered(names)
 
@@ -90,15 +89,17 @@ def fit_continuation(
         fold = inner[asked_rows(costs, stages.first)[0]]
         head = VALUE_FITTERS[kind](rows.part(fold != 0), rows.part(fold == 0), columns, seed)
         firsts = (stages.first,) if places else range(LATEST + 1)  # what is remembered depends on it
-        chosen = choose(costs, values(head, seen), price, margins, firsts)
+        gains = values(head, seen)
+        chosen = choose(select, gains[inner == 0], price, margins, firsts)
+        lengths, asked = rounds_of(costs, gains, chosen.first, chosen.deepest, chosen.margin)
         rule = Continuation(chosen.margin, chosen.first, remembers=True)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
-        decided_s = price.of(chosen.asked.numpy())
-        before, played = played, costs.play(chosen.lengths, decided_s)
+        decided_s = price.of(asked.numpy())
+        before, played = played, costs.play(lengths, decided_s)
         iteration.add(policy, replay(held, policy, profile).rate, before.visits, played.visits)
         if iteration.is_over:
             break
-        value = costs.value(chosen.lengths, decided_s)
+        value = costs.value(lengths, decided_s)
     progress("fit, replay, fit again", rounds, rounds)
     return iteration
 
@@ -133,7 +134,7 @@ def choose(costs: CostToGo, value: Tensor, price: Price, margins: Sequence[float
         lengths, asked = rounds_of(costs, value, first, deepest, margin)
         seconds = float(costs.play(lengths, price.of(asked.numpy())).seconds.sum())
         if best is None or seconds < best[0]:
-            best = seconds, Chosen(first, deepest, margin, lengths, asked)
+            best = seconds, Chosen(first, deepest, margin)
     assert best is not None
     return best[1]
 

@@ -22,7 +22,7 @@ from ...heads.rows import Visits, visits
 from ...replay.bounds.static_tree import best_static_tree, drafted_alone
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays
-from ..held_out import shares, training_prompts
+from ..held_out import counts, training_prompts
 from ..plan import Plan
 from ..rates import left_out_parts, replayed_rates
 from .calibrate import fit_paths, sibling_shares
@@ -96,9 +96,9 @@ def fit_tree(
         policy, rate = solve_tree(policy, arrays, profile, rates=rates)
         playing = [other.with_rule(policy.rule) for other in policies]
     progress("fit trees", passes, passes)
-    prompts = training_prompts(arrays, folds)
+    prompts = training_prompts(arrays, folds, report)
     metrics = {
-        **shares(prompts, report),
+        **counts(prompts),
         "rows": fitted,
         "static_tree": static.shape.name,
         "priced_tree": static.drawn.name,

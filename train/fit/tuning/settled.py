@@ -11,7 +11,7 @@ from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import LearnedPolicy
+from ....policies.learned.policy import Facts, LearnedPolicy
 from ....policies.storage.folder import load_policy_folder, save_policy
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part
@@ -52,14 +52,16 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
         solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts)
         # Where no rule was faster it is the policy itself.
         settled = copy.copy(settle_lengths(solved, [Part(arrays)], profile, KNOWN))
-        # Speeds that training measured are those of the other profile.
-        metrics = {name: value for name, value in policy.facts.metrics.items() if not name.startswith("held_out_")}
-        settled.facts = dataclasses.replace(
-            policy.facts, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics
-        )
+        settled.facts = _facts_for(policy, rate, profile)
         prompts = len(set(arrays.clusters))
         return settled, f"rho solved for this profile on {prompts} training prompts that the head was not fitted on"
     return _batch_policy(policy, arrays, profile) if isinstance(policy, BatchStop) else (policy, "")
+
+
+def _facts_for(policy: LearnedPolicy, rate: float, profile: Profile) -> Facts:
+    """Return the facts of a policy with another rho; speeds that training measured were those of the other rule."""
+    metrics = {name: value for name, value in policy.facts.metrics.items() if not name.startswith("held_out_")}
+    return dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics)
 
 
 def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
@@ -76,9 +78,9 @@ def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profil
 
 
 def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays | None:
-    """Return the training prompts that the head of a policy was not fitted on; None if there are none."""
-    fitted = set(policy.facts.prompts.get("fit", ()))
-    keep = [at for at, name in enumerate(arrays.clusters) if name not in fitted]
+    """Return the prompts that the head of a policy was not fitted on, without report prompts; None if there are none."""
+    used = {name for group in ("fit", "report") for name in policy.facts.prompts.get(group, ())}
+    keep = [at for at, name in enumerate(arrays.clusters) if name not in used]
     return arrays.subset(keep) if keep else None
 
 
@@ -102,7 +104,7 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
         return policy
     settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
     settled = settle_lengths(settled, [Part(arrays)], profile, KNOWN)
-    settled.facts = dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name))
+    settled.facts = _facts_for(policy, rate, profile)
     # The folder is written anew: files for retraining have to be handed over again.
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
     return settled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
@@ -96,10 +96,18 @@ def require_disjoint_prompts(
     """Refuse evaluated prompts on which thresholds are tuned, or on which a policy was trained; see `require_disjoint`."""
     if tuning is not None:
         require_disjoint("--traces", arrays, "--train-traces", tuning.clusters, allow=allow)
+    require_disjoint_policies("--traces", arrays, policies, allow=allow)
+
+
+def require_disjoint_policies(
+    option: str, arrays: TraceArrays, policies: Iterable[StopPolicy], *, allow: bool | None = None
+) -> None:
+    """Refuse prompts on which a policy was trained; see `require_disjoint`."""
     for policy in policies:
         if isinstance(policy, LearnedPolicy):
-            prompts = [name for names in policy.facts.prompts.values() for name in names]
-            require_disjoint("--traces", arrays, f"the training prompts of {policy.name}", prompts, allow=allow)
+            # Report prompts influenced nothing.
+            prompts = [name for group in ("fit", "select") for name in policy.facts.prompts.get(group, ())]
+            require_disjoint(option, arrays, f"the training prompts of {policy.name}", prompts, allow=allow)
 
 
 def tell_other_rounds(profile: Profile, header: Header) -> None:

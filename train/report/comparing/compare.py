@@ -19,6 +19,7 @@ SAME, DIFFERENT, UNKNOWN = "same", "different", "unknown"
 PLAIN, BEST = "plain decoding", "best fixed"
 _FACTS = (
     "traces", "prompts", "tokens", "temperature", "shaping", "verification", "depth", "topology", "intervals",
+    "clusters", "cluster unit",
 )  # fmt: skip
 """Facts that are compared as they are; pair and profile are compared inside."""
 
@@ -135,7 +136,7 @@ class _PairedRates:
 
     def __init__(self, one: Read, two: Read, common: Sequence[str], seed: int) -> None:
         self._reports, self._common = (one, two), common
-        self._boot = Resamples(common, seed)
+        self._boot = Resamples(_units(one, two, common), seed)
         self._tokens = [self._total(report.tokens_of()) for report in self._reports]
         # Another sequence of random numbers than that of the prompts.
         rng, replicates = np.random.default_rng([seed, 2]), len(self._tokens[0]) - 1
@@ -177,6 +178,12 @@ class _PairedRates:
 
     def _total(self, by_cluster: Mapping[str, float]) -> Values:
         return self._boot.total([by_cluster[cluster] for cluster in self._common])
+
+
+def _units(one: Read, two: Read, common: Sequence[str]) -> list[str]:
+    """Return what is resampled for each common prompt: its group if a report resampled groups, else the prompt."""
+    grouped = next((report for report in (one, two) if any(report.units[c] != c for c in common)), one)
+    return [grouped.units[cluster] for cluster in common]
 
 
 def _difference(name: str, one: Read, two: Read, rates: _PairedRates | None) -> Difference:

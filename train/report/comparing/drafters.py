@@ -19,7 +19,7 @@ from ....policies.progress import Progress, silent
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays
-from ...replay.traces.checking import require_disjoint
+from ...replay.traces.checking import require_disjoint, require_disjoint_policies
 from ..decision_costs import with_prices
 from ..pricing import Draws
 from ..whatif.records import unique_names
@@ -86,6 +86,8 @@ def choose_both(
         )
     fit = paired(*fit)
     tested = fit if held is None else paired(*_held(fit, held))
+    if held is not None:
+        require_disjoint_policies("--first-test, --other-test", tested[1], policies)
     depth = min(*(arrays.depth for arrays in fit), *(profile.max_depth for profile in profiles))
     called = unique_names(policies)
     mine, theirs = (

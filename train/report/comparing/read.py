@@ -11,6 +11,7 @@ from typing import Any
 
 from ....policies.errors import InputError
 from ....policies.files.atomic import read_json
+from ..records import REPORT_SCHEMA
 
 REPORT_FILE = "report.json"
 _NUMBERS = ("value", "low", "high")
@@ -35,6 +36,7 @@ class Read:
         pace_error: of the machine's mean pace in the profile (`Noise.pace_error`).
         factors: by line, seconds of the whole sample under each draw of the profile's timings, relative to the measured
             ones; empty without draws.
+        units: by cluster, what the report resamples: the prompt, or the group that it is of.
     """
 
     path: Path
@@ -47,6 +49,7 @@ class Read:
     is_timed: bool | None = None
     pace_error: float = 0.0
     factors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
 
     def tokens_of(self) -> dict[str, float]:
         """Return tokens by cluster."""
@@ -74,6 +77,7 @@ def per_prompt_figures(
     is_timed: bool,
     pace_error: float,
     factors: Mapping[str, Sequence[float]],
+    units: Sequence[str],
 ) -> dict[str, Any]:
     """Return what a report holds as `details["per_prompt"]`, for `compare` to pair by.
 
@@ -82,9 +86,11 @@ def per_prompt_figures(
         tokens: of each text.
         seconds: by line of the report, the replayed seconds of each text.
         fingerprint, is_timed, pace_error, factors: of the profile, see `Read`.
+        units: by sequence, what the report resamples: prompts, or groups of prompts.
     """
     return {
         "clusters": list(clusters),
+        "units": list(units),
         "prompts": list(prompt_ids),
         "tokens": [float(x) for x in tokens],
         "seconds": {name: [float(x) for x in values] for name, values in seconds.items()},
@@ -108,9 +114,10 @@ def read_report(path: str | Path) -> Read:
     raw = read_json(file, "compare")
     if not isinstance(raw, dict) or raw.get("kind") != "report":
         raise InputError(f"compare: expected a report of `specstop evaluate`, but {file} is none")
-    if raw.get("schema") != 1:
+    if raw.get("schema") != REPORT_SCHEMA:
         raise InputError(
-            f"compare: {file} has schema {raw.get('schema')!r}, but this specstop reads schema 1; evaluate again"
+            f"compare: {file} has schema {raw.get('schema')!r}, but this specstop reads schema {REPORT_SCHEMA}; "
+            "evaluate again"
         )
     try:
         lines = {str(line["name"]): _checked(line) for line in raw["lines"]}
@@ -121,7 +128,8 @@ def read_report(path: str | Path) -> Read:
         if not by_prompt:
             return Read(file, lines, facts, is_timed=_is_timed(lines))
         clusters, tokens, seconds = _by_prompt(by_prompt)
-        return Read(file, lines, facts, clusters, tokens, seconds, *_by_draw(by_prompt["profile"]))
+        units = dict(zip(clusters, map(str, by_prompt["units"]), strict=True))
+        return Read(file, lines, facts, clusters, tokens, seconds, *_by_draw(by_prompt["profile"]), units)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"entry {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"compare: {file} is mangled ({what}); evaluate again") from None

@@ -64,6 +64,7 @@ def sweep(
     draws: Draws | None = None,
     clusters: Clusters | None = None,
     allow_overlap: bool = False,
+    primary: str = "",
 ) -> Sweep:
     """Replay policies as the draft step grows more expensive beside the target's, and say from where each of them pays.
 
@@ -80,7 +81,7 @@ def sweep(
         progress: see `Progress`.
         draws: of `profile` with the policies' decisions, if they are available.
         clusters: to resample; None = the prompts.
-        allow_overlap: see `evaluate`.
+        allow_overlap, primary: see `evaluate`.
 
     Raises:
         InputError: no policy, a ratio that is not above 0, or a profile without costs.
@@ -113,12 +114,13 @@ def sweep(
         to_best.append(boot.log_ratios(tokens, seconds, mine, lengths, price))
         to_plain.append(boot.log_ratios(tokens, seconds, mine, [0], price))
     progress("sweep", len(ratios), len(ratios))
+    apart = names.index(primary) if primary in names else None
     # All policies at all points are one family: where a policy pays is chosen among them.
-    against_best, against_plain = (list(zip(*boot.simultaneous(of), strict=True)) for of in (to_best, to_plain))
+    against_best, against_plain = (list(zip(*boot.simultaneous(of, apart), strict=True)) for of in (to_best, to_plain))
     lines = []
     for at, policy in enumerate(policies):
         kind = "learned" if isinstance(policy, LearnedPolicy) else "rule"
-        runs = _runs(ratios, against_best[at]) if clusters.count >= FEWEST else ()
+        runs = _runs(ratios, against_best[at]) if clusters.is_judged else ()
         lines.append(
             SweepLine(names[at], kind, against_best[at], against_plain[at], runs, _note(policy, tuning, clusters))
         )
@@ -186,7 +188,7 @@ class _Replays:
 
 
 def _note(policy: StopPolicy, tuning: TraceArrays | None, clusters: Clusters) -> str:
-    notes = [f"{clusters.text}: too few for a verdict, which needs {FEWEST}"] if clusters.count < FEWEST else []
+    notes = [f"{clusters.text}: too few for a verdict, which needs {FEWEST}"] if not clusters.is_judged else []
     if isinstance(policy, BatchStop):
         notes.append("decides by the costs of each point")
     elif is_priced(policy):
@@ -213,5 +215,5 @@ def _facts(traces: Trace, arrays: TraceArrays, draws: Draws, clusters: Clusters)
         **clusters.facts,
         "temperature": traces.header.temperature,
         "profile": dict(draws.profile.facts),
-        "intervals": draws.text,
+        "intervals": draws.text_over(clusters.unit),
     }

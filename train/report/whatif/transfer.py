@@ -20,6 +20,7 @@ from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
+from ...replay.traces.checking import require_disjoint_policies
 from ..decision_costs import with_prices
 from ..pricing import Draws, Priced
 from ..speeds import POLICIES, Comparison
@@ -33,6 +34,7 @@ def transfer(
     *,
     names: Sequence[str] | None = None,
     by_group: bool = False,
+    allow_overlap: bool = False,
     seed: int = 0,
     progress: Progress = shown,
 ) -> Transfer:
@@ -47,6 +49,7 @@ def transfer(
         profiles: one for all traces, or one for each.
         names: of the policies; by default their own.
         by_group: split traces by the group of their prompts.
+        allow_overlap: see `evaluate`.
         seed: of the bootstrap.
         progress: see `Progress`.
 
@@ -65,6 +68,7 @@ def transfer(
     for at, (trace, label) in enumerate(zip(traces, _labels(traces), strict=True)):
         costs, _ = with_prices(profiles[at if len(profiles) > 1 else 0], policies, trace.header)
         arrays, draws = trace_arrays(trace), Draws(costs, seed)  # groups of one trace share them
+        require_disjoint_policies("--traces", arrays, policies, allow=allow_overlap)
         for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
             name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))
             columns.append(_Column(name, trace, part, draws))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ....decode.compare.intervals import Ratio
-from ..records import REFUSE
+from ....decode.compare.intervals import FEWEST, Ratio
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
 from .whatif import sensitivity, sweep, transfer
@@ -55,9 +54,10 @@ def speeds(found: Any, data: Data) -> Section:
         "Speed",
         (
             f"Ratios, paired between policies ({data['facts']['intervals']}); intervals of the ratios hold for all rules and "
-            "learned policies at once. Share of the oracle gain: 0 is the best fixed length, 1 the oracle bound. Verdict: "
-            "the interval against the best fixed length (on trees, the best static tree as well) lies above 1 (deploy), "
-            "contains 1 (inconclusive) or lies below 1 (do not deploy).",
+            "learned policies at once, except that of a primary policy. Share of the oracle gain: 0 is the best fixed "
+            "length, 1 the oracle bound. Verdict: the interval against the best fixed length (on trees, the best static "
+            "tree as well) lies above 1 (deploy), contains 1 (inconclusive) or lies below 1 (do not deploy), unless there "
+            "are too few prompts, the profile is too noisy, or the report contradicts itself (measure again).",
         ),
         (speed_table(data), Table("Tokens/s by fixed length", ("length", "tokens/s"), fixed)),
         open=True,
@@ -228,14 +228,18 @@ def groups(found: Any, data: Data) -> Section:
         for name in names:
             ratio = group["ratios"][name]
             number = Spread((*path, "ratios", name))
-            cells.append((number, f" {REFUSE}") if Ratio(**ratio).is_below else number)
+            is_below = group["prompts"] >= FEWEST and Ratio(**ratio).is_below
+            cells.append((number, " below") if is_below else number)
         counts = nums(path, "prompts", "tokens", form=",.0f")
         rows.append((group["name"] or "(no name)", *counts, group["best_fixed"], *cells))
     best = next(line["note"] for line in data["lines"] if line["name"] == "best fixed").partition(",")[0]
     return Section(
         "groups",
         "By group",
-        (f"Speed against {best}, the best fixed length of all prompts together.",),
+        (
+            f"Speed against {best}, the best fixed length of all prompts together. Below: the interval of a group of "
+            f"{FEWEST} prompts or more lies below 1. Intervals are of one policy and group at a time.",
+        ),
         (Table("By group of prompts", ("group", "prompts", "tokens", "its best fixed", *names), tuple(rows)),),
     )
 
