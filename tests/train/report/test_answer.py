@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 from specstop.decode.compare.intervals import Ratio, Resamples
 from specstop.policies.errors import InputError
 from specstop.policies.latency.noise import Noise
-from specstop.train.report.answer import answer, doubts, findings, why
+from specstop.policies.latency.profile import Profile
+from specstop.policies.latency.tables import CostTable
+from specstop.train.report.answer import answer, doubts, findings, remedy, why
 from specstop.train.report.clusters import Clusters, choose_clusters, dominant_cluster
 from specstop.train.report.insight import StopCost
 from specstop.train.report.records import AGAIN, DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line, verdict
@@ -196,3 +199,17 @@ def test_findings_name_what_cannot_or_should_not_be() -> None:
     assert "x is faster than the oracle bound" in found[0]
     assert found[1].startswith("x is above the achievable estimate beyond its interval (1.030 times")
     assert found[2].startswith("y is slower than the best static tree")
+
+
+def test_the_remedy_is_a_command_for_the_rounds_of_the_trace() -> None:
+    arrays = synthetic_trace([[0] * 4], 3)
+    header = replace(
+        arrays.header, target="a b/target", draft="draft", facts={"drafter": "suffix", "dtype": "bfloat16"}
+    )
+    table = CostTable(8.0, (1e-3, 1e-3), 0.0, (1e-2,) * 4)
+    profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0), {}, 0.7, {"engine": "vllm 0.32"}, verification="block")
+    words = shlex.split(remedy(header, profile))
+    assert words[:4] == ["specstop", "profile", "--target", "a b/target"]
+    for option in (["--drafter", "suffix"], ["--depth", "3"], ["--temperature", "0.7"], ["--verification", "block"]):
+        assert " ".join(option) in " ".join(words)
+    assert "--draft" not in words and "--overwrite" not in words and words[-4:-2] == ["--through", "vllm"]
