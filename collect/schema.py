@@ -147,7 +147,7 @@ class Header:
 
     @property
     def shown_temperature(self) -> float | str:
-        """The temperature for readers: "unknown" of an engine's records without one, whose `temperature` is 0."""
+        """The temperature to display: "unknown" for engine records without one, which have `temperature` 0."""
         return UNKNOWN_TEMPERATURE if self.facts.get("temperature") == UNKNOWN_TEMPERATURE else self.temperature
 
     def hidden_shape(self, name: str) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ TOLERANCE = 0.02
 """Relative error of a figure."""
 
 MOST_REFUSED = 1
-"""Of the seeds of an engine whose lengths are independent: the test's level is 1 in 100."""
+"""Of the seeds of an engine with independent lengths: the level of the test is 1 in 100."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def world(job: tuple[str, int, int, float, int]) -> Outcome:
 
 
 def powerful(seed: int) -> Outcome:
-    """Return the outcome of a world whose first of five candidates gains 5% on 200 prompts."""
+    """Return the outcome of a world in which the first of five candidates gains 5% on 200 prompts."""
     return judge(draw_texts("prompts", 200, 5, 0.0, np.random.default_rng([99, seed]), GAIN), seed, GAIN)
 
 
@@ -143,8 +143,8 @@ def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
             for prompts in SIZES[:1] if options.quick else SIZES:
                 for candidates, correlation in CANDIDATES[:3] if options.quick else CANDIDATES:
                     jobs = [(structure, prompts, candidates, correlation, seed) for seed in range(worlds)]
-                    found = np.array(list(pool.map(world, jobs, chunksize=25)), dtype=float)
-                    deployed, covered, judged = (float(share) for share in found.mean(0))
+                    outcomes = np.array(list(pool.map(world, jobs, chunksize=25)), dtype=float)
+                    deployed, covered, judged = (float(share) for share in outcomes.mean(0))
                     rows.append((structure, prompts, candidates, correlation, deployed, covered, judged))
                     print(
                         f"{structure:<14}{prompts:>8}{candidates:>9}{correlation:>11}{deployed:>8.3f}{covered:>9.3f}"

@@ -122,9 +122,9 @@ def check(bars: Bars, options: argparse.Namespace, folder: Path) -> str:
     traces = QUICK if options.quick else TRACES
     heads = ("logistic", "xgboost") if options.quick else HEAD_KINDS
     for head in heads:
-        found = np.array([auc_of(head, seed) for seed in range(traces)])
-        error = float(found.std(ddof=1)) / traces**0.5 if traces > 1 else 0.1
-        mean = float(found.mean())
+        scores = np.array([auc_of(head, seed) for seed in range(traces)])
+        error = float(scores.std(ddof=1)) / traces**0.5 if traces > 1 else 0.1
+        mean = float(scores.mean())
         said = f"{mean:.4f}, standard error {error:.4f} over {traces} traces; bar .5 +- {ERRORS:g} standard errors"
         bars.add(f"AUC of noise, {head}", mean, abs(mean - 0.5) <= ERRORS * error, said)
     return f"{len(heads)} kinds of head on {traces} traces of noise"

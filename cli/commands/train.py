@@ -173,8 +173,8 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
     """Print what was trained: how fast it replays, the trials of a search; `verbose`: how well it is calibrated as well."""
     metrics = trained.metrics
     plain = {name: value for name, value in metrics.items() if not isinstance(value, list)}
-    told = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
-    table(f"{out}: {trained.policy.name}", ("what", "value"), flat(told))
+    figures = plain if verbose else {name: value for name, value in plain.items() if not name.startswith(DIAGNOSTICS)}
+    table(f"{out}: {trained.policy.name}", ("what", "value"), flat(figures))
     for key, title in (
         ("reliability", "Survival by depth, on report prompts"),
         ("trials", "Trials, replayed on prompts left out, the best first"),

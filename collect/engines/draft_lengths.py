@@ -25,8 +25,8 @@ from ..acceptance import DEPENDENT, FIXED, INDEPENDENT
 Array = np.ndarray[Any, Any]
 
 LEVEL = 0.01
-"""If lengths are independent, one import in a hundred is refused longer policies. The other error costs more, as it promises
-rates that nobody reaches, and it is rare: lengths by confidence are detected in all of 40 simulated runs of 20 requests with
+"""If lengths are independent, one import in a hundred is refused longer policies. The other error costs more, because it
+promises unreachable rates, and it is rare: lengths by confidence are detected in all of 40 simulated runs of 20 requests with
 40 rounds each."""
 
 GROUPS = 8
@@ -39,7 +39,7 @@ def lengths_kind(accepted: Array, drafted: Array, request: Array, cut: Array, fo
     Args:
         accepted, drafted: [N] int64, tokens of each round.
         request: [N] int64, the request of each round.
-        cut: [N] bool, rounds whose outcome is left out, because the end of the text decided it.
+        cut: [N] bool, rounds that are excluded because the end of the text decided their outcome.
         follows: [N] bool, the round comes directly after that of the row before it, in the same request.
     """
     lengths = np.unique(drafted)
@@ -63,7 +63,7 @@ def _p_value(accepted: Array, drafted: Array, group: Array, unit: Array, stratum
     """Return the p-value of: given the stratum, acceptance at each depth does not depend on the group of the length.
 
     Args:
-        accepted, drafted: [R] of the rounds whose acceptance is compared.
+        accepted, drafted: [R] of the rounds that are compared.
         group: [R] int64, of the lengths that it is compared with.
         unit: [R] int64, rounds of one unit may depend on each other.
         stratum: [R] int64, that a round falls in besides the depth.

@@ -161,7 +161,7 @@ class _Record:
     def cut(self) -> Array:
         """[steps] bool, the last step, and where the end of the text is known all drafts that reach beyond it.
 
-        The step at the end accepts more than others, because a long step is more likely to be the one that reaches the end.
+        The step at the end accepts more than others, because a long step is more likely to reach the end.
         So all drafts that could reach it are left out, whatever they accepted. In a summary it is not known which step was
         last; all steps together are an unbiased choice, and none is left out.
         """

@@ -78,7 +78,7 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read prompts from a JSON Lines, CSV or Parquet file, a .txt file, a data set folder, or `hf:name[:config]`.
 
-    A record without an id gets the hash of its prompt as id. Columns `sample`, or `prompt_id`, tell samples of one prompt
+    A record without an id gets the hash of its prompt as id. Columns `sample`, or `prompt_id`, separate samples of one prompt
     apart; see `SampleNames`. Blank lines are skipped. Nothing is read past what `limit` needs.
 
     Issues a `SpecstopWarning` if prompts with different ids have equal texts, or if ids look like samples of prompts.

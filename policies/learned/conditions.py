@@ -19,7 +19,7 @@ _TRUNCATING = ("top_k", "top_p", "min_p")
 _LONGEST = 200
 
 UNKNOWN = "unknown"
-"""Temperature of texts whose engine did not record it."""
+"""Temperature of texts if the engine did not record it."""
 
 
 @dataclass(frozen=True)

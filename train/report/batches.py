@@ -57,7 +57,7 @@ def by_batch(
 
     Returns:
         `sizes`, `requests`, `best_fixed` (the length) and `plain` (tokens/s) by size; `lines`, of the best fixed length, the
-        policies, the estimate and the bound, with figures by size; `use`, the fastest policy there whose interval lies above
+        policies, the estimate and the bound, with figures by size; `use`, the fastest policy there with an interval above
         1, or else the best fixed length; `words`, the same as text.
 
     Raises:

@@ -19,8 +19,7 @@ MOST_SINGLETONS = 0.1
 """Share of groups with a single prompt from which on groups say nothing of how prompts resemble each other."""
 
 SIGNIFICANT = 0.2
-"""Level of the test for group effects. To miss an effect makes intervals too narrow, to see one that is not there only too
-wide."""
+"""Level of the test for group effects. A missed effect makes intervals too narrow, a false one only too wide."""
 
 DOMINANT = 0.2
 """Share of the tokens from which on a cluster is named."""

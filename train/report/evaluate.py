@@ -173,11 +173,11 @@ def _primary(primary: str, policies: Sequence[StopPolicy]) -> str:
     if not primary:
         return ""
     names = [policy.shown_name for policy in policies]
-    found = [primary] if primary in names else [policy.shown_name for policy in policies if policy.name == primary]
-    if len(found) != 1:
+    matches = [primary] if primary in names else [policy.shown_name for policy in policies if policy.name == primary]
+    if len(matches) != 1:
         known = ", ".join(names) or "none was given"
         raise InputError(f"--primary: expected the name of one of the policies ({known}), not {primary!r}")
-    return found[0]
+    return matches[0]
 
 
 def _sweeps_fast(policies: Sequence[StopPolicy], arrays: TraceArrays, tuning: TraceArrays | None) -> bool:

@@ -174,7 +174,7 @@ def test_two_drafters_are_combined_from_traces_of_each(place: Path) -> None:
     assert set(told["alone"]) == {"suffix", "lookup"} and set(told["tried"]) == {"fixed:1", "fixed:2"}
     assert f"Draft with --drafter {told['drafter']}" in answer.out and f"--drafter {told['drafter']}" in answer.out
     for word in (
-        "the profile of suffix and lookup has kept no repeated timings",
+        "the profile of suffix and lookup kept no repeated timings",
         "changes of the machine between the two",
     ):
         assert word in told["intervals"] and word in " ".join(answer.out.split())

@@ -220,7 +220,7 @@ def _untimed(one: Read, two: Read, profiles: str) -> list[str]:
 
 
 def _drift(lines: Sequence[Difference], differs: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Return what two profiles do not tell: changes of the machine from one to the other."""
+    """Return the caveat about changes of the machine between two profiles, which neither contains."""
     plain = next((line.gain for line in lines if line.name == PLAIN), None)
     other = {"pair: target", *(f"profile: {name}" for name in _MACHINE)} & {what for what, *_ in differs}
     changed, least = "", "small differences"

@@ -185,8 +185,8 @@ def _interval_text(names: Sequence[str], draws: tuple[Draws, Draws], is_same: bo
     over = f"{LEVEL:.0%} bootstrap over prompts and the timings of both profiles, {REPLICATES} replicates"
     if lacking:
         which = " and ".join(lacking)
-        over += f"; the profile of {which} has kept no repeated timings of model calls, whose error is left out"
-    return over if is_same else f"{over}; changes of the machine between the two profiles are left out"
+        over += f"; the profile of {which} kept no repeated timings of model calls, so that their error is not included"
+    return over if is_same else f"{over}; changes of the machine between the two profiles are not included"
 
 
 def _held(fit: Both, held: Both) -> Both:
