@@ -181,7 +181,9 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
             raise PolicyError(f"expected the file {POLICY_FILE}, which does not exist")
         raw = parse_json(read_plain(path / POLICY_FILE, MOST_TEXT), POLICY_FILE)
         if raw.get("schema") != POLICY_SCHEMA:
-            raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}")
+            raise PolicyError(
+                f"it has schema {raw.get('schema')!r}, but this specstop reads {POLICY_SCHEMA}; train it again"
+            )
         _check_keys(raw)
         policy = _build(raw, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:

@@ -120,7 +120,7 @@ def check_logged(arrays: TraceArrays, policy: StopPolicy) -> None:
         )
     if header.texts == "vllm":
         raise TraceError(
-            "expected rounds with recorded exploration (collect --explore), got vLLM's records, with lengths that were not random; "
+            "expected rounds with recorded exploration (collect --explore), got vLLM's records without random lengths; "
             "`specstop evaluate` values lengths on them, as deep as they identify"
         )
     if not arrays.tree.is_chain:
