@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from specstop.cli.console.output import progress_bars
 from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
-from specstop.policies.files.atomic import read_json
+from specstop.policies.files.json_text import read_json
 from specstop.policies.files.outputs import claim_folder, list_also, staged_folder
 from specstop.train.demo.demo import run_offline
 from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights

@@ -27,6 +27,7 @@ from ..decode.verify.given_text import GIVEN_TEXT
 from ..policies.errors import TraceError
 from ..policies.features import Kind
 from ..policies.features.hidden_states import HIDDEN_STATES
+from ..policies.files.json_text import strict_loads
 from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 
@@ -187,7 +188,7 @@ class Header:
             TraceError: it is of another schema version, or no header at all.
         """
         try:
-            raw = json.loads(text)
+            raw = strict_loads(text)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
         if not is_text(json.dumps(raw, ensure_ascii=False)):

@@ -19,6 +19,16 @@ _OWN = ("config", "set", "help")
 _RENAMED = {"vector": "hidden", "guard": "drift"}  # options as files of earlier versions name them
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} occurs twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 _running: ContextVar[typer.Context | None] = ContextVar("running", default=None)
 
 
@@ -28,7 +38,7 @@ def load_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
         raise InputError(f"--config: the file {path} does not exist") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -63,6 +73,8 @@ def _checked(context: typer.Context, values: Mapping[str, Any], where: str) -> d
     known = {p.name for p in context.command.params if p.name and p.name not in _OWN}
     named = {str(key).replace("-", "_"): value for key, value in values.items()}
     resolved = {_RENAMED.get(key, key): value for key, value in named.items()}
+    if len(resolved) < len(values):
+        raise InputError(f"{where}: an option is given twice, with - and with _; keep one of them")
     for key in resolved:
         if key not in known:
             raise InputError(

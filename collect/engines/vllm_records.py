@@ -8,7 +8,6 @@ vary, longer drafts stand for shorter ones where lengths do not depend on accept
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...policies.errors import InputError, SpecstopWarning
+from ...policies.files.json_text import strict_loads
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.files.text import HALF, is_text
 from ...policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
@@ -118,7 +118,7 @@ class _Record:
 
     def __init__(self, line: str, where: str, names: SampleNames) -> None:
         try:
-            raw = json.loads(line)
+            raw = strict_loads(line)
             metrics = _metrics(raw)
             self.accepted, self.drafted = _steps(metrics)
             self.ordered = metrics.get("per_step_accepted") is not None

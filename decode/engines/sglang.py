@@ -9,11 +9,12 @@ under `specstop`; without that object SGLang's own rule runs as ever.
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from ...policies.files.json_text import strict_loads
 
 KEY = "specstop"
 TARGET = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"
@@ -108,7 +109,7 @@ def in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return what SGLang makes its rule with: ours where the configuration has it, else the original."""
 
     def made(initial_steps: int, cfg_path: str | None = None) -> Any:
-        raw = json.loads(Path(cfg_path).read_text(encoding="utf-8")) if cfg_path else {}
+        raw = strict_loads(Path(cfg_path).read_text(encoding="utf-8")) if cfg_path else {}
         rule = raw.get(KEY)
         if rule is None:
             return original(initial_steps, cfg_path)

@@ -9,13 +9,13 @@ without it nothing here does anything. vLLM fits on from there.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 from ...policies.errors import InputError, SpecstopWarning
+from ...policies.files.json_text import strict_loads
 
 SWITCH = "SPECSTOP_VLLM_ACCEPTANCE"
 
@@ -45,7 +45,7 @@ def read_coefficients(path: Path) -> tuple[float, list[float]]:
         InputError: the file is not there, or is no such file.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = strict_loads(path.read_text(encoding="utf-8"))
         slope, intercepts = float(raw["slope"]), [float(value) for value in raw["intercepts"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(

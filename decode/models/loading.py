@@ -7,7 +7,6 @@ looks at the files. So the config is held against the files first, and the libra
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import warnings
@@ -32,6 +31,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ...policies.errors import PairError
+from ...policies.files.json_text import strict_loads
 from .placement import Places, call_from, is_plain, is_quantised, kept_as_is
 
 _SIZES = (
@@ -73,7 +73,7 @@ def open_checkpoint(name: str | Path, option: str) -> Checkpoint:
     where = _found(name, option)
     with _library(option, name, "a model"):
         file = cached_file(where, "config.json")
-        raw = json.loads(Path(str(file)).read_text(encoding="utf-8"))
+        raw = strict_loads(Path(str(file)).read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise ValueError("expected a JSON object in config.json")
         if Path(where).is_dir():  # first: a config may list its layers one by one

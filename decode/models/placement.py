@@ -7,7 +7,6 @@ called from there all the same: its hooks take over what it is given, and bring 
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
 from ...policies.errors import InputError, SpecstopWarning
+from ...policies.files.json_text import strict_loads
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """How accelerate shares layers out by itself."""
@@ -42,7 +42,7 @@ def check_device_map(text: str | None) -> Places | None:
     if text in STRATEGIES:
         return text
     try:
-        found = json.loads(text) if text.lstrip().startswith("{") else {"": text}
+        found = strict_loads(text) if text.lstrip().startswith("{") else {"": text}
         for device in found.values():
             if type(device) is not int and device != "disk":
                 torch.device(device)

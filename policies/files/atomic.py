@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
 from .deferral import uninterrupted
 
 STAGE_PREFIX = ".specstop-"
@@ -41,18 +40,6 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically; NaN and infinities are refused."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
-
-
-def read_json(path: Path, what: str) -> Any:
-    """Read a JSON file; a missing or broken one is an `InputError` that names it as `what`."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{what}: expected the file {path}, which does not exist") from None
-    except RecursionError:
-        raise InputError(f"{what}: expected JSON in {path}, which is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{what}: expected JSON in {path}, which cannot be read: {error}") from None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from ..errors import InputError
 from .atomic import MANIFEST, STAGE_PREFIX, naming, sync, write_atomic, write_json
 from .deferral import uninterrupted
+from .json_text import strict_loads
 from .paths import chain, file_key, is_there, links, real
 
 RUN_FILE = "run.yaml"
@@ -264,7 +264,7 @@ def _delete_listed(folder: Path) -> None:
 def _listed(folder: Path) -> set[str]:
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_bytes()) if path.is_file() else None
+        raw = strict_loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         raw = None  # an unreadable list lets nothing be deleted
     names = raw.get("files") if isinstance(raw, dict) else None

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..files.atomic import read_json, write_atomic
+from ..files.atomic import write_atomic
 from ..files.entries import Entries
+from ..files.json_text import read_json
 from ..storage.safe_loading import check_values, digest
 from .batch import BatchCosts
 from .costs import Costs

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import PolicyError
 from ..files.atomic import MANIFEST
+from ..files.json_text import strict_loads
 
 MOST_TEXT = 16 << 20
 MOST_DATA = 256 << 20
@@ -91,7 +92,7 @@ def check_text(raw: bytes, name: str) -> None:
 def parse_json(raw: bytes, name: str) -> dict[str, Any]:
     """Return a JSON object; double keys and what `check_values` refuses are errors."""
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refuse)
+        value = strict_loads(raw.decode("utf-8"), parse_constant=_refuse)
         check_values(value)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -99,13 +100,6 @@ def parse_json(raw: bytes, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PolicyError(f"expected a JSON object in {name}, not {type(value).__name__}")
     return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):  # of equal keys one parser takes the first, another the last
-        raise ValueError("a key stands there twice")
-    return out
 
 
 def _refuse(text: str) -> Any:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...policies.errors import InputError
-from ...policies.files.atomic import cache_folder, read_json, sha256, write_json
+from ...policies.files.atomic import cache_folder, sha256, write_json
+from ...policies.files.json_text import read_json
 from ...policies.files.outputs import staged_folder
 
 if TYPE_CHECKING:

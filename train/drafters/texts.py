@@ -21,7 +21,8 @@ from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.verify.noise import stream_key
 from ...policies.errors import InputError
-from ...policies.files.atomic import read_json, write_atomic, write_json
+from ...policies.files.atomic import write_atomic, write_json
+from ...policies.files.json_text import read_json
 from ...policies.progress import Progress, silent
 
 LIST = "texts.json"

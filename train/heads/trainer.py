@@ -19,7 +19,8 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from ...policies.errors import InputError, close_match
-from ...policies.files.atomic import read_json, write_json
+from ...policies.files.atomic import write_json
+from ...policies.files.json_text import read_json
 from ...policies.progress import Progress
 from .fitting import FitOptions
 

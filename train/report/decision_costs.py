@@ -29,7 +29,8 @@ from ...decode.profile import device_of, is_asked, measure_decision, streams_of
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files.atomic import cache_folder, read_json, write_json
+from ...policies.files.atomic import cache_folder, write_json
+from ...policies.files.json_text import read_json
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Measurements
 from ...policies.latency.profile import Profile

@@ -7,7 +7,6 @@ differently in the last bits. `SPECSTOP_LAYOUT=reordered` (`linear`, `transposed
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 from collections import Counter
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from ....policies.errors import InputError
 from ....policies.files.atomic import cache_folder, write_json
+from ....policies.files.json_text import strict_loads
 from .passes import ROWS, SAMPLE, Choice, pass_seconds, sample, shape_of
 from .products import BOUNDS, LAYOUTS, Product, can_pack, default_layouts
 from .steps import Step, fastest_choice
@@ -159,7 +159,7 @@ def _file() -> Path:
 def _entries() -> dict[str, dict[str, Choice]]:
     """Return what is known, by machine and model; nothing where the file is not there or is damaged."""
     try:
-        raw = json.loads(_file().read_text(encoding="utf-8"))
+        raw = strict_loads(_file().read_text(encoding="utf-8"))
         return {
             where: {model: choice for model, choice in models.items() if _is_whole(model, choice)}
             for where, models in raw.items()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.files.atomic import disk_text, naming, read_json, sha256, write_atomic, write_json
+from specstop.policies.files.atomic import disk_text, naming, sha256, write_atomic, write_json
+from specstop.policies.files.json_text import read_json
 
 
 def names(folder: Path) -> list[str]:
@@ -64,9 +65,11 @@ def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
 
 def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"\xff{")
+    (tmp_path / "c").write_text('{"outer": {"key": 1, "other": 2, "key": 1}}')
     for path, message in (
         (tmp_path / "a", "which does not exist"),
         (tmp_path / "b", "cannot be read"),
+        (tmp_path / "c", "'key' occurs twice"),
         (tmp_path, "cannot be"),
     ):
         with pytest.raises(InputError, match=f"--it: .*{path.name}.*{message}"):

@@ -118,7 +118,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nested json": (lambda f: (f / POLICY_FILE).write_text("[" * 200_000), "nested too deeply"),
     "a number of 5,000 digits": (lambda f: (f / POLICY_FILE).write_text('{"schema": ' + "9" * 5000 + "}"), "expected JSON"),
     "NaN": (lambda f: (f / POLICY_FILE).write_text('{"schema": NaN}'), "NaN is no JSON number"),
-    "a key twice": (lambda f: (f / POLICY_FILE).write_text('{"schema": 1, "schema": 1}'), "stands there twice"),
+    "a key twice": (lambda f: (f / POLICY_FILE).write_text('{"schema": 1, "schema": 1}'), "occurs twice"),
     "a terminal's codes": (lambda f: forge(f, name="\x1b[2J"), "control characters"),
     "an edit by hand": (
         lambda f: (f / POLICY_FILE).write_text((f / POLICY_FILE).read_text().replace("52.5", "99.5")), "checksum differs"
