@@ -17,7 +17,8 @@ from ..candidates import Candidates
 from ..drafters.base import Drafter
 from ..drafters.find import find_drafter
 from ..drafters.known import needs_draft
-from ..models.loading import load_tokenizer, open_checkpoint, without_weights
+from ..models.checkpoints.opening import open_checkpoint
+from ..models.loading import load_tokenizer, without_weights
 from ..models.pair import Pair, readable
 from ..topology import chain
 from .models import ModelRows, load_draft

@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...policies.errors import PairError
+from ..models.checkpoints.opening import open_checkpoint
 from ..models.cuda.graph import open_cache
 from ..models.engine import choose_engine, speed_up
-from ..models.loading import load_model, open_checkpoint
+from ..models.loading import load_model
 from ..models.packed import Part
 
 _LEAST = 512

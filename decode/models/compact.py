@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .attention import grouped_attention
 from .cache import window_layers
+from .checkpoints.adapters import modified_module
 from .cpu.products import Product
 from .cuda.fused import fused
 from .wide_head import can_widen, wide_linear
@@ -43,7 +44,9 @@ def compact_refusal(model: PreTrainedModel) -> str:
     rotation = config.rope_parameters["rope_type"]
     if rotation not in _ROTATIONS or config.hidden_act != "silu":
         return f"the compact forward does not know {rotation} rotations with {config.hidden_act}"
-    if any(not isinstance(p, nn.Linear) for p in (model.lm_head, *_linears(model.model.layers[0]))):
+    if modified := modified_module(model):
+        return f"the compact forward reads plain layers, not {modified}"
+    if any(type(p) is not nn.Linear for p in (model.lm_head, *_linears(model.model.layers[0]))):
         return "its linear layers are not plain ones"
     return ""
 

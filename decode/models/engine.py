@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
 from .cache import CachedModel
+from .checkpoints.adapters import is_modified
 from .compact import CompactModel, compact_refusal
 from .cpu.layouts import choose_layouts
 from .cpu.products import Product, can_pack
@@ -140,7 +141,9 @@ def _packed(module: nn.Module) -> list[Product]:
 
 def _pack(module: nn.Module) -> None:
     for name, child in module.named_children():
-        if type(child) is nn.Linear:  # a subclass, quantised or adapted, computes something else
+        if is_modified(child) or (isinstance(child, nn.Linear) and type(child) is not nn.Linear):
+            continue  # quantised, adapted or patched: it computes something else, and may read the weights inside it
+        if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight.data, None if child.bias is None else child.bias.data))
         elif isinstance(child, Conv1D):  # GPT-2 keeps its weights transposed
             setattr(module, name, PackedLinear(child.weight.data.t().contiguous(), child.bias.data))

@@ -6,94 +6,38 @@ looks at the files. So the config is held against the files first, and the libra
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.modeling_utils import load_state_dict
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...policies.errors import PairError
-from ...policies.files.json_text import strict_loads
+from .checkpoints.adapters import apply_adapter
+from .checkpoints.opening import Checkpoint, check_layers, held_tensors, library_errors, read_config
 from .placement import Places, call_from, is_plain, is_quantised, kept_as_is
 
-_SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "max_position_embeddings", "sliding_window",
-)  # fmt: skip
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _MORE, _BUFFERS = 1 << 20, 1 << 28
 """Numbers by which a model may exceed twice its files before it is built, and of its buffers."""
-_LARGEST = 1 << 31
-_LONGEST = 300  # characters of a message of the library
 _ALIGNMENT = 64  # bytes
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A folder or hub name whose config was read, and held against the weight files where they are at hand.
-
-    Attributes:
-        option: of the command line, for messages.
-        name: as given.
-        where: as the library wants it.
-        config: of the model.
-    """
-
-    option: str
-    name: str
-    where: str
-    config: PreTrainedConfig
-
-
-def open_checkpoint(name: str | Path, option: str) -> Checkpoint:
-    """Read and check the config of a model.
-
-    Raises:
-        PairError: there is no such folder or model, or its config asks for what no model has.
-    """
-    where = _found(name, option)
-    with _library(option, name, "a model"):
-        file = cached_file(where, "config.json")
-        raw = strict_loads(Path(str(file)).read_text(encoding="utf-8"))
-        if not isinstance(raw, dict):
-            raise ValueError("expected a JSON object in config.json")
-        if Path(where).is_dir():  # first: a config may list its layers one by one
-            _check_layers(raw, len(_held(where)))
-        config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
-        _check_sizes(config)
-    return Checkpoint(option, str(name), where, config)
+_NO_ADAPTER = "none"
+"""A folder that no model has: transformers would apply an adapter beside the weights if peft is installed, and only then."""
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """Return the tokenizer beside a model; one that cannot be loaded is a `PairError`."""
-    with _library(checkpoint.option, checkpoint.name, "a tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint.where, trust_remote_code=False)
+    with library_errors(checkpoint.option, checkpoint.name, "a tokenizer"):
+        # That of an adapter may have tokens which its base lacks.
+        own = checkpoint.adapter and read_config(checkpoint.adapter, "tokenizer_config.json") is not None
+        where = checkpoint.adapter if own else checkpoint.where
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         tokenizer.get_vocab()
     return tokenizer
 
 
 def without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model's modules on the device `meta`: shapes and no numbers; `PairError` if the library has no such model."""
-    with _library(checkpoint.option, checkpoint.name, "a model"), torch.device("meta"):
+    with library_errors(checkpoint.option, checkpoint.name, "a model"), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
     return model
 
@@ -117,15 +61,15 @@ def load_model(
         PairError: a tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.
     """
     config, where = checkpoint.config, checkpoint.where
-    with _library(checkpoint.option, checkpoint.name, "a model"):
-        held, quantised = _held(where), is_quantised(config)
+    with library_errors(checkpoint.option, checkpoint.name, "a model"):
+        held, quantised = held_tensors(where), is_quantised(config)
         options = {
             "dtype": "auto" if quantised else dtype,
             "attn_implementation": attention,
             "trust_remote_code": False,
         }
         if held and not quantised:
-            _check_layers(config.get_text_config().to_dict(), len(held))
+            check_layers(config.get_text_config().to_dict(), len(held))
             with torch.device("meta"):
                 _check_numbers(AutoModelForCausalLM.from_config(config, **options), held)
         del held
@@ -135,12 +79,19 @@ def load_model(
         model: PreTrainedModel
         # Mismatched sizes are let pass here, since the account names them.
         model, account = library.from_pretrained(
-            where, output_loading_info=True, ignore_mismatched_sizes=True, device_map=places, **options
+            where,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            device_map=places,
+            adapter_kwargs={"subfolder": _NO_ADAPTER},
+            **options,
         )
         _check_account(model, account, quantised)
         if places is None:
             model = model.to(device)  # type: ignore[arg-type]
         _check_finite(model)
+        if checkpoint.adapter:
+            model = apply_adapter(model.eval(), checkpoint.adapter)
         call_from(model, device)
     if device.type == "cpu" and not kept_as_is(model):
         _align(model)
@@ -148,78 +99,6 @@ def load_model(
         # Of torch's kernels cuDNN's plans each new shape for up to half a second, and texts come in all lengths.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return model
-
-
-def _found(name: str | Path, option: str) -> str:
-    """Return the name as `from_pretrained` wants it; a path that looks local must exist."""
-    text = str(name)
-    path = Path(os.path.expanduser(text))
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise PairError(f"{option}: expected a model folder, but {text} has no config.json")
-        return str(path)
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
-        raise PairError(f"{option}: expected a model folder or a hub name, but {text} does not exist")
-    return text
-
-
-@contextlib.contextmanager
-def _library(option: str, name: str | Path, what: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside, with files of somebody else's making, into a `PairError` of one line."""
-    try:
-        yield
-    except pickle.UnpicklingError:
-        raise PairError(
-            f"{option}: cannot load {what} from {name}: its weights are a pickle of more than tensors; nothing of it was "
-            "run: get them as safetensors"
-        ) from None
-    except Exception as error:  # the library raises nearly everything on a broken config
-        plain = isinstance(error, OSError | ValueError | RuntimeError | StrictDataclassError)
-        kind = "" if plain else f"{type(error).__name__}: "
-        text = " ".join(str(error).split()) or type(error).__name__
-        line = "".join(c if c.isprintable() else "?" for c in kind + text)
-        short = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
-        raise PairError(f"{option}: cannot load {what} from {name}: {short}") from None
-
-
-def _check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse what is no language model, and sizes that are none; what a config leaves out or has by layer stays."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"config.json: model_type: expected a causal language model, not {config.model_type!r}")
-    text = config.get_text_config()
-    for size in _SIZES:
-        value = getattr(text, size, None)
-        if value is None or isinstance(value, list | tuple):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
-            why = "; a model without a window has null" if size == "sliding_window" else ""
-            raise ValueError(
-                f"config.json: {size}: expected a whole number from 1 to {_LARGEST - 1}, not {value!r}{why}"
-            )
-
-
-def _held(where: str) -> dict[str, Tensor]:
-    """Return the tensors of the weight files by name, without their data; nothing where there are no known files."""
-    for name in _WEIGHTS:
-        file = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            files = get_checkpoint_shard_files(where, file)[0] if name.endswith(".json") else [file]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the protocol of a pickle that is refused anyway
-                return {key: tensor for part in files for key, tensor in load_state_dict(part, "meta").items()}
-    return {}
-
-
-def _check_layers(config: Mapping[str, Any], tensors: int) -> None:
-    """Refuse more layers than there are tensors: such a model would take hours to build."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, Mapping) else {}):
-        for name in _LAYERS:
-            layers = values.get(name)
-            if tensors and isinstance(layers, int) and layers > tensors:
-                raise ValueError(
-                    f"config.json says {name} {layers}, but the weight files hold {tensors} tensors in all"
-                )
 
 
 def _check_numbers(model: PreTrainedModel, held: Mapping[str, Tensor]) -> None:

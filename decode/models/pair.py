@@ -15,9 +15,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...policies.errors import InputError, PairError
+from .checkpoints.adapters import unwrap
+from .checkpoints.hashing import model_hash
+from .checkpoints.memory import check_memory
+from .checkpoints.opening import open_checkpoint
 from .engine import choose_engine, speed_up
-from .loading import load_model, load_tokenizer, open_checkpoint
-from .placement import call_from, check_device_map, is_placed, place_of, tell_once, tensors
+from .loading import load_model, load_tokenizer
+from .placement import call_from, check_device_map, is_placed, place_of, tell_once
 
 DTYPES = {
     "float32": torch.float32,
@@ -33,8 +37,6 @@ ENDLESS = 1 << 30
 
 _PADDED = 512
 """Vocabularies are filled up to a multiple of so much at most, so that matrix products come out even."""
-
-_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -108,32 +110,18 @@ def _hashes(target: PreTrainedModel, draft: PreTrainedModel | None) -> tuple[str
     return tuple(model_hash(model) for model in (target, draft) if model is not None)
 
 
-def model_hash(model: PreTrainedModel) -> str:
-    """Return a hash of a model's parameter names and shapes and of a spread sample of their values.
-
-    Values are rounded to bfloat16, so that a checkpoint has one hash loaded in that, in float32 or in float64. In float16 it
-    has another one: what that loses of a value cannot be had again.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in tensors(model):
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
-        if sample.is_floating_point() and sample.dtype.itemsize == 1:
-            sample = sample.view(torch.uint8)  # not every type of eight bits can be converted
-        rounded = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else torch.float32).float()
-        digest.update(f"{name} {tuple(tensor.shape)} ".encode() + rounded.numpy().tobytes())
-    return digest.hexdigest()
-
-
 def join(
     target: PreTrainedModel, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Pair:
     """Check two loaded models against each other and return them as a pair; a target without a draft by itself.
 
+    Models that carry a PEFT adapter keep it; a `PeftModel` is unwrapped.
+
     Raises:
         PairError: they lie on different devices (a target that accelerate has placed is called from the draft's), or one is
-            of a kind that cannot be rolled back or read a tree.
+            of a kind that cannot be rolled back or read a tree, or carries an adapter that its layers do not have.
     """
+    target, draft = unwrap(target, "target"), None if draft is None else unwrap(draft, "draft")
     roles = {"target": target} if draft is None else {"target": target, "draft": draft}
     for role, model in roles.items():
         tell_once(role, model)
@@ -208,7 +196,8 @@ def load_pair(
     """Load a pair from two folders or hub names. On a GPU, no attention of this process is cuDNN's from then on.
 
     Args:
-        target, draft: folders or hub names; no draft where none is needed (prompt lookup).
+        target, draft: folders or hub names of models, or of PEFT adapters, which are applied to their base models; no draft
+            where none is needed (prompt lookup).
         device, dtype: of both models; quantised ones keep the types they were saved with.
         attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
@@ -217,7 +206,7 @@ def load_pair(
 
     Raises:
         PairError: a folder is missing or no model, its config or a tensor is not what it must be, the tokenizers differ, or
-            the models do not fit together.
+            the models do not fit together, or into memory.
     """
     kind, where, places = check_dtype(dtype), check_device(device), check_device_map(device_map)
     sides = [open_checkpoint(target, "--target"), *([] if draft is None else [open_checkpoint(draft, "--draft")])]
@@ -228,6 +217,7 @@ def load_pair(
                 f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
                 f"{len(other)}, not the same ones; choose a draft of the target's family"
             )
+    check_memory(sides if places is None else sides[1:], where, kind)
     # The draft first: the target is shared out among what memory it leaves.
     small = None if draft is None else load_model(sides[1], where, kind, attention)
     pair = join(load_model(sides[0], where, kind, attention, places), small, first)

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "an attention by number": (config(_attn_implementation=3), "cannot load a model from"),
     "an unknown kind": (config(model_type="nonsense"), "model type `nonsense`"),
     "no language model": (config(model_type="t5"), "model_type: expected a causal language model, not 't5'"),
-    "code of its own": (config(model_type="own", auto_map={"AutoConfig": "own.C"}), "contains custom code"),
+    "code of its own": (config(model_type="own", auto_map={"AutoConfig": "own.C"}), "is never run; choose a model"),
     "a terminal's codes": (config(model_type="\x1b[2J"), r"model type `\?\[2J`"),
     "nesting without end": (lambda m: (m / "config.json").write_text("[" * 99_999), "cannot load a model from"),
     "a config that is a list": (lambda m: (m / "config.json").write_text("[]"), "expected a JSON object in config.json"),

@@ -1,0 +1,180 @@
+"""PEFT adapters: folders that are applied to their base model on loading, and models that carry one already.
+
+An adapter that changes weights is merged where that costs no precision, so that every engine computes the adapted model. In
+half precision merging would round small changes away: there the adapter's layers stay, and only engines that keep them run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_peft_available
+
+from ....policies.errors import PairError
+from ..placement import kept_as_is
+from .hashing import ADAPTED, model_hash
+
+ADAPTER = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_WRAPPED = ("XLORA", "POLY", "SHADOW", "ADAPTION_PROMPT")
+"""Types that act outside the model's own layers, or read more than its inputs."""
+_EXPECTED = "expected one that changes weights, such as LoRA"
+_LIBRARIES = ("torch", "transformers", "specstop")
+_PROBE, _TOLERANCE = 8, 1e-2
+"""Tokens that a merged model is compared on, and the difference allowed, relative to the largest logit."""
+
+
+def check_adapter(where: str, raw: Mapping[str, Any]) -> str:
+    """Return the name of the base model of an adapter, "" if it has none.
+
+    Args:
+        where: folder or hub name.
+        raw: the content of its `adapter_config.json`.
+
+    Raises:
+        ValueError: peft is not installed, or the adapter is of a type that cannot be applied.
+    """
+    if not is_peft_available():
+        raise ValueError(f"its {ADAPTER} needs peft: python -m pip install peft")
+    from peft import PeftConfig, PeftType
+
+    if (kind := raw.get("peft_type")) not in list(PeftType):
+        raise ValueError(f"{ADAPTER}: expected a peft_type that the installed peft knows, not {str(kind)[:80]!r}")
+    if refusal := _refusal(PeftConfig.from_pretrained(where)):
+        raise ValueError(refusal)
+    base = raw.get("base_model_name_or_path") or ""
+    if not isinstance(base, str) or (not base and cached_file(where, "config.json", **_OPTIONAL) is None):
+        raise ValueError(f"{ADAPTER}: expected the base model as base_model_name_or_path, not {base!r}")
+    return base
+
+
+_OPTIONAL: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+
+
+def _refusal(config: Any) -> str:
+    """Return why an adapter of this peft configuration cannot be applied, or nothing."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if config.is_prompt_learning:
+        return (
+            f"its {kind} adapter is a soft prompt, which is not part of the layers; {_EXPECTED}, or call "
+            "target.generate(custom_generate=specstop_generate)"
+        )
+    if kind in _WRAPPED or getattr(config, "alora_invocation_tokens", None):
+        name = kind if kind in _WRAPPED else "activated LoRA"
+        return f"its {name} adapter depends on more than the layers' inputs; {_EXPECTED}"
+    return ""
+
+
+def unwrap(model: Any, role: str) -> PreTrainedModel:
+    """Return the model inside a `PeftModel`, with the adapter's layers in it; another model as it is.
+
+    Raises:
+        PairError: the adapter is none that the layers have.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if refusal := _refusal(config):
+            raise PairError(f"the {role} cannot be run: {refusal}")
+    inside: PreTrainedModel = model.get_base_model() if _package(model) == "peft" else model
+    return inside
+
+
+def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
+    """Apply an adapter to its base model, in place: merged into the weights in float32 and float64, else as layers.
+
+    Args:
+        model: the base, in evaluation mode.
+        where: folder or hub name of the adapter, from `check_adapter`.
+
+    Raises:
+        ValueError: its weights are missing, of other shapes or not finite, or the model cannot carry it.
+    """
+    from peft import PeftConfig, PeftModel
+
+    devices = getattr(model, "hf_device_map", {})
+    if len(set(devices.values())) > 1 and {"cpu", "disk"} & set(map(str, devices.values())):
+        raise ValueError(
+            "an adapter cannot be applied to offloaded layers; merge it (merge_and_unload) and save the model"
+        )
+    digest = hashlib.blake2b(model_hash(model).encode() + _content(where), digest_size=8)
+    # peft would place a model again, whose layers all lie on the CPU as wanted.
+    placed = vars(model).pop("hf_device_map", None)
+    config = PeftConfig.from_pretrained(where)
+    config.inference_mode = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice for training and saving
+        wrapped: Any = PeftModel(model, config)
+        account = wrapped.load_adapter(where, "default", torch_device="cpu", key_mapping=_renamed(model))
+        for problem, names in (("lack", account.missing_keys), ("have no place for", account.unexpected_keys)):
+            if names:
+                raise ValueError(f"the adapter's weights {problem} {names[0]}".replace("weights have", "layers have"))
+        for name, parameter in wrapped.named_parameters():
+            if ".default" in name and not bool(parameter.isfinite().all()):
+                raise ValueError(f"the adapter's {name} has values that are NaN or infinite")
+        adapted = _logits(wrapped.base_model, model)
+        if model.dtype in (torch.float32, torch.float64) and not kept_as_is(model):
+            # One that cannot be merged stays in its layers, which compute the same; so do those left of one half merged.
+            with contextlib.suppress(ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError):
+                wrapped.base_model.merge_and_unload(safe_merge=True)
+    model = wrapped.get_base_model()
+    if (_logits(model, model) - adapted).abs().max() > _TOLERANCE * adapted.abs().max():
+        raise ValueError(f"its {config.peft_type} adapter depends on more than the layers' inputs; {_EXPECTED}")
+    if placed is not None:
+        model.hf_device_map = placed
+    setattr(model, ADAPTED, digest.hexdigest())
+    model.config.name_or_path = where
+    return model
+
+
+def _content(where: str) -> bytes:
+    """Return the digest of what an adapter's files say."""
+    files = [file for name in (ADAPTER, *_WEIGHTS) if (file := cached_file(where, name, **_OPTIONAL)) is not None]
+    if len(files) < 2:
+        raise ValueError(f"the adapter has no {_WEIGHTS[0]}")
+    digest = hashlib.blake2b()
+    for file in files:
+        digest.update(Path(str(file)).read_bytes())
+    return digest.digest()
+
+
+def _renamed(model: PreTrainedModel) -> Any:
+    return getattr(model, "_checkpoint_conversion_mapping", None)
+
+
+@torch.inference_mode()
+def _logits(called: Any, model: PreTrainedModel) -> Tensor:
+    """Return the logits [1, n, V] of a few tokens on the CPU."""
+    ids = torch.arange(1, 1 + _PROBE)[None] % model.config.get_text_config().vocab_size
+    logits: Tensor = called(input_ids=ids.to(model.device), use_cache=False).logits
+    return logits.double().cpu()
+
+
+def is_modified(module: nn.Module) -> bool:
+    """Whether a module may compute something else than its class in torch or transformers: adapters, hooks, patches."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return (
+        _package(module) not in _LIBRARIES
+        or "forward" in vars(module)
+        or hasattr(module, "parametrizations")
+        # Those by which transformers collects hidden states change nothing.
+        or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+    )
+
+
+def modified_module(model: nn.Module) -> str:
+    """Return the name and class of the first module that `is_modified`, or nothing."""
+    found = ((name, module) for name, module in model.named_modules() if name and is_modified(module))
+    return next((f"{name}, a {type(module).__name__}" for name, module in found), "")
+
+
+def _package(module: Any) -> str:
+    return type(module).__module__.partition(".")[0]

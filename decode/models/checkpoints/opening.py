@@ -1,0 +1,221 @@
+"""Model folders and hub names: where a model is, what its config says, and the tensors that its weight files hold."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, StrictDataclassError
+from torch import Tensor
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.modeling_utils import load_state_dict
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from ....policies.errors import PairError
+from ....policies.files.json_text import strict_loads
+from .adapters import ADAPTER, check_adapter
+
+_CONFIG = "config.json"
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings", "sliding_window",
+)  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_LARGEST = 1 << 31
+_LONGEST = 300  # characters of a message of the library
+_HUB_S = 5.0
+"""Seconds that the hub has to answer whether there is a model."""
+
+_OWN_CODE = (
+    "it needs code of its own (auto_map in its config), and code from a model folder is never run; choose a model that "
+    "transformers supports by itself"
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder or hub name whose config was read, and held against the weight files where they are at hand.
+
+    Attributes:
+        option: of the command line, for messages.
+        name: as given; of an adapter, also what it adapts.
+        where: as the library wants it; of an adapter its base model.
+        config: of the model.
+        adapter: folder or hub name of the PEFT adapter that is applied to it; "" = none.
+    """
+
+    option: str
+    name: str
+    where: str
+    config: PreTrainedConfig
+    adapter: str = ""
+
+
+def open_checkpoint(name: str | Path, option: str) -> Checkpoint:
+    """Read and check the config of a model, or of an adapter and of the model that it adapts.
+
+    Raises:
+        PairError: there is no such folder or model, its config asks for what no model has, or the adapter cannot be applied.
+    """
+    where = _locate(name, option)
+    with library_errors(option, name, "a model"):
+        adapter = read_config(where, ADAPTER)
+        raw = read_config(where, _CONFIG)
+        read_config(where, "generation_config.json")  # the library leaves a broken one aside without a word
+    if adapter is not None:
+        with library_errors(option, name, "an adapter"):
+            base = check_adapter(where, adapter)
+        if raw is None:
+            model = open_checkpoint(base, f"{option}: the base model of the adapter {name}")
+            if model.adapter:
+                raise PairError(f"{model.option}: expected a model, but {base} is an adapter itself")
+            return dataclasses.replace(model, option=option, name=f"{name}, an adapter of {base}", adapter=where)
+    with library_errors(option, name, "a model"):
+        if raw is None:
+            raise ValueError(f"it has no {_CONFIG}")
+        if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+            raise ValueError(_OWN_CODE)
+        if Path(where).is_dir():  # first: a config may list its layers one by one
+            check_layers(raw, len(held_tensors(where)))
+        config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
+        _check_sizes(config)
+    return Checkpoint(option, str(name), where, config, "" if adapter is None else where)
+
+
+def read_config(where: str, name: str) -> dict[str, Any] | None:
+    """Return a JSON object beside a model, or None if there is no such file.
+
+    Raises:
+        ValueError: it is no JSON object, or a key occurs twice.
+    """
+    file = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    try:
+        raw = strict_loads(Path(str(file)).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected a JSON object in {name}")
+    return raw
+
+
+def _locate(name: str | Path, option: str) -> str:
+    """Return the name as `from_pretrained` wants it; what looks like a path must exist, a hub name must be there."""
+    text, expected = str(name), f"{option}: expected a model folder or a hub name"
+    path = Path(os.path.expanduser(text))
+    if path.is_dir():
+        if not any((path / file).is_file() for file in (_CONFIG, ADAPTER)):
+            gguf = next((f" but {one.name}: {_CONVERT}" for one in sorted(path.glob("*.gguf"))), "")
+            raise PairError(f"{option}: expected a model folder, but {text} has no {_CONFIG}{gguf}")
+        return str(path)
+    if path.exists():
+        if path.suffix.lower() == ".gguf" or (path.is_file() and path.open("rb").read(4) == b"GGUF"):
+            raise PairError(f"{expected}, but {text} is a GGUF file: {_CONVERT}")
+        raise PairError(f"{expected}, but {text} is a file; give the folder that holds it and {_CONFIG}")
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
+        raise PairError(f"{expected}, but {text} does not exist")
+    if any(isinstance(try_to_load_from_cache(text, file), str) for file in (_CONFIG, ADAPTER)):
+        return text
+    folder = text.partition("/")[0]
+    if Path(folder).is_dir():
+        raise PairError(
+            f"{expected}, but {text} does not exist in the folder {folder}; if you mean the hub's model of that name, "
+            f"download it first: hf download {text}"
+        )
+    _check_hub(text, expected)
+    return text
+
+
+_CONVERT = (
+    "give the folder of the same model for transformers, or write one with AutoModelForCausalLM.from_pretrained(FOLDER, "
+    "gguf_file=FILE).save_pretrained(OUT), the tokenizer likewise"
+)
+
+
+def _check_hub(name: str, expected: str) -> None:
+    """Refuse a name that the hub does not have, or cannot be asked about. The library would retry for half a minute."""
+    if is_offline_mode():
+        raise PairError(f"{expected}; {name} does not exist here and the hub is switched off (HF_HUB_OFFLINE)")
+    try:
+        get_hf_file_metadata(hf_hub_url(name, _CONFIG), timeout=_HUB_S)
+    except (EntryNotFoundError, GatedRepoError):
+        pass  # it may be an adapter; the library says what a gated model needs
+    except RepositoryNotFoundError:
+        raise PairError(
+            f"{expected}; {name} exists neither here nor on the hub, or it is private (hf auth login)"
+        ) from None
+    except ValueError as error:  # no name that a repository can have
+        raise PairError(f"{expected}, but {name} is neither: {str(error).splitlines()[0]}") from None
+    except Exception:  # of whichever client the hub's library uses
+        raise PairError(f"{expected}; {name} does not exist here and the hub cannot be reached") from None
+
+
+@contextlib.contextmanager
+def library_errors(option: str, name: str | Path, what: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside, with files of somebody else's making, into a `PairError` of one line."""
+    try:
+        yield
+    except pickle.UnpicklingError:
+        raise PairError(
+            f"{option}: cannot load {what} from {name}: its weights are a pickle of more than tensors; nothing of it was "
+            "run: get them as safetensors"
+        ) from None
+    except Exception as error:  # the library raises nearly everything on a broken config
+        plain = isinstance(error, OSError | ValueError | RuntimeError | StrictDataclassError)
+        kind = "" if plain else f"{type(error).__name__}: "
+        text = " ".join(str(error).split()) or type(error).__name__
+        if "trust_remote_code" in text:  # advice that cannot be followed here
+            text = _OWN_CODE
+        line = "".join(c if c.isprintable() else "?" for c in kind + text)
+        short = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+        raise PairError(f"{option}: cannot load {what} from {name}: {short}") from None
+
+
+def _check_sizes(config: PreTrainedConfig) -> None:
+    """Refuse what is no language model, and sizes that are none; what a config leaves out or has by layer stays."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"config.json: model_type: expected a causal language model, not {config.model_type!r}")
+    text = config.get_text_config()
+    for size in _SIZES:
+        value = getattr(text, size, None)
+        if value is None or isinstance(value, list | tuple):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
+            why = "; a model without a window has null" if size == "sliding_window" else ""
+            raise ValueError(
+                f"config.json: {size}: expected a whole number from 1 to {_LARGEST - 1}, not {value!r}{why}"
+            )
+
+
+def held_tensors(where: str) -> dict[str, Tensor]:
+    """Return the tensors of the weight files by name, without their data; nothing where there are no known files."""
+    for name in _WEIGHTS:
+        file = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            files = get_checkpoint_shard_files(where, file)[0] if name.endswith(".json") else [file]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the protocol of a pickle that is refused anyway
+                return {key: tensor for part in files for key, tensor in load_state_dict(part, "meta").items()}
+    return {}
+
+
+def check_layers(config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse more layers than there are tensors: such a model would take hours to build."""
+    inner = config.get("text_config")
+    for values in (config, inner if isinstance(inner, Mapping) else {}):
+        for name in _LAYERS:
+            layers = values.get(name)
+            if tensors and isinstance(layers, int) and layers > tensors:
+                raise ValueError(
+                    f"config.json says {name} {layers}, but the weight files hold {tensors} tensors in all"
+                )
