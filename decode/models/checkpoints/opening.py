@@ -124,7 +124,11 @@ def _locate(name: str | Path, option: str) -> str:
         raise PairError(f"{expected}, but {text} is a file; give the folder that holds it and {_CONFIG}")
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
         raise PairError(f"{expected}, but {text} does not exist")
-    if any(isinstance(try_to_load_from_cache(text, file), str) for file in (_CONFIG, ADAPTER)):
+    try:
+        cached = any(isinstance(try_to_load_from_cache(text, file), str) for file in (_CONFIG, ADAPTER))
+    except ValueError as error:
+        raise PairError(f"{expected}, but {text!r} is neither: {str(error).splitlines()[0]}") from None
+    if cached:
         return text
     folder = text.partition("/")[0]
     if Path(folder).is_dir():
@@ -154,8 +158,6 @@ def _check_hub(name: str, expected: str) -> None:
         raise PairError(
             f"{expected}; {name} exists neither here nor on the hub, or it is private (hf auth login)"
         ) from None
-    except ValueError as error:  # no name that a repository can have
-        raise PairError(f"{expected}, but {name} is neither: {str(error).splitlines()[0]}") from None
     except Exception:  # of whichever client the hub's library uses
         raise PairError(f"{expected}; {name} does not exist here and the hub cannot be reached") from None
 

@@ -1,0 +1,129 @@
+"""What --target and --draft name: a folder, a hub name, or something that is refused at once with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from specstop.decode.models.checkpoints import memory, opening
+from specstop.decode.models.pair import load_pair
+from specstop.policies.errors import PairError
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A hub that cannot be reached; the list collects what it is asked for."""
+    asked: list[str] = []
+
+    def unreachable(url: str, **_: object) -> None:
+        asked.append(url)
+        raise OSError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(opening, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(opening, "get_hf_file_metadata", unreachable)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.gguf", b"GGUF", "x.gguf is a GGUF file: .*gguf_file="),
+        ("renamed", b"GGUF\x03\x00", "renamed is a GGUF file"),
+        ("model.safetensors", b"\x00", "model.safetensors is a file; give the folder"),
+    ],
+)
+def test_a_file_is_refused_by_its_kind(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(PairError, match=f"--target: .*{message}"):
+        load_pair(tmp_path / name)
+
+
+def test_a_folder_with_a_gguf_file_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(PairError, match=r"has no config\.json but x\.gguf"):
+        load_pair(tmp_path)
+
+
+def test_a_name_below_a_local_folder_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, online: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    with pytest.raises(PairError, match=r"--target: .*m/q3 does not exist in the folder m"):
+        load_pair("m/q3")
+    assert not online
+
+
+def test_an_unreachable_hub_is_one_line_after_one_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, online: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PairError, match=r"--target: .*someone/thing does not exist here and the hub cannot be reached"):
+        load_pair("someone/thing")
+    assert len(online) == 1
+
+
+@pytest.mark.parametrize("name", ["some one/thing", "a--b/c", "x/.."])
+def test_a_name_that_no_repository_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PairError, match="--target: expected a model folder or a hub name"):
+        load_pair(name)
+
+
+def test_a_hub_that_is_switched_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(opening, "is_offline_mode", lambda: True)
+    with pytest.raises(PairError, match="HF_HUB_OFFLINE"):
+        load_pair("someone/thing")
+
+
+@pytest.mark.parametrize("model_type", ["nobody_knows", None])
+def test_code_of_a_folder_is_not_run_and_not_advised(pair_folder: Path, tmp_path: Path, model_type: str | None) -> None:
+    folder = Path(shutil.copytree(pair_folder / "target", tmp_path / "target"))
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"model_type": model_type, "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "code.py").write_text("raise SystemExit('this was run')")
+    with pytest.raises(PairError, match="never run") as caught:
+        load_pair(folder)
+    assert "trust_remote_code" not in str(caught.value)
+
+
+def test_a_pair_that_cannot_fit_is_refused_before_it_is_loaded(
+    pair_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = pair_folder / "target", pair_folder / "draft"
+    weights = sum(p.numel() for p in load_pair(target, draft, engine="plain").target.parameters())
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * weights * 4)
+    load_pair(target, draft)
+    load_pair(target, draft, dtype="bfloat16")
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * weights * 4 - 1)
+    with pytest.raises(
+        PairError, match=r"--target and --draft: float32 .*GB .*available.*--dtype bfloat16.*--device-map"
+    ):
+        load_pair(target, draft)
+    load_pair(target, draft, dtype="bfloat16")
+    load_pair(target)
+    load_pair(target, draft, device_map="auto")
+
+
+def test_weights_that_the_model_has_no_place_for_need_no_memory(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(pair_folder / "target", tmp_path / "target"))
+    tensors = load_file(folder / "model.safetensors")
+    need = sum(tensor.numel() for tensor in tensors.values()) * 4
+    save_file({**tensors, "tower.weight": torch.zeros(1000)}, folder / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(memory, "available_bytes", lambda device: need)
+    load_pair(folder)
+
+
+def test_available_memory_is_known_here() -> None:
+    available = memory.available_bytes(torch.device("cpu"))
+    assert available is None or available > 1 << 20
+    assert memory.available_bytes(torch.device("meta")) is None
