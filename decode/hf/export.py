@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ...policies.contract import StopPolicy
-from ...policies.errors import PolicyError
+from ...policies.errors import InputError, PolicyError
 from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.learned.conditions import sampling_text
@@ -148,8 +148,10 @@ def generate_carried(
     options = {name: value for name, value in arguments.items() if value is not None}
     # `generate` drops `assistant_model` and `streamer` where a callable decodes: they go on under names that it keeps.
     draft = options.pop("assistant_model", None)
-    options.setdefault("draft_model", draft)
-    check_draft_model(options["draft_model"], options.get("drafter", drafter))  # as it is called in the folder
+    if draft is not None and options.setdefault("draft_model", draft) is not draft:
+        raise InputError("specstop_generate: draft_model= and assistant_model= are two models; give one of them")
+    named_drafter = options.get("drafter", drafter)  # as it is called in the folder
+    check_draft_model(options.setdefault("draft_model", None), named_drafter, "draft_model= or assistant_model=")
     options.setdefault("policy", carried_policy(tuple(files.items()), spec))
     if (streamer := options.pop("streamer", None)) is not None:
         options.setdefault("text_streamer", streamer)

@@ -143,8 +143,17 @@ def specstop_generate(
     return sequences
 
 
-def check_draft_model(draft: PreTrainedModel | None, drafter: str) -> None:
+def check_draft_model(
+    draft: PreTrainedModel | None,
+    drafter: str,
+    expected: str = "draft_model= (assistant_model= does not reach a callable)",
+) -> None:
     """Refuse a missing draft model, and one that the drafter would leave aside.
+
+    Args:
+        draft: the draft model.
+        drafter: as of `find_drafter`.
+        expected: the arguments that reach the caller, for the message.
 
     Raises:
         InputError: either, or there is no such drafter.
@@ -152,7 +161,7 @@ def check_draft_model(draft: PreTrainedModel | None, drafter: str) -> None:
     check_drafter(drafter)
     needed = needs_draft(drafter)
     if needed and draft is None:
-        raise InputError("specstop_generate: expected draft_model= (assistant_model= does not reach a callable)")
+        raise InputError(f"specstop_generate: expected {expected}")
     if not needed and draft is not None:
         raise InputError(
             f"specstop_generate: the drafter {drafter} takes no draft model; leave draft_model= or assistant_model= out"

@@ -192,8 +192,12 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
     assert torch.equal(generate(pair, ids, tmp_path / "out", drafter="model", draft_model=pair.draft), plain)
     deploy_hf(policy, tmp_path / "two", drafter="lookup+model")
     assert "`lookup+model`, and a draft model," in (tmp_path / "two" / "README.md").read_text()
-    with pytest.raises(InputError, match="draft_model="):
+    with pytest.raises(InputError, match="expected draft_model= or assistant_model=") as caught:
         generate(pair, ids, tmp_path / "two")
+    assert "does not reach" not in str(caught.value)
+    with pytest.raises(InputError, match="draft_model= and assistant_model= are two models"):
+        generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.target)
+    generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.draft)
     with pytest.warns(SpecstopWarning, match=r"was trained with another drafter \(suffix\) than"):
         deploy_hf(policy, tmp_path / "three", drafter=f"hydra:{hydra}")
 
