@@ -125,19 +125,25 @@ def _locate(name: str | Path, option: str) -> str:
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
         raise PairError(f"{expected}, but {text} does not exist")
     try:
-        cached = any(isinstance(try_to_load_from_cache(text, file), str) for file in (_CONFIG, ADAPTER))
+        files = [try_to_load_from_cache(text, file) for file in (_CONFIG, ADAPTER)]
     except ValueError as error:
         raise PairError(f"{expected}, but {text!r} is neither: {str(error).splitlines()[0]}") from None
-    if cached:
-        return text
+    cached = next((file for file in files if isinstance(file, str)), None)
     folder = text.partition("/")[0]
-    if Path(folder).is_dir():
+    if cached is None and Path(folder).is_dir():
         raise PairError(
             f"{expected}, but {text} does not exist in the folder {folder}; if you mean the hub's model of that name, "
             f"download it first: hf download {text}"
         )
-    _check_hub(text, expected)
-    return text
+    if is_offline_mode():
+        if cached is None:
+            raise PairError(f"{expected}; {text} does not exist here and the hub is switched off (HF_HUB_OFFLINE)")
+        return text
+    # The library would try again for half a minute, at each file that a model need not have.
+    refusal = _hub_refusal(text)
+    if refusal and cached is None:
+        raise PairError(f"{expected}; {refusal}")
+    return str(Path(cached).parent) if refusal and cached is not None else text
 
 
 _CONVERT = (
@@ -146,20 +152,17 @@ _CONVERT = (
 )
 
 
-def _check_hub(name: str, expected: str) -> None:
-    """Refuse a name that the hub does not have, or cannot be asked about. The library would retry for half a minute."""
-    if is_offline_mode():
-        raise PairError(f"{expected}; {name} does not exist here and the hub is switched off (HF_HUB_OFFLINE)")
+def _hub_refusal(name: str) -> str:
+    """Return why the hub does not give a model, or nothing; it is asked once."""
     try:
         get_hf_file_metadata(hf_hub_url(name, _CONFIG), timeout=_HUB_S)
     except (EntryNotFoundError, GatedRepoError):
-        pass  # it may be an adapter; the library says what a gated model needs
+        return ""  # it may be an adapter; the library says what a gated model needs
     except RepositoryNotFoundError:
-        raise PairError(
-            f"{expected}; {name} exists neither here nor on the hub, or it is private (hf auth login)"
-        ) from None
+        return f"{name} exists neither here nor on the hub, or it is private (hf auth login)"
     except Exception:  # of whichever client the hub's library uses
-        raise PairError(f"{expected}; {name} does not exist here and the hub cannot be reached") from None
+        return f"{name} does not exist here and the hub cannot be reached"
+    return ""
 
 
 @contextlib.contextmanager

@@ -66,6 +66,17 @@ def test_an_unreachable_hub_is_one_line_after_one_try(
     assert len(online) == 1
 
 
+def test_a_cached_model_needs_no_hub(
+    pair_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, online: list[str]
+) -> None:
+    snapshot = Path(shutil.copytree(pair_folder / "target", tmp_path / "snapshot"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone").mkdir()
+    monkeypatch.setattr(opening, "try_to_load_from_cache", lambda _, file: str(snapshot / file))
+    assert load_pair("someone/thing").draft is None
+    assert len(online) == 1
+
+
 @pytest.mark.parametrize("name", ["some one/thing", "a--b/c", "x/.."])
 def test_a_name_that_no_repository_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
