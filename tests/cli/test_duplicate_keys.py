@@ -45,7 +45,7 @@ def test_json(tmp_path: Path, read: Callable[[Path], object]) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
 def test_config_of_a_model(pair_folder: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(pair_folder, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "target" / name

@@ -33,15 +33,16 @@ _PROBE, _TOLERANCE = 8, 1e-2
 """Tokens that a merged model is compared on, and the difference allowed, relative to the largest logit."""
 
 
-def check_adapter(where: str, raw: Mapping[str, Any]) -> str:
-    """Return the name of the base model of an adapter, "" if it has none.
+def check_adapter(where: str, raw: Mapping[str, Any], is_alone: bool) -> str:
+    """Return the name of the base model of an adapter.
 
     Args:
         where: folder or hub name.
         raw: the content of its `adapter_config.json`.
+        is_alone: there are no weights of the base model beside it.
 
     Raises:
-        ValueError: peft is not installed, or the adapter is of a type that cannot be applied.
+        ValueError: peft is not installed, the adapter names no base model, or it is of a type that cannot be applied.
     """
     if not is_peft_available():
         raise ValueError(f"its {ADAPTER} needs peft: python -m pip install peft")
@@ -51,10 +52,10 @@ def check_adapter(where: str, raw: Mapping[str, Any]) -> str:
         raise ValueError(f"{ADAPTER}: expected a peft_type that the installed peft knows, not {str(kind)[:80]!r}")
     if refusal := _refusal(PeftConfig.from_pretrained(where)):
         raise ValueError(refusal)
-    base = raw.get("base_model_name_or_path") or ""
-    if not isinstance(base, str) or (not base and cached_file(where, "config.json", **_OPTIONAL) is None):
+    base = raw.get("base_model_name_or_path")
+    if is_alone and (not base or not isinstance(base, str)):
         raise ValueError(f"{ADAPTER}: expected the base model as base_model_name_or_path, not {base!r}")
-    return base
+    return str(base)
 
 
 _OPTIONAL: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}

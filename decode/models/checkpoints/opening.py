@@ -60,8 +60,13 @@ class Checkpoint:
     adapter: str = ""
 
 
-def open_checkpoint(name: str | Path, option: str) -> Checkpoint:
+def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -> Checkpoint:
     """Read and check the config of a model, or of an adapter and of the model that it adapts.
+
+    Args:
+        name: folder or hub name.
+        option: of the command line, for messages.
+        takes_adapter: False for the base model of an adapter.
 
     Raises:
         PairError: there is no such folder or model, its config asks for what no model has, or the adapter cannot be applied.
@@ -70,14 +75,20 @@ def open_checkpoint(name: str | Path, option: str) -> Checkpoint:
     with library_errors(option, name, "a model"):
         adapter = read_config(where, ADAPTER)
         raw = read_config(where, _CONFIG)
-        read_config(where, "generation_config.json")  # the library leaves a broken one aside without a word
+        # The library takes the last of duplicate keys, and ignores a broken generation config.
+        for name_of_file in ("generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"):
+            read_config(where, name_of_file)
     if adapter is not None:
+        if not takes_adapter:
+            raise PairError(
+                f"{option}: expected a model, but {name} is an adapter itself; merge it into its model first"
+            )
         with library_errors(option, name, "an adapter"):
-            base = check_adapter(where, adapter)
-        if raw is None:
-            model = open_checkpoint(base, f"{option}: the base model of the adapter {name}")
-            if model.adapter:
-                raise PairError(f"{model.option}: expected a model, but {base} is an adapter itself")
+            # A config alone is a copy of the base model's.
+            is_alone = raw is None or not held_tensors(where)
+            base = check_adapter(where, adapter, is_alone)
+        if is_alone:
+            model = open_checkpoint(base, f"{option}: the base model of the adapter {name}", takes_adapter=False)
             return dataclasses.replace(model, option=option, name=f"{name}, an adapter of {base}", adapter=where)
     with library_errors(option, name, "a model"):
         if raw is None:
@@ -119,7 +130,7 @@ def _locate(name: str | Path, option: str) -> str:
             raise PairError(f"{option}: expected a model folder, but {text} has no {_CONFIG}{gguf}")
         return str(path)
     if path.exists():
-        if path.suffix.lower() == ".gguf" or (path.is_file() and path.open("rb").read(4) == b"GGUF"):
+        if _is_gguf(path):
             raise PairError(f"{expected}, but {text} is a GGUF file: {_CONVERT}")
         raise PairError(f"{expected}, but {text} is a file; give the folder that holds it and {_CONFIG}")
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
@@ -144,6 +155,12 @@ def _locate(name: str | Path, option: str) -> str:
     if refusal and cached is None:
         raise PairError(f"{expected}; {refusal}")
     return str(Path(cached).parent) if refusal and cached is not None else text
+
+
+def _is_gguf(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_file() and (path.suffix.lower() == ".gguf" or path.open("rb").read(4) == b"GGUF")
+    return False
 
 
 _CONVERT = (

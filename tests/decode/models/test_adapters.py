@@ -128,6 +128,14 @@ def test_an_adapter_beside_full_weights_is_applied(pair_folder: Path, folders: P
         assert _text(load_pair(tmp_path / "both", pair_folder / "draft", engine=engine)) == expected
 
 
+def test_a_config_beside_an_adapter_is_no_model(pair_folder: Path, folders: Path, tmp_path: Path) -> None:
+    """Many repositories of adapters hold a copy of their base model's config."""
+    folder = Path(shutil.copytree(folders / "lora", tmp_path / "adapter"))
+    shutil.copy(pair_folder / "target" / "config.json", folder)
+    expected = _reference(pair_folder / "target", folders / "lora")
+    assert _text(load_pair(folder, pair_folder / "draft")) == expected
+
+
 def test_without_peft_an_adapter_is_refused_with_the_remedy(
     pair_folder: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +192,7 @@ def _set(**values: object) -> Callable[[Path], None]:
             _set(base_model_name_or_path="/nowhere/at/all"),
             "the base model of .* /nowhere/at/all does not",
         ),
+        "base is itself": (lambda f: _set(base_model_name_or_path=str(f))(f), "is an adapter itself"),
         "modules": (_set(target_modules=["nothing"]), "nothing"),
         "unknown type": (_set(peft_type="TELEPATHY"), "TELEPATHY"),
         "no json": (lambda f: (f / "adapter_config.json").write_text("{"), "adapter_config.json"),
