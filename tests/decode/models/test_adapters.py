@@ -283,3 +283,18 @@ def test_a_fingerprint_covers_an_adapter_that_a_model_carries(pair_folder: Path,
 
 def test_vocabularies_of_a_pair_with_an_adapter_are_those_of_the_base(pair_folder: Path, folders: Path) -> None:
     assert load_pair(folders / "lora", pair_folder / "draft").vocabulary == VOCABULARY
+
+
+def test_an_adapter_of_offloaded_layers_is_refused_with_the_remedy(pair_folder: Path, folders: Path) -> None:
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers.0": "disk",
+        "model.layers.1": "disk",
+    }
+    places |= {"model.norm": "disk", "lm_head": "disk"}
+    with pytest.raises(PairError, match=r"--target: .*merge_and_unload"):
+        load_pair(folders / "lora", pair_folder / "draft", device_map=json.dumps(places))
+    assert _text(load_pair(folders / "lora", pair_folder / "draft", device_map="cpu")) == _reference(
+        pair_folder / "target", folders / "lora"
+    )
