@@ -23,7 +23,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """Refuses a mapping that has a key twice, of which YAML would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
             raise yaml.constructor.ConstructorError(None, None, f"the key {twice[0]!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
