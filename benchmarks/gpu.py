@@ -284,7 +284,7 @@ def flips(size: Size, bars: Bars) -> None:
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(model.config.vocab_size, (1, 16 + 4 * size.tokens), generator=generator).to(size.device)
     heads = {"float32 head": contextlib.nullcontext()}
-    heads["rounded head"] = mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext())
+    heads["rounded head"] = mock.patch.object(cache_module, "widen", lambda view: None)
     for head, changed in heads.items():
         with changed:
             KEPT.clear()

@@ -54,7 +54,6 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     statistics: dict[str, Any] | None = None
 
 
-@torch.inference_mode()
 def specstop_generate(
     model: PreTrainedModel,
     input_ids: Tensor,

@@ -6,6 +6,7 @@ silently wrong under `eager`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..topology import Topology
-from .attention import attending_packed
+from .attention import attending_packed, without_cudnn
 from .cuda.transfer import upload
 from .kv_cache import KVCache, KVLayer
 from .packed import PackedCall, Part, TreeRows, pack, split
 from .tree_masks import TreeMasks
-from .wide_head import wide_head
+from .view import open_view
+from .wide_head import widen
 
 _LONG = 64
 """Tokens of a stream that are read by themselves: beside a long text the others' rows would be filled up to its length."""
@@ -48,8 +50,10 @@ class CachedModel:
 
     Sliding-window layers keep all keys as well: their window is part of the mask, so that any roll-back is exact.
 
+    The model itself stays as it is: calls are made of a view of it (`view.open_view`), in evaluation mode.
+
     Args:
-        model: in evaluation mode.
+        model: that is read with.
         capacity: slots of a stream, a bound on the tokens in the cache at any time.
         vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
             scores the others -inf and reads them as its first token.
@@ -71,7 +75,8 @@ class CachedModel:
         streams: int = 1,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self._device = model, torch.device(device or model.device)
+        self._original, self._device = model, torch.device(device or model.device)
+        self._view: tuple[PreTrainedModel, contextlib.AbstractContextManager[None]] | None = None
         self.capacity = capacity
         self.vocabulary = vocabulary
         self.states: Tensor | None = None
@@ -90,7 +95,6 @@ class CachedModel:
         fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
         self._maskless_prompt = fast
-        self._wide = wide_head(model)
         self._causal = self._after_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=self._device)[None]
@@ -101,7 +105,24 @@ class CachedModel:
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         # With windows it stays boolean: layers of each kind see another part of it.
-        return full if self._windows else backend_mask(full, self.model)
+        return full if self._windows else backend_mask(full, self._original)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The view that is called."""
+        return self._open()[0]
+
+    def _open(self) -> tuple[PreTrainedModel, contextlib.AbstractContextManager[None]]:
+        """Return the view of the model, made at the first call, and the context in which it is called."""
+        if self._view is None:
+            self._view = open_view(self._original)
+            if self._view[0] is not self._original:
+                widen(self._view[0])
+        return self._view
+
+    def refresh(self) -> None:
+        """Call the model as it is now: layers may have been replaced, and adapters added, since the last text."""
+        self._view = None
 
     @property
     def streams(self) -> int:
@@ -177,7 +198,7 @@ class CachedModel:
             self._position_at[stream, start:end] = positions[0]
             mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
         elif mask is not None:
-            mask = backend_mask(mask, self.model)
+            mask = backend_mask(mask, self._original)
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
         kv.lengths[stream] = end  # once all layers have written
         return logits
@@ -188,8 +209,9 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
-        with self._wide:
-            out = self.model(
+        model, guard = self._open()
+        with guard, without_cudnn(self._device):
+            out = model(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
@@ -277,7 +299,7 @@ class CachedModel:
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
         kv = self._kv
         call = pack(parts, kv, self._rows_for(parts), self._device, self._sized)
-        mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
+        mask = call.mask() if self._windows else backend_mask(call.mask(), self._original)
         # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
         # where windows are yet to be cut out, else in the backend's form.
         for part in parts:
@@ -307,9 +329,10 @@ class CachedModel:
         """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""
         position_at = self._position_at[: call.packing.rows, : call.packing.seen]
         by_layer = self._by_layer(mask, call.query_positions, position_at)
+        model, guard = self._open()
         self._kv.packing = call.packing
         try:
-            with attending_packed(self.model, call.packing):
+            with guard, attending_packed(model, call.packing):
                 return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
         finally:
             self._kv.packing = None
@@ -322,17 +345,17 @@ class CachedModel:
             positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
         """
         if self._windows is None:
-            return mask if mask is None else backend_mask(mask, self.model)
+            return mask if mask is None else backend_mask(mask, self._original)
         if mask is None:
             return None
         if mask.dtype != torch.bool:
             mask = mask == 0
         window, mixed = self._windows
         near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
-        sliding = backend_mask(mask & near, self.model)
+        sliding = backend_mask(mask & near, self._original)
         if not mixed:
             return sliding
-        return {"full_attention": backend_mask(mask, self.model), "sliding_attention": sliding}
+        return {"full_attention": backend_mask(mask, self._original), "sliding_attention": sliding}
 
 
 def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:
