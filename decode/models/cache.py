@@ -6,7 +6,6 @@ silently wrong under `eager`).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,13 +17,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..topology import Topology
-from .attention import attending_packed, without_cudnn
+from .attention import attending_packed
 from .cuda.transfer import upload
 from .kv_cache import KVCache, KVLayer
 from .packed import PackedCall, Part, TreeRows, pack, split
 from .tree_masks import TreeMasks
-from .view import open_view
-from .wide_head import widen
+from .view import ModelView
 
 _LONG = 64
 """Tokens of a stream that are read by themselves: beside a long text the others' rows would be filled up to its length."""
@@ -50,10 +48,8 @@ class CachedModel:
 
     Sliding-window layers keep all keys as well: their window is part of the mask, so that any roll-back is exact.
 
-    The model itself stays as it is: calls are made of a view of it (`view.open_view`), in evaluation mode.
-
     Args:
-        model: that is read with.
+        model: that is read with, through a view (see `view`): it stays as it is.
         capacity: slots of a stream, a bound on the tokens in the cache at any time.
         vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
             scores the others -inf and reads them as its first token.
@@ -75,10 +71,9 @@ class CachedModel:
         streams: int = 1,
         device: torch.device | None = None,
     ) -> None:
-        self._original, self._device = model, torch.device(device or model.device)
-        self._view: tuple[PreTrainedModel, contextlib.AbstractContextManager[None]] | None = None
-        self.capacity = capacity
-        self.vocabulary = vocabulary
+        self._device = torch.device(device or model.device)
+        self._view = ModelView(model, self._device)
+        self.capacity, self.vocabulary = capacity, vocabulary
         self.states: Tensor | None = None
         self._fewest = 2  # parts that are read as a packed call
         self._reads_beyond = streams > 1  # slots that a text does not fill are read too, behind a mask
@@ -105,24 +100,16 @@ class CachedModel:
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         # With windows it stays boolean: layers of each kind see another part of it.
-        return full if self._windows else backend_mask(full, self._original)
+        return full if self._windows else backend_mask(full, self._view.original)
 
     @property
     def model(self) -> PreTrainedModel:
         """The view that is called."""
-        return self._open()[0]
-
-    def _open(self) -> tuple[PreTrainedModel, contextlib.AbstractContextManager[None]]:
-        """Return the view of the model, made at the first call, and the context in which it is called."""
-        if self._view is None:
-            self._view = open_view(self._original)
-            if self._view[0] is not self._original:
-                widen(self._view[0])
-        return self._view
+        return self._view.model
 
     def refresh(self) -> None:
-        """Call the model as it is now: layers may have been replaced, and adapters added, since the last text."""
-        self._view = None
+        """See `ModelView`; called before the first text of a run."""
+        self._view.refresh()
 
     @property
     def streams(self) -> int:
@@ -191,14 +178,13 @@ class CachedModel:
         if mask is None and count <= _SLICED and not alone:
             # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
-        if positions is None:
-            positions = self._positions[:, start:end]
+        positions = self._positions[:, start:end] if positions is None else positions
         if self._windows:
             # A window counts positions, and those of a tree's candidates are not their slots.
             self._position_at[stream, start:end] = positions[0]
             mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
         elif mask is not None:
-            mask = backend_mask(mask, self._original)
+            mask = backend_mask(mask, self.model)
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
         kv.lengths[stream] = end  # once all layers have written
         return logits
@@ -209,8 +195,7 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
-        model, guard = self._open()
-        with guard, without_cudnn(self._device):
+        with self._view as model:
             out = model(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -268,8 +253,7 @@ class CachedModel:
             return self._read_alone(parts[0])
         lengths = self._kv.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
-        if len(together) < self._fewest:
-            together = []
+        together = together if len(together) >= self._fewest else []
         if len(together) == len(parts):
             return self._read_packed(parts)
         # A tuple is built from left to right: `states` are those of the call before it.
@@ -290,8 +274,7 @@ class CachedModel:
             logits = self.read_tree(part.tokens, part.tree, part.stream)[0]
         else:
             logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
-        if part.wanted and part.tree is not None:
-            logits = logits[-part.wanted :]
+        logits = logits[-part.wanted :] if part.wanted and part.tree is not None else logits
         if self.states is not None and self.states.shape[1] > len(logits):
             self.states = self.states[:, -len(logits) :]
         return logits
@@ -299,7 +282,7 @@ class CachedModel:
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
         kv = self._kv
         call = pack(parts, kv, self._rows_for(parts), self._device, self._sized)
-        mask = call.mask() if self._windows else backend_mask(call.mask(), self._original)
+        mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
         # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
         # where windows are yet to be cut out, else in the backend's form.
         for part in parts:
@@ -329,10 +312,9 @@ class CachedModel:
         """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""
         position_at = self._position_at[: call.packing.rows, : call.packing.seen]
         by_layer = self._by_layer(mask, call.query_positions, position_at)
-        model, guard = self._open()
         self._kv.packing = call.packing
         try:
-            with guard, attending_packed(model, call.packing):
+            with self._view as model, attending_packed(model, call.packing):
                 return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
         finally:
             self._kv.packing = None
@@ -345,17 +327,17 @@ class CachedModel:
             positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
         """
         if self._windows is None:
-            return mask if mask is None else backend_mask(mask, self._original)
+            return mask if mask is None else backend_mask(mask, self.model)
         if mask is None:
             return None
         if mask.dtype != torch.bool:
             mask = mask == 0
         window, mixed = self._windows
         near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
-        sliding = backend_mask(mask & near, self._original)
+        sliding = backend_mask(mask & near, self.model)
         if not mixed:
             return sliding
-        return {"full_attention": backend_mask(mask, self._original), "sliding_attention": sliding}
+        return {"full_attention": backend_mask(mask, self.model), "sliding_attention": sliding}
 
 
 def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:

@@ -14,8 +14,12 @@ from collections.abc import Callable
 from types import MethodType, TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from .attention import without_cudnn
+from .wide_head import widen
 
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
@@ -153,12 +157,52 @@ def open_view(model: PreTrainedModel) -> tuple[PreTrainedModel, contextlib.Abstr
     hooks of accelerate or a compiled or replaced `forward` is returned itself: the context is a lock on it then, during which
     it is in evaluation mode.
     """
-    if not isinstance(model, nn.Module):
-        return model, _NOTHING
     try:
         return _Copier().module(model), _NOTHING
     except _NotViewableError:
         return model, _exclusive(model)
+
+
+class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
+    """The view that one loop has of a model. Entering it returns what to call; it may be entered again inside.
+
+    Args:
+        original: the model.
+        device: that it is called from.
+    """
+
+    def __init__(self, original: PreTrainedModel, device: torch.device) -> None:
+        self.original, self._without_cudnn = original, without_cudnn(device)
+        self._opened: tuple[PreTrainedModel, contextlib.AbstractContextManager[None]] | None = None
+
+    def refresh(self) -> None:
+        """Call the model as it is now: layers may have been replaced, and adapters added, since the view was made."""
+        self._opened = None
+
+    def _open(self) -> tuple[PreTrainedModel, contextlib.AbstractContextManager[None]]:
+        """Return the view, which is made for the first call, and the context of a call."""
+        if self._opened is None:
+            self._opened = open_view(self.original)
+            if self._opened[0] is not self.original:
+                widen(self._opened[0])
+        return self._opened
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """What is called."""
+        return self._open()[0]
+
+    def __enter__(self) -> PreTrainedModel:
+        model, guard = self._open()
+        guard.__enter__()
+        self._without_cudnn.__enter__()
+        return model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._without_cudnn.__exit__(kind, error, trace)
+        self._open()[1].__exit__(kind, error, trace)
 
 
 def layer_view(model: PreTrainedModel, layer: Any) -> Callable[[Tensor], Tensor]:
