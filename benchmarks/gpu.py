@@ -88,7 +88,6 @@ def main() -> int:
         print("no CUDA device: nothing here can be checked" + ("; tiny shapes run on the CPU" * options.quick))
         if not options.quick:
             return bars.finish(options, "nothing", whole=False)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as where a model is loaded: these are made
     rate = bandwidth(size)
     bars.figures["bandwidth_tb_s"] = rate / 1e12
     plain, after = scripted_pair(size.pair, size.device, size.dtype, max(size.contexts) + 1024, AGREEMENT)

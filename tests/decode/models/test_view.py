@@ -21,6 +21,7 @@ from specstop.decode.models.view import open_view
 from specstop.policies import load_policy
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 TEXTS, NEW = 50, 8  # 50 of each loop
 
@@ -246,16 +247,35 @@ def test_a_bound_method_goes_on_with_the_view() -> None:
     assert layer.forward.__self__ is layer
 
 
+class Kept(BaseStreamer):
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tensors.append(value)
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
 def test_a_generated_text_is_an_ordinary_tensor(shared: Pair) -> None:
     target: Any = shared.target
+    target.gradient_checkpointing_enable()
+    target.enable_input_require_grads()
+    streamer = Kept()
     ids = torch.tensor([prompts(1)[0]])
     made = target.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0,
-        custom_generate=specstop_generate, draft_model=shared.draft,
+        custom_generate=specstop_generate, draft_model=shared.draft, text_streamer=streamer,
     )  # fmt: skip
+    assert torch.equal(torch.cat([part.flatten() for part in streamer.tensors]), made[0])
+    assert not any(tensor.is_inference() for tensor in streamer.tensors)
     target(made, labels=made).loss.backward()
     made[0, 0] = 1
     target.zero_grad()
+    target.gradient_checkpointing_disable()
+    target.disable_input_require_grads()
 
 
 def test_the_settings_of_the_process_stay_as_they_are(pair_folder: Any) -> None:
