@@ -72,7 +72,7 @@ class CachedModel:
         device: torch.device | None = None,
     ) -> None:
         self._device = torch.device(device or model.device)
-        self._view = ModelView(model, self._device)
+        self.view = ModelView(model, self._device)
         self.capacity, self.vocabulary = capacity, vocabulary
         self.states: Tensor | None = None
         self._fewest = 2  # parts that are read as a packed call
@@ -100,16 +100,16 @@ class CachedModel:
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         # With windows it stays boolean: layers of each kind see another part of it.
-        return full if self._windows else backend_mask(full, self._view.original)
+        return full if self._windows else backend_mask(full, self.view.original)
 
     @property
     def model(self) -> PreTrainedModel:
         """The view that is called."""
-        return self._view.model
+        return self.view.model
 
     def refresh(self) -> None:
         """See `ModelView`; called before the first text of a run."""
-        self._view.refresh()
+        self.view.refresh()
 
     @property
     def streams(self) -> int:
@@ -195,7 +195,7 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
-        with self._view as model:
+        with self.view as model:
             out = model(
                 input_ids=tokens,
                 attention_mask=mask,
@@ -314,7 +314,7 @@ class CachedModel:
         by_layer = self._by_layer(mask, call.query_positions, position_at)
         self._kv.packing = call.packing
         try:
-            with self._view as model, attending_packed(model, call.packing):
+            with self.view as model, attending_packed(model, call.packing):
                 return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
         finally:
             self._kv.packing = None

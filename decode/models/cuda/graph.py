@@ -121,17 +121,17 @@ class CudaGraphModel(CachedModel):
                 last = max(length - count, 1)
                 for start in (0, last, last):  # the first makes the buffers of the layers
                     self._kv.lengths[0] = start
-                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self._view.original.device), rows)
+                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.view.original.device), rows)
         self.roll_back(0)
 
     def refresh(self) -> None:
         """See `CachedModel`; recordings hold for weights where they lay."""
         super().refresh()
-        memory, addresses = self._memory, _addresses(self._view.original)
+        memory, addresses = self._memory, _addresses(self.view.original)
         if addresses != memory.kind[-1]:
             memory.kind = (*memory.kind[:-1], addresses)
             memory.forget()
-        elif has_adapters(self._view.original):
+        elif has_adapters(self.view.original):
             memory.inherit()  # one may have been switched on or off, which addresses do not tell
 
     def _rows_for(self, parts: Sequence[Part]) -> int:
@@ -166,7 +166,7 @@ class CudaGraphModel(CachedModel):
         """Return the calls of a shape, `told` what they see or reading on."""
         key = (count, rows, seen, told)
         if key not in self._memory.calls:
-            device = self._view.original.device
+            device = self.view.original.device
             tokens, positions = torch.zeros(2, 1, count, dtype=torch.int64, device=device)
             call = RecordedCall(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
             if told:
@@ -198,7 +198,7 @@ class CudaGraphModel(CachedModel):
             self._position_at.index_copy_(1, slots, positions)
         now.slots, now.seen = slots, call.seen
         try:
-            with self._view as model, attending_grouped(model):
+            with self.view as model, attending_grouped(model):
                 by_layer = self._by_layer(mask, positions, self._position_at[:, : call.seen])
                 return self._run(call.tokens, by_layer, positions, call.rows)
         finally:
