@@ -88,7 +88,6 @@ def main() -> int:
         print("no CUDA device: nothing here can be checked" + ("; tiny shapes run on the CPU" * options.quick))
         if not options.quick:
             return bars.finish(options, "nothing", whole=False)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as where a model is loaded: these are made
     rate = bandwidth(size)
     bars.figures["bandwidth_tb_s"] = rate / 1e12
     plain, after = scripted_pair(size.pair, size.device, size.dtype, max(size.contexts) + 1024, AGREEMENT)
@@ -284,7 +283,7 @@ def flips(size: Size, bars: Bars) -> None:
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(model.config.vocab_size, (1, 16 + 4 * size.tokens), generator=generator).to(size.device)
     heads = {"float32 head": contextlib.nullcontext()}
-    heads["rounded head"] = mock.patch.object(cache_module, "wide_head", lambda model: contextlib.nullcontext())
+    heads["rounded head"] = mock.patch.object(cache_module, "widen", lambda view: None)
     for head, changed in heads.items():
         with changed:
             KEPT.clear()

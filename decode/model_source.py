@@ -102,6 +102,8 @@ class ModelSource:
         if self.target.capacity < capacity:
             pair, layers = self.pair, self._layers
             self.target = open_cache(pair.target, capacity, pair.vocabulary, layers, self._size, device=pair.device)
+        else:
+            self.target.refresh()
         self.drafter.reserve(self._size, capacity)
         self.texts = [None] * self._size
 

@@ -15,7 +15,9 @@ from transformers.generation import candidate_generator
 from ...policies.errors import PairError
 from ..hf.stopping import assistant_set
 from ..loop import Request
+from ..models.attention import without_cudnn
 from ..models.pair import Pair
+from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
 from ..verify.sampling import UNCHANGED, Shaping
@@ -120,15 +122,20 @@ class Assisted:
         real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
         options = dict(self._options)
-        target: Any = self._pair.target
-        with self._set(self._pair.draft_model) if self._setting.tokens else contextlib.nullcontext():
+        # As our own loops call the models: in evaluation mode, and on a GPU without cuDNN's attention.
+        target, guard = open_view(self._pair.target)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(guard)
+            stack.enter_context(without_cudnn(device))
             if self._setting.tokens:
-                options["assistant_model"] = self._pair.draft_model
+                options["assistant_model"], guard = open_view(self._pair.draft_model)
+                stack.enter_context(guard)
+                stack.enter_context(self._set(options["assistant_model"]))
             # Work queued before this text is none of its seconds.
             if self._pair.device.type == "cuda":
                 torch.cuda.synchronize(self._pair.device)
             begin = time.perf_counter()
-            out = target.generate(ids, attention_mask=real, **options)
+            out: Any = target.generate(ids, attention_mask=real, **options)  # type: ignore[operator]
             texts = out[:, longest:].tolist()  # waits for the device
             seconds = time.perf_counter() - begin
         share = seconds / len(prompts)

@@ -58,6 +58,8 @@ class ModelDrafter:
         """See `Drafter`."""
         if self._model.capacity < tokens or len(self._streams) != streams:
             self._open(streams, tokens)
+        else:
+            self._model.refresh()
         for stream in range(streams):
             self.begin(stream)
 

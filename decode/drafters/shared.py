@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -16,6 +17,9 @@ from .known import TRAINED
 _ALIVE: WeakValueDictionary[tuple[Any, ...], nn.Module] = WeakValueDictionary()
 _LAST: WeakKeyDictionary[PreTrainedModel, nn.Module] = WeakKeyDictionary()
 """The last one of each target outlives its loops: `generate` makes a loop a call."""
+
+_LOADING = threading.Lock()
+"""Held while a network is looked up or loaded, so that threads that start together load it once."""
 
 
 def load_named(kind: str, path: str) -> TrainedDrafter:
@@ -38,13 +42,14 @@ def shared_network(kind: str, path: str, pair: Pair) -> Any:
     """
     # By what it holds, not by where it lies: `generate` unpacks the drafter of an exported folder at every call.
     key = (kind, drafter_identity(path), pair.fingerprint["target"], pair.device, pair.target.dtype)
-    network = _ALIVE.get(key)
-    if network is None:
-        trained = load_named(kind, path)
-        try:
-            network = trained.network_for(pair)
-        except InputError as error:
-            raise InputError(f"--drafter: {path}: {error}") from None
-        _ALIVE[key] = network
-    _LAST[pair.target] = network
+    with _LOADING:
+        network = _ALIVE.get(key)
+        if network is None:
+            trained = load_named(kind, path)
+            try:
+                network = trained.network_for(pair)
+            except InputError as error:
+                raise InputError(f"--drafter: {path}: {error}") from None
+            _ALIVE[key] = network
+        _LAST[pair.target] = network
     return network

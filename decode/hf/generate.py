@@ -54,7 +54,6 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     statistics: dict[str, Any] | None = None
 
 
-@torch.inference_mode()
 def specstop_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -127,7 +126,7 @@ def specstop_generate(
         real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
         start = real.index(True) if True in real else 0  # padding stands on the left
         requests.append(Request(ids[start:], keys[row], ids[:start], _of_row(shaping, row)))
-    stream = (lambda _, new: text_streamer.put(torch.tensor(new))) if text_streamer is not None else None
+    stream = (lambda _, new: text_streamer.put(_ordinary_tensor(new))) if text_streamer is not None else None
     made = speculator.run(requests, stream)
     texts = [[*ids, *one.tokens] for ids, one in zip(input_ids.tolist(), made, strict=True)]
     if text_streamer is not None:
@@ -141,6 +140,12 @@ def specstop_generate(
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
         return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences
+
+
+def _ordinary_tensor(tokens: list[int]) -> Tensor:
+    """Return tokens as a tensor that may be written to and differentiated through, though the loop runs in inference mode."""
+    with torch.inference_mode(False):
+        return torch.tensor(tokens)
 
 
 def check_draft_model(

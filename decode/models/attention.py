@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -165,6 +166,40 @@ def attending_packed(model: PreTrainedModel, packing: Packing) -> contextlib.Abs
         return contextlib.nullcontext()
     _CALL.packing, _CALL.eager = packing, model.config.get_text_config()._attn_implementation == "eager"
     return _attending(model, PACKED)
+
+
+class _WithoutCudnn(contextlib.AbstractContextManager[None]):
+    """Keeps torch from attending by cuDNN, which plans each new shape for up to half a second; texts come in all lengths.
+
+    The setting belongs to the process, so it is changed by the first thread that enters and put back by the last that leaves.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+_UNCHANGED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which attention on a device is never cuDNN's; afterwards the setting is what it was."""
+    return _WITHOUT_CUDNN if device.type == "cuda" else _UNCHANGED
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -22,7 +22,7 @@ from .cuda.transfer import upload
 from .kv_cache import KVCache, KVLayer
 from .packed import PackedCall, Part, TreeRows, pack, split
 from .tree_masks import TreeMasks
-from .wide_head import wide_head
+from .view import ModelView
 
 _LONG = 64
 """Tokens of a stream that are read by themselves: beside a long text the others' rows would be filled up to its length."""
@@ -49,7 +49,7 @@ class CachedModel:
     Sliding-window layers keep all keys as well: their window is part of the mask, so that any roll-back is exact.
 
     Args:
-        model: in evaluation mode.
+        model: that is read with, through a view (see `view`): it stays as it is.
         capacity: slots of a stream, a bound on the tokens in the cache at any time.
         vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
             scores the others -inf and reads them as its first token.
@@ -71,9 +71,9 @@ class CachedModel:
         streams: int = 1,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self._device = model, torch.device(device or model.device)
-        self.capacity = capacity
-        self.vocabulary = vocabulary
+        self._device = torch.device(device or model.device)
+        self.view = ModelView(model, self._device)
+        self.capacity, self.vocabulary = capacity, vocabulary
         self.states: Tensor | None = None
         self._fewest = 2  # parts that are read as a packed call
         self._reads_beyond = streams > 1  # slots that a text does not fill are read too, behind a mask
@@ -90,7 +90,6 @@ class CachedModel:
         fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
         self._maskless_prompt = fast
-        self._wide = wide_head(model)
         self._causal = self._after_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
         self._positions = torch.arange(capacity, device=self._device)[None]
@@ -101,7 +100,16 @@ class CachedModel:
         prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
         full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
         # With windows it stays boolean: layers of each kind see another part of it.
-        return full if self._windows else backend_mask(full, self.model)
+        return full if self._windows else backend_mask(full, self.view.original)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The view that is called."""
+        return self.view.model
+
+    def refresh(self) -> None:
+        """See `ModelView`; called before the first text of a run."""
+        self.view.refresh()
 
     @property
     def streams(self) -> int:
@@ -170,8 +178,7 @@ class CachedModel:
         if mask is None and count <= _SLICED and not alone:
             # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
-        if positions is None:
-            positions = self._positions[:, start:end]
+        positions = self._positions[:, start:end] if positions is None else positions
         if self._windows:
             # A window counts positions, and those of a tree's candidates are not their slots.
             self._position_at[stream, start:end] = positions[0]
@@ -188,8 +195,8 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
-        with self._wide:
-            out = self.model(
+        with self.view as model:
+            out = model(
                 input_ids=tokens,
                 attention_mask=mask,
                 position_ids=positions,
@@ -246,8 +253,7 @@ class CachedModel:
             return self._read_alone(parts[0])
         lengths = self._kv.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
-        if len(together) < self._fewest:
-            together = []
+        together = together if len(together) >= self._fewest else []
         if len(together) == len(parts):
             return self._read_packed(parts)
         # A tuple is built from left to right: `states` are those of the call before it.
@@ -268,8 +274,7 @@ class CachedModel:
             logits = self.read_tree(part.tokens, part.tree, part.stream)[0]
         else:
             logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
-        if part.wanted and part.tree is not None:
-            logits = logits[-part.wanted :]
+        logits = logits[-part.wanted :] if part.wanted and part.tree is not None else logits
         if self.states is not None and self.states.shape[1] > len(logits):
             self.states = self.states[:, -len(logits) :]
         return logits
@@ -309,7 +314,7 @@ class CachedModel:
         by_layer = self._by_layer(mask, call.query_positions, position_at)
         self._kv.packing = call.packing
         try:
-            with attending_packed(self.model, call.packing):
+            with self.view as model, attending_packed(model, call.packing):
                 return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
         finally:
             self._kv.packing = None

@@ -49,7 +49,7 @@ def load_model(
     attention: str | None = None,
     places: Places | None = None,
 ) -> PreTrainedModel:
-    """Build a model and load its weights, all of them. On a GPU, no attention of this process is cuDNN's from then on.
+    """Build a model and load its weights, all of them.
 
     Args:
         checkpoint: from `open_checkpoint`.
@@ -95,9 +95,6 @@ def load_model(
         call_from(model, device)
     if device.type == "cpu" and not kept_as_is(model):
         _align(model)
-    if device.type == "cuda":
-        # Of torch's kernels cuDNN's plans each new shape for up to half a second, and texts come in all lengths.
-        torch.backends.cuda.enable_cudnn_sdp(False)
     return model
 
 

@@ -44,8 +44,8 @@ class Pair:
     """Target p, draft q and their tokenizer.
 
     Attributes:
-        target, draft: causal language models in evaluation mode, called from one device; no draft where the candidates come
-            from elsewhere (prompt lookup).
+        target, draft: causal language models, called from one device; no draft where the candidates come from elsewhere
+            (prompt lookup). Loops call views of them, in evaluation mode (`view`).
         tokenizer: of both.
         vocabulary: number of token ids that the target scores, padding beyond the tokenizer's tokens included, as its own
             `generate` has it; a draft that knows fewer never proposes the others.
@@ -136,8 +136,6 @@ def join(
         raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
     if tokenizer is not None and len(tokenizer) > min(widths):
         raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {min(widths)}")
-    for model in roles.values():
-        model.eval()
     home = place_of(target) if draft is None else None
     return Pair(target, draft, tokenizer, widths[0], _eos(target, tokenizer), home=home)
 
@@ -193,7 +191,7 @@ def load_pair(
     engine: str = "auto",
     device_map: str | None = None,
 ) -> Pair:
-    """Load a pair from two folders or hub names. On a GPU, no attention of this process is cuDNN's from then on.
+    """Load a pair from two folders or hub names.
 
     Args:
         target, draft: folders or hub names of models, or of PEFT adapters, which are applied to their base models; no draft

@@ -12,6 +12,7 @@ from ....policies.contract import Array
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import ENDLESS, Pair
+from ...models.view import layer_view
 from ..base import READS_NOTHING, Proposal
 from .networks import Heads
 
@@ -35,7 +36,7 @@ class HeadsDrafter:
 
     def __init__(self, pair: Pair, network: Heads) -> None:
         self._network, self._device, self.most = network, pair.device, network.shape.depth
-        self._embedding = pair.target.get_input_embeddings()
+        self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
         self._keeps = False
         self.reserve(1, 0)
 

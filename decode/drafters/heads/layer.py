@@ -12,6 +12,7 @@ from ....policies.contract import Array
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import ENDLESS, Pair
+from ...models.view import layer_view
 from ..base import READS_ALL, Proposal
 from .drafter import scores
 from .layer_cache import LayerCache, Row
@@ -37,7 +38,7 @@ class LayerReader:
 
     def __init__(self, pair: Pair, network: LayerNetwork) -> None:
         self._network, self._device = network, pair.device
-        self._embedding = pair.target.get_input_embeddings()
+        self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
         self._output = output_layer(pair.target)
         self._like = network.before  # for its device and type
         self._cache = LayerCache(0, 0, 1, 1, self._like)  # of no stream, so that `reserve` makes another

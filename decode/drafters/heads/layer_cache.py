@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...models.attention import without_cudnn
 from ...models.cuda.transfer import upload
 
 
@@ -102,4 +103,6 @@ class LayerCache:
         self._values[here[:, None], self._slots] = values
         known = (buffer if self._streams is None else buffer[here] for buffer in (self._keys, self._values))
         k, v = (buffer[:, : self._end].transpose(1, 2) for buffer in known)  # [streams fed, heads, slots, d]
-        return functional.scaled_dot_product_attention(queries.transpose(1, 2), k, v, self._mask).transpose(1, 2)
+        with without_cudnn(keys.device):
+            out = functional.scaled_dot_product_attention(queries.transpose(1, 2), k, v, self._mask)
+        return out.transpose(1, 2)

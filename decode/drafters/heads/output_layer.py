@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from ...models.view import layer_view
 
 _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """What configs call a factor: Cohere, Muse, Falcon-H1."""
@@ -64,7 +67,7 @@ class TransformedLayer(nn.Module):
         transform: of its model.
     """
 
-    def __init__(self, layer: nn.Module, transform: OutputTransform) -> None:
+    def __init__(self, layer: Callable[[Tensor], Tensor], transform: OutputTransform) -> None:
         super().__init__()
         self.layer, self.transform = layer, transform
 
@@ -81,4 +84,4 @@ def with_transform(layer: Any, config: Any) -> Any:
 
 def output_layer(model: PreTrainedModel) -> Any:
     """Return what makes a model's logits [..., V] of its last hidden states [..., H]."""
-    return with_transform(model.get_output_embeddings(), model.config)
+    return with_transform(layer_view(model, model.get_output_embeddings()), model.config)

@@ -121,8 +121,18 @@ class CudaGraphModel(CachedModel):
                 last = max(length - count, 1)
                 for start in (0, last, last):  # the first makes the buffers of the layers
                     self._kv.lengths[0] = start
-                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.model.device), rows)
+                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.view.original.device), rows)
         self.roll_back(0)
+
+    def refresh(self) -> None:
+        """See `CachedModel`; recordings hold for weights where they lay."""
+        super().refresh()
+        memory, addresses = self._memory, _addresses(self.view.original)
+        if addresses != memory.kind[-1]:
+            memory.kind = (*memory.kind[:-1], addresses)
+            memory.forget()
+        elif has_adapters(self.view.original):
+            memory.inherit()  # one may have been switched on or off, which addresses do not tell
 
     def _rows_for(self, parts: Sequence[Part]) -> int:
         """See `CachedModel`; rounded up, so that batches that shrink and grow take few recordings."""
@@ -156,7 +166,7 @@ class CudaGraphModel(CachedModel):
         """Return the calls of a shape, `told` what they see or reading on."""
         key = (count, rows, seen, told)
         if key not in self._memory.calls:
-            device = self.model.device
+            device = self.view.original.device
             tokens, positions = torch.zeros(2, 1, count, dtype=torch.int64, device=device)
             call = RecordedCall(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
             if told:
@@ -174,8 +184,7 @@ class CudaGraphModel(CachedModel):
             now = forward()
             memory.unchecked = False
             if not torch.equal(answer[0], now[0]):
-                memory.calls.clear()
-                memory.packed.clear()
+                memory.forget()
                 return now
         return answer
 
@@ -189,7 +198,7 @@ class CudaGraphModel(CachedModel):
             self._position_at.index_copy_(1, slots, positions)
         now.slots, now.seen = slots, call.seen
         try:
-            with attending_grouped(self.model):
+            with self.view as model, attending_grouped(model):
                 by_layer = self._by_layer(mask, positions, self._position_at[:, : call.seen])
                 return self._run(call.tokens, by_layer, positions, call.rows)
         finally:
@@ -205,6 +214,11 @@ def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
     """Return where a model's weights lie and how it attends: recordings hold for these alone."""
     weights = itertools.chain(model.parameters(), model.buffers())
     return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether layers of a model have adapters of peft."""
+    return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
 
 
 def open_cache(

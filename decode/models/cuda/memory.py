@@ -6,6 +6,7 @@ Runs take turns: alone and in a batch, with hidden states and without. So severa
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,7 +99,7 @@ def _numbers(call: PackedCall) -> tuple[Tensor | int | None, ...]:
     return call.tokens, call.positions, call.wanted, call.query_positions, packing.stream, packing.slot, packing.place
 
 
-@dataclass
+@dataclass(eq=False)
 class Memory:
     """Buffers and recordings. They outlive a `CudaGraphModel`, for the next one of the same model; they refer to neither.
 
@@ -120,6 +121,17 @@ class Memory:
     packed: dict[tuple[int, ...], RecordedPacked] = field(default_factory=dict)
     unchecked: bool = False
 
+    def inherit(self) -> None:
+        """Have the first recording that is played compared with what the model says then."""
+        self.unchecked = True
+        for call in (*self.calls.values(), *self.packed.values()):
+            call.inherited = call.play is not None
+
+    def forget(self) -> None:
+        """Forget what is recorded."""
+        self.calls.clear()
+        self.packed.clear()
+
     @property
     def slots(self) -> int:
         """Tokens that it has room for."""
@@ -134,6 +146,9 @@ class Memory:
 KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
 """By model the last memories that nobody uses any more, the latest last: `generate`, called again, need not record again."""
 
+_KEEPING = threading.RLock()
+"""Held while `KEPT` is changed. Python frees a loop, which leaves its memory here, in whichever thread it happens to be."""
+
 MOST_KEPT, SHARE_KEPT = 4, 0.125
 """Memories of a model that are kept, and the share of the device that those beside the latest may take: runs that take turns,
 alone and in a batch, with hidden states and without, would each throw away what the other recorded."""
@@ -141,16 +156,20 @@ alone and in a batch, with hidden states and without, would each throw away what
 
 def take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
     """Return the smallest kept memory that serves, which is in use from now on; else make room for a new one."""
-    kept = KEPT.get(model, [])
-    if serving := [memory for memory in kept if memory.serves(kind, capacity, streams)]:
-        memory = min(serving, key=lambda one: one.slots)
-        kept.remove(memory)
-        return memory
-    for memory in list(kept):
-        alike = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
-        if memory.kind[-1] != kind[-1] or (alike and memory.capacity <= capacity and memory.kv.streams <= streams):
-            kept.remove(memory)  # its weights have moved, or the new one will serve for it
-    _shrink(kept, model)
+    with _KEEPING:
+        kept = KEPT.get(model, [])
+        for memory in sorted(kept, key=lambda one: one.slots):
+            if memory.serves(kind, capacity, streams):
+                kept[:] = [one for one in kept if one is not memory]
+                return memory
+
+        def is_replaced(memory: Memory) -> bool:
+            alike = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
+            serves_less = alike and memory.capacity <= capacity and memory.kv.streams <= streams
+            return serves_less or memory.kind[-1] != kind[-1]  # its weights have moved
+
+        kept[:] = [memory for memory in kept if not is_replaced(memory)]
+        _shrink(kept, model)
     return None
 
 
@@ -159,13 +178,12 @@ def keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
     alive = model()
     if alive is None or not (memory.calls or memory.packed):
         return
-    memory.unchecked = True
-    for call in (*memory.calls.values(), *memory.packed.values()):
-        call.inherited = call.play is not None
-    kept = KEPT.setdefault(alive, [])
-    _shrink(kept, alive)
-    kept.append(memory)
-    del kept[:-MOST_KEPT]
+    memory.inherit()
+    with _KEEPING:
+        kept = KEPT.setdefault(alive, [])
+        _shrink(kept, alive)
+        kept.append(memory)
+        del kept[:-MOST_KEPT]
 
 
 def _shrink(kept: list[Memory], model: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -281,6 +282,53 @@ def test_texts_of_batches_that_take_turns_keep_their_recordings(
             assert [texts(size, tree) for size in sizes] == [own] * len(sizes)
         made.append(graphs.recorded - before)
     assert made[0] > made[2] == 0, f"nothing is left to be recorded: {made}"
+
+
+def test_one_loop_does_not_play_what_another_model_was_recorded_for(
+    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are replaced between two texts of a loop, and adapters that are added, switched off and scaled."""
+    peft = pytest.importorskip("peft")
+    pair, settings = join(model, build_draft(model)), Settings(0.0, 20, ignore_eos=True)
+
+    def texts(loop: Speculator) -> list[tuple[int, ...]]:
+        return [loop.generate(prompt).tokens for prompt in ([3, 4, 5], [6, 7])]
+
+    for module in (model_source, drafters_module):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    loop = Speculator(pair, FixedLength(3), settings)
+    made = [texts(loop)]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(1, 0))
+    made.append(texts(loop))
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    made.append(texts(loop))
+    model.disable_adapters()
+    made.append(texts(loop))
+    assert graphs.played and made[3] == made[1] and made[0] != made[1] != made[2]
+    model.enable_adapters()
+    assert texts(loop) == made[2]
+    with monkeypatch.context() as patch:
+        for module in (model_source, drafters_module):
+            patch.setattr(module, "open_cache", CachedModel)
+        assert texts(Speculator(pair, FixedLength(3), settings)) == made[2]
+
+
+def test_loops_in_several_threads_have_recordings_of_their_own(
+    model: PreTrainedModel, graphs: Graphs, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (model_source, drafters_module):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    pair = join(model, build_draft(model))
+
+    def texts(size: int) -> list[tuple[int, ...]]:
+        requests = [Request(ids, key) for key, ids in enumerate(prompt_ids[:4])]
+        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12), batch=size).run(requests)
+        return [text.tokens for text in made]
+
+    expected = texts(1)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(texts, [1, 2, 3, 1] * 6)) == [expected] * 24
+    assert graphs.played
 
 
 @torch.no_grad()

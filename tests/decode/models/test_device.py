@@ -12,7 +12,7 @@ from accelerator import Accelerator, to_device
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator
 from specstop.decode.models.pair import Pair, join
-from specstop.decode.models.wide_head import WideHead, wide_head
+from specstop.decode.models.wide_head import wide_linear, widen
 from specstop.decode.profile import add_decisions, decisions as decisions_module
 from specstop.decode.settings import Stopwatch
 from specstop.policies import FixedLength
@@ -71,13 +71,12 @@ def test_half_precision_gives_float32_logits_on_a_gpu() -> None:
         head = nn.Linear(8, 5, bias=False, device="meta")
         head.weight = nn.Parameter(torch.empty(5, 8, dtype=torch.bfloat16, device="cuda"), requires_grad=False)
         x = torch.empty(1, 3, 8, dtype=torch.bfloat16, device="cuda")
-        with wide_head(model_with(head)):
-            logits = head(x)
-        assert (logits.shape, logits.dtype, logits.device.type) == ((1, 3, 5), torch.float32, "cuda")
-        assert head(x).dtype == torch.bfloat16
         for other in (model_with(head, "cpu"), model_with(head, dtype=torch.float32), model_with(nn.Identity())):
-            with wide_head(other):
-                assert head(x).dtype == torch.bfloat16
+            widen(other)
+            assert head(x).dtype == torch.bfloat16
+        widen(model_with(head))
+        logits = head(x)
+        assert (logits.shape, logits.dtype, logits.device.type) == ((1, 3, 5), torch.float32, "cuda")
 
 
 def test_two_tokens_that_half_precision_ties_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +88,7 @@ def test_two_tokens_that_half_precision_ties_differ(monkeypatch: pytest.MonkeyPa
         head.bias.zero_()
         x = torch.ones(1, 1, 2, dtype=torch.bfloat16)
         assert head(x).tolist() == [[[16.0, 16.0]]]
-        with WideHead(head):
-            assert head(x).tolist() == [[[16.0, 16.03125]]]
+        assert wide_linear(x, head.weight, head.bias).tolist() == [[[16.0, 16.03125]]]
 
 
 def test_vocabularies_that_differ_by_padding_go_together() -> None:

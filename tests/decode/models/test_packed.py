@@ -96,17 +96,14 @@ def test_a_long_part_is_read_by_itself() -> None:
         cache = CachedModel(model, 200, table.VOCABULARY, streams=3)
         cache.read_parts([Part(stream, tokens(3, draw), 1) for stream in range(3)])
         sizes = []
-        stock = model.forward
+        stock = cache.model.forward
 
         def forward(*args: object, **more: torch.Tensor) -> object:
             sizes.append(more["input_ids"].shape[1])
             return stock(*args, **more)
 
-        model.forward = forward  # type: ignore[method-assign]
-        try:
-            cache.read_parts([Part(0, tokens(1, draw)), Part(1, tokens(90, draw), 1), Part(2, tokens(2, draw))])
-        finally:
-            del model.forward
+        cache.model.forward = forward  # type: ignore[method-assign]
+        cache.read_parts([Part(0, tokens(1, draw)), Part(1, tokens(90, draw), 1), Part(2, tokens(2, draw))])
     assert sizes == [90, 3]
 
 
