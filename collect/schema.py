@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import abc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, ClassVar, Literal
 
 import pyarrow as pa
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..decode.topology import Topology
 from ..decode.verify.given_text import GIVEN_TEXT
@@ -30,6 +31,21 @@ from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.files.json_text import strict_loads
 from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
+from .header_fields import (
+    MOST,
+    AnchorFeatures,
+    Count,
+    Facts,
+    Label,
+    ModeName,
+    Name,
+    NodeFeatures,
+    Parents,
+    Sampling,
+    TokenId,
+    Widths,
+    limited,
+)
 
 SCHEMA_VERSION = 6
 
@@ -43,9 +59,10 @@ _HASHES = ("pair", "prompts_hash")
 _SHOWN = 40
 """Characters of a field in a message."""
 
-_WIDEST, _MOST_TOKENS = 1 << 20, 1 << 31
-HEADER_KEY = b"specstop"
+_MOST_BYTES = 1 << 20
+"""Of a header."""
 
+HEADER_KEY = b"specstop"
 
 TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
 """Seconds of a live round by phase, as `decode.records.Round` has them."""
@@ -82,34 +99,36 @@ class Header:
         facts: device, dtype, threads, versions.
     """
 
-    target: str
-    draft: str
-    pair: Mapping[str, str]
-    vocabulary: int
-    eos: tuple[int, ...]
-    temperature: float
-    topology: tuple[int, ...]
-    features: tuple[str, ...]
-    anchor_features: tuple[str, ...]
-    max_new_tokens: int
-    seed: int
-    shards: int
-    prompts: int
-    prompts_hash: str
-    verification: str = "match"
-    label: str = "match"
-    collector: str = "dense"
-    texts: str = "target"
-    policy: str = ""
-    explore: float = 0.0
-    batch: int = 1
-    mix: float = 0.0
-    draws: int = 1
-    off_text: str = "exact"
-    hidden: Mapping[str, int] = field(default_factory=dict)
-    shaping: Mapping[str, Any] = field(default_factory=dict)
+    target: Name
+    draft: Name
+    pair: Mapping[Name, Name]
+    vocabulary: Annotated[int, Field(ge=0, lt=MOST)]
+    eos: tuple[TokenId, ...]
+    temperature: Annotated[float, limited("temperature")]
+    topology: Parents
+    features: NodeFeatures
+    anchor_features: AnchorFeatures
+    max_new_tokens: Count
+    seed: Annotated[int, limited("seed")]
+    shards: Annotated[int, limited("shards")]
+    prompts: Count
+    prompts_hash: Name
+    verification: ModeName = "match"
+    label: Label = "match"
+    collector: Literal["dense", "live"] = "dense"
+    texts: Literal["target", "sampled", "completions", "vllm"] = "target"
+    policy: Name = ""
+    explore: Annotated[float, limited("explore")] = 0.0
+    batch: Annotated[int, limited("batch")] = 1
+    mix: Annotated[float, limited("mix")] = 0.0
+    draws: Annotated[int, limited("draws")] = 1
+    off_text: Literal["exact", "approximate"] = "exact"
+    hidden: Widths = field(default_factory=dict)
+    shaping: Sampling = field(default_factory=dict)
     schema: int = SCHEMA_VERSION
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @property
     def tree(self) -> Topology:
@@ -182,58 +201,80 @@ class Header:
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:
-        """Read a header.
+        """Parse and validate a header.
+
+        Args:
+            text: JSON.
+            where: name of the file, for messages.
 
         Raises:
-            TraceError: it is of another schema version, or no header at all.
+            TraceError: not JSON, of another schema version, or a field is missing, unknown, out of range or does not agree
+                with another one.
         """
         try:
-            raw = strict_loads(text)
+            if len(text) > _MOST_BYTES:
+                raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {len(text)}")
+            raw = strict_loads(text, _refuse_constant)
+            if not is_text(json.dumps(raw, ensure_ascii=False)):
+                raise ValueError(f"it has {HALF}")
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
-        if not is_text(json.dumps(raw, ensure_ascii=False)):
-            raise TraceError(f"{where}: the header has {HALF}")
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {version!r}, but this specstop reads schema {SCHEMA_VERSION}; collect it "
-                "again"
+                f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema {SCHEMA_VERSION}; "
+                "collect it again"
             )
-        names = {field.name for field in dataclasses.fields(Header)}
-        if set(raw) != names:
-            raise TraceError(f"{where}: the header lacks or has unknown fields: {', '.join(sorted(set(raw) ^ names))}")
-        kinds = get_type_hints(Header)
-        for name, value in raw.items():
-            if not _fits(value, kinds[name]):
-                raise TraceError(f"{where}: the header has {value!r} as {name}")
-        if min(raw["draws"], raw["batch"]) < 1 or not all(0 <= token < _MOST_TOKENS for token in raw["eos"]):
-            raise TraceError(
-                f"{where}: the header has {raw['draws']} draws, a batch of {raw['batch']} and the end tokens "
-                f"{str(raw['eos'])[:40]}"
-            )
-        for name, width in raw["hidden"].items():
-            if name not in HIDDEN_STATES or not 0 < width <= _WIDEST:
-                raise TraceError(
-                    f"{where}: the header has a hidden state {name!r} of width {width}; known: {', '.join(HIDDEN_STATES)}"
-                )
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
-        }
-        return Header(**fields)
+        try:
+            header: Header = _adapter().validate_json(json.dumps(raw))
+            header._check_together()
+        except ValidationError as error:
+            raise TraceError(f"{where}: {_reason(error)}; collect the trace again") from None
+        except ValueError as error:
+            raise TraceError(f"{where}: the header has {error}; collect the trace again") from None
+        return header
+
+    def _check_together(self) -> None:
+        """Raise `ValueError` if fields contradict each other."""
+        from ..decode.verify.modes import MODES
+
+        mode = MODES[self.verification]
+        live, chain_of_nodes = self.collector == "live", self.tree.is_chain
+        for wrong, text in (
+            (not live and not mode.lossless, f"dense rounds of {mode.name}, expected a lossless verification"),
+            (mode.chains_only and not chain_of_nodes, f"a tree under {mode.name}, expected a chain"),
+            (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode.name}, expected 1"),
+            (
+                self.mix > 0 and (live or len(self.topology) != 1),
+                "a mixed text of several nodes, expected dense rounds of 1",
+            ),
+            (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
+            (
+                set(self.features) & set(self.anchor_features),
+                "a feature of nodes among those of anchors, expected it once",
+            ),
+        ):
+            if wrong:
+                raise ValueError(text)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value can stand for a header field of this type."""
-    outer = get_origin(kind) or kind
-    if outer is tuple:
-        return isinstance(value, list) and all(_fits(item, get_args(kind)[0]) for item in value)
-    if outer is abc.Mapping:
-        held = get_args(kind)[1]
-        return isinstance(value, dict) and (held is Any or all(_fits(item, held) for item in value.values()))
-    if outer is float:
-        # JSON's true would pass for the number 1.
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return isinstance(value, outer) and not isinstance(value, bool)
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"expected a finite number, got {name}")
+
+
+@cache
+def _adapter() -> TypeAdapter[Header]:
+    return TypeAdapter(Header)
+
+
+def _reason(error: ValidationError) -> str:
+    """Return the first problem in words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] in ("missing", "unexpected_keyword_argument"):
+        return f"the header {'lacks the' if first['type'] == 'missing' else 'has an unknown'} field {name[:_SHOWN]!r}"
+    message = first["msg"].removeprefix("Value error, ").replace("Input should", "expected a value that should")
+    return f"{name[:_SHOWN]!r} in the header: {message}, got {repr(first['input'])[:_SHOWN]}"
 
 
 def chain(depth: int) -> tuple[int, ...]:

@@ -14,9 +14,6 @@ from ..console.output import print_json, table
 from ..options.shared import Json
 
 if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
-
     from ...collect.acceptance import DepthOutcomes
     from ...collect.store.folder import Trace
     from ...policies.latency.batch import BatchCosts
@@ -148,27 +145,18 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
 def _outcomes(trace: Trace) -> DepthOutcomes:
     """Return what the rounds of a trace show of each depth."""
     from ...collect.acceptance import COLUMNS, LIVE_COLUMNS, depth_outcomes
+    from ...collect.store.values import column_array
 
     table = trace.table([*COLUMNS, *(LIVE_COLUMNS if trace.header.collector == "live" else ())])
-    return depth_outcomes(trace.header, {name: _array(table[name]) for name in table.column_names})
-
-
-def _array(column: pa.ChunkedArray) -> np.ndarray[Any, Any]:
-    """Return a column as an array [N], or [N, nodes] of fixed-size lists."""
-    import numpy as np
-    import pyarrow as pa
-
-    if not pa.types.is_fixed_size_list(column.type):
-        return np.asarray(column.to_numpy())
-    width = column.type.list_size
-    parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return np.concatenate(parts).reshape(-1, width) if parts else np.zeros((0, width))
+    return depth_outcomes(trace.header, {name: column_array(table[name]) for name in table.column_names})
 
 
 def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
     """Return acceptance of each node of a tree as table rows: depth, branch, P(accepted), rows it is known of."""
+    from ...collect.store.values import column_array
+
     columns = trace.table(["accepted", "labelled"])
-    accepted, labelled = (_array(columns[name]).astype(bool) for name in ("accepted", "labelled"))
+    accepted, labelled = (column_array(columns[name]).astype(bool) for name in ("accepted", "labelled"))
     depths: list[int] = []
     ranks: dict[int, int] = {}
     rows = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from .staging import put
 
 INDEX_FILE = "index.json"
 QUARANTINE = "quarantine"
+_SHARD_NAME = re.compile(r"train-(\d{5})-of-(\d{5})\.parquet")
 
 
 def shard_path(folder: Path, index: int, count: int) -> Path:
@@ -42,9 +44,28 @@ def record_checksum(stage: Path, shard: Path) -> None:
     put(checksum_path(shard), f"{sha256(stage)}  data/{shard.name}\n")
 
 
+def _present(folder: Path, header: Header) -> list[int]:
+    """Return the indices of the names that shards have, in order: by the folder, as a header may count shards without files.
+
+    Raises:
+        TraceError: a file is a shard of another number of shards.
+    """
+    found = []
+    for name in os.listdir(folder / "data") if (folder / "data").is_dir() else ():
+        if match := _SHARD_NAME.fullmatch(name):
+            index, count = int(match[1]), int(match[2])
+            if count != header.shards or index >= count:
+                raise TraceError(
+                    f"traces: expected {header.shards} shards, as {folder / 'header.json'} says, got data/{name}; restore the "
+                    "header, or move that file away"
+                )
+            found.append(index)
+    return sorted(found)
+
+
 def finished(folder: Path, header: Header) -> set[int]:
     """Return the indices of the shards that are there."""
-    return {i for i in range(header.shards) if shard_path(folder, i, header.shards).is_file()}
+    return {i for i in _present(folder, header) if shard_path(folder, i, header.shards).is_file()}
 
 
 def recorded_checksum(shard: Path) -> str | None:
@@ -145,9 +166,9 @@ def check_shards(
         TraceError: a shard is damaged and `repair` is not given.
     """
     moved = []
-    for index in range(header.shards) if among is None else among:
+    for index in _present(folder, header):
         shard = shard_path(folder, index, header.shards)
-        if os.path.lexists(shard) and (what := damage(shard, header)):
+        if (among is None or index in among) and (what := damage(shard, header)):
             if not repair:
                 raise TraceError(damaged_text(folder, header, index, what))
             moved.append(quarantine(folder, header, index))

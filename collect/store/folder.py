@@ -39,6 +39,7 @@ from .checksums import (
     write_index as write_index,
 )
 from .staging import full_disk_advice, put, staged, sweep
+from .values import TEXT_COLUMNS, check_texts, check_values, column_array
 
 if TYPE_CHECKING:
     import datasets
@@ -225,10 +226,13 @@ class Trace:
         return self._read(batches_of)
 
     def _read(self, read: Callable[[Path], Iterator[Any]]) -> Iterator[Any]:
-        """Yield what is read of each finished shard; one that cannot be read is named."""
+        """Yield what is read of each finished shard, its values checked; one that cannot be read is named."""
         for index in sorted(self.finished):
+            path = shard_path(self.folder, index, self.header.shards)
             try:
-                yield from read(shard_path(self.folder, index, self.header.shards))
+                for rows in read(path):
+                    check_values(self.header, rows, str(path))
+                    yield rows
             except (OSError, pa.ArrowInvalid) as error:
                 what = str(error).splitlines()[0]
                 raise TraceError(damaged_text(self.folder, self.header, index, what)) from None
@@ -258,10 +262,12 @@ class Trace:
 
 
 def open_trace(folder: str | Path) -> Trace:
-    """Open a trace folder for reading; every shard's checksum is compared first, its rows are read later.
+    """Open a trace folder for reading: header, checksums, and the columns that make texts of rows are validated.
+
+    Bounds of the other columns are checked as they are read (`check_values`): to read all twice would take as long as replay.
 
     Raises:
-        TraceError: no trace, another schema, no finished shard with rows, or a damaged shard, named.
+        TraceError: no trace, another schema, no finished shard with rows, a damaged shard, or values that no run records.
     """
     folder = Path(folder)
     header = read_header(folder)
@@ -269,7 +275,14 @@ def open_trace(folder: str | Path) -> Trace:
     trace = Trace(folder, header)
     if not trace.row_count:
         raise TraceError(f"traces: {folder} has no finished shard with rows; run collect with --resume")
+    _check_columns(trace)
     return trace
+
+
+def _check_columns(trace: Trace) -> None:
+    rows = trace.table(TEXT_COLUMNS)
+    columns = {name: column_array(rows[name]) for name in TEXT_COLUMNS}
+    check_texts(trace.header, columns, str(trace.folder))
 
 
 def merge(folder: str | Path, *, repair: bool = False) -> Checked:

@@ -33,7 +33,7 @@ HEADER = Header(
 
 
 def chunk(rows: int, seed: int, header: Header = HEADER) -> dict[str, Any]:
-    """Return random columns of the types that the schema asks for."""
+    """Return the rows of one text, number `seed` of the run: random columns of the types that the schema asks for."""
     generator = np.random.default_rng(seed)
 
     def column(kind: pa.DataType, shape: tuple[int, ...]) -> Any:
@@ -47,7 +47,15 @@ def chunk(rows: int, seed: int, header: Header = HEADER) -> dict[str, Any]:
             return generator.integers(0, 48, shape).astype(np.int32)
         return generator.random(shape).astype(np.float32)
 
-    return {field.name: column(field.type, (rows,)) for field in arrow_schema(header)}
+    length = generator.integers(0, header.depth + 1, rows).astype(np.int32)
+    return {field.name: column(field.type, (rows,)) for field in arrow_schema(header)} | {
+        "sequence": np.full(rows, seed, dtype=np.int32),
+        "anchor": np.arange(1, rows + 1, dtype=np.int32),
+        "text_tokens": np.full(rows, rows + 1, dtype=np.int32),
+        "prompt_tokens": np.full(rows, 7, dtype=np.int32),
+        "accepted_length": length,
+        "accepted": np.arange(header.depth) < length[:, None],
+    }
 
 
 def write(folder: Path, header: Header = HEADER) -> list[dict[str, Any]]:

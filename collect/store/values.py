@@ -1,0 +1,139 @@
+"""Bounds of the columns of a trace, and whether its rows make whole texts: damaged or foreign files are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ...policies.errors import TraceError
+from ...policies.features import FEATURES, TOKEN_FEATURES
+from ..header_fields import MOST
+from ..schema import NO_TOKEN, TIMES, Header
+
+Array = np.ndarray[Any, Any]
+
+TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
+"""What `check_texts` reads."""
+
+_CHANCES = ("draft_prob", "target_prob", "overlap", "accept_chance", "next_chance")
+_ROUNDING = 1e-3
+"""Sums of float32 probabilities exceed 1 by less."""
+
+_FLOAT16_EXPONENT = 0x7C00
+
+
+def _bounds(header: Header, name: str) -> tuple[float, float]:
+    """Return the smallest and largest value of a column of numbers."""
+    tokens = header.vocabulary or MOST
+    bounds: Mapping[str, tuple[float, float]] = {
+        "sequence": (0, header.prompts * header.draws - 1),
+        "prompt_tokens": (0, MOST),
+        "text_tokens": (1, MOST),
+        "anchor": (0, MOST),
+        "tokens": (NO_TOKEN, tokens - 1),
+        "accepted_length": (0, header.depth),
+        "committed": (0, MOST),
+        "decisions": (0, MOST),
+        "backlog": (0, MOST),
+        "depth": (0, header.depth),
+        "branch_rank": (0, len(header.topology)),
+        **dict.fromkeys(_CHANCES, (0, 1 + _ROUNDING)),
+        **dict.fromkeys(TOKEN_FEATURES, (NO_TOKEN, MOST)),
+        **dict.fromkeys(TIMES, (-1.0, 1e9)),
+    }
+    most = float(np.finfo(np.float32).max)
+    return bounds.get(name, (-most, most))
+
+
+def column_array(column: pa.ChunkedArray) -> Array:
+    """Return a column as an array [N], or [N, nodes] if it is of fixed-size lists."""
+    if not pa.types.is_fixed_size_list(column.type):
+        return np.asarray(column.to_numpy())
+    width = column.type.list_size
+    parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
+    return np.concatenate(parts).reshape(-1, width) if parts else np.zeros((0, width))
+
+
+def check_values(header: Header, rows: pa.Table | pa.RecordBatch, where: str) -> None:
+    """Check that columns have no nulls and that their numbers are finite and in range.
+
+    Args:
+        header: of the trace.
+        rows: some rows of some columns.
+        where: the file, for messages.
+
+    Raises:
+        TraceError: one has; the message names the column, its bounds and the value.
+        pa.ArrowInvalid: a text is not UTF-8.
+    """
+    for name in rows.schema.names:
+        column = rows.column(name)
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        for chunk in chunks:
+            flat = chunk.flatten() if pa.types.is_fixed_size_list(chunk.type) else chunk
+            if chunk.null_count or flat.null_count:
+                raise TraceError(
+                    f"traces: {where}: expected a value in each row of {name}, got a null; collect it again"
+                )
+            if pa.types.is_string(flat.type):
+                flat.validate(full=True)  # ArrowInvalid if it is not UTF-8
+            elif len(flat) and not pa.types.is_boolean(flat.type):
+                _check_numbers(header, name, flat.to_numpy(zero_copy_only=False), where)
+
+
+def _check_numbers(header: Header, name: str, values: Array, where: str) -> None:
+    if values.dtype == np.float16:  # comparisons of float16 are emulated
+        if ((values.view(np.uint16) & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any():
+            raise TraceError(f"traces: {where}: expected finite numbers in {name}; collect it again")
+        return
+    least, most = _bounds(header, name)
+    low, high = values.min(), values.max()  # NaN if one is
+    if not (least <= low and high <= most):
+        kind = "finite numbers" if name in FEATURES and name not in ("depth", "branch_rank") else "numbers"
+        bad = low if not least <= low else high
+        raise TraceError(
+            f"traces: {where}: expected {kind} from {least:g} to {most:g} in {name}, got {bad:g}; collect it again"
+        )
+
+
+def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> None:
+    """Check that the rows of each text belong together.
+
+    Args:
+        header: of the trace.
+        columns: `TEXT_COLUMNS` as arrays [N], `accepted` [N, nodes].
+        where: the folder, for messages.
+
+    Raises:
+        TraceError: an anchor lies outside its text, is missing or there twice, or `accepted` is no path of the tree.
+    """
+    sequence, anchor, text, prompt, length, accepted = (columns[name] for name in TEXT_COLUMNS)
+    order = np.lexsort((anchor, sequence))  # by the last key first
+    sequence, anchor, text, prompt = sequence[order], anchor[order], text[order], prompt[order]
+    same = np.diff(sequence) == 0
+    step = np.diff(anchor)[same]
+    first, last = np.append(True, ~same), np.append(~same, True)
+    path = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
+    tree = header.tree
+    for wrong, expected in (
+        ((anchor >= text).any(), "each anchor before the end of its text (anchor < text_tokens)"),
+        ((step == 0).any(), "each anchor of a text once"),
+        ((np.diff(text)[same] != 0).any(), "one number of text_tokens in the rows of a text"),
+        ((np.diff(prompt)[same] != 0).any(), "one number of prompt_tokens in the rows of a text"),
+        (
+            header.has_every_anchor
+            and ((step != 1).any() or (anchor[first] != 1).any() or (anchor[last] + 1 != text[last]).any()),
+            "every anchor of each text, from 1 to text_tokens - 1",
+        ),
+        ((accepted.sum(1) != length).any(), "as many nodes in `accepted` as accepted_length says"),
+        ((path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(), "accepted nodes below accepted ones"),
+        (
+            not tree.is_chain and any((path[:, level].sum(1) > 1).any() for level in tree.levels),
+            "at most one accepted node of each depth",
+        ),
+    ):
+        if wrong:
+            raise TraceError(f"traces: {where}: expected {expected}; a column is damaged, collect it again")
