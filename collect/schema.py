@@ -225,6 +225,11 @@ class Header:
                 f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema {SCHEMA_VERSION}; "
                 "collect it again"
             )
+        if odd := set(raw) ^ {one.name for one in dataclasses.fields(Header)}:
+            names = ", ".join(sorted(odd))
+            raise TraceError(
+                f"{where}: the header lacks or has unknown fields: {names[: 10 * _SHOWN]}; collect it again"
+            )
         try:
             header: Header = _adapter().validate_json(json.dumps(raw))
             header._check_together()
@@ -271,10 +276,8 @@ def _reason(error: ValidationError) -> str:
     """Return the first problem in words."""
     first = error.errors(include_url=False, include_context=False)[0]
     name = ".".join(map(str, first["loc"]))
-    if first["type"] in ("missing", "unexpected_keyword_argument"):
-        return f"the header {'lacks the' if first['type'] == 'missing' else 'has an unknown'} field {name[:_SHOWN]!r}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "expected a value that should")
-    return f"{name[:_SHOWN]!r} in the header: {message}, got {repr(first['input'])[:_SHOWN]}"
+    expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    return f"the header has {repr(first['input'])[:_SHOWN]} as {name[:_SHOWN]!r}: {expected}"
 
 
 def chain(depth: int) -> tuple[int, ...]:

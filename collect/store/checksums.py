@@ -56,7 +56,7 @@ def _present(folder: Path, header: Header) -> list[int]:
             index, count = int(match[1]), int(match[2])
             if count != header.shards or index >= count:
                 raise TraceError(
-                    f"traces: expected {header.shards} shards, as {folder / 'header.json'} says, got data/{name}; restore the "
+                    f"traces: expected {header.shards} shards, as the header of {folder} says, got data/{name}; restore the "
                     "header, or move that file away"
                 )
             found.append(index)

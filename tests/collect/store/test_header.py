@@ -56,7 +56,8 @@ RAW = json.loads(HEADER.to_json())
         {"shards": 0}, {"prompts": 10**12}, {"prompts": -1}, {"temperature": 1e300}, {"temperature": -1},
         {"temperature": "0.7"}, {"shaping": {"top_p": 5}}, {"shaping": {"top_k": "many"}}, {"shaping": {"min_p": -0.5}},
         {"verification": "../x"}, {"label": "none"}, {"collector": "sparse"}, {"texts": ""}, {"off_text": "never"},
-        {"topology": []}, {"topology": [-1, 5]}, {"topology": [-2]}, {"topology": [-1] * 5000}, {"features": ["top1", "top1"]},
+        {"topology": []}, {"topology": [-1, 5]}, {"topology": [-2]}, {"topology": [-1] * 5000},
+        {"features": ["top1", "top1"]},
         {"features": ["no such"]}, {"anchor_features": ["top1"]}, {"hidden": {"draft_hidden": 1 << 40}}, {"hidden": {"x": 1}},
         {"seed": 1 << 70}, {"max_new_tokens": 0}, {"vocabulary": -5}, {"explore": 2}, {"mix": 0.5}, {"draws": 4},
         {"pair": {"target": 7}}, {"target": "x" * 100_000}, {"facts": {"device": 7}}, {"facts": {"completions": {}}},
@@ -73,10 +74,10 @@ def test_a_field_out_of_range_is_refused_by_its_name(changes: dict[str, object])
 def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     for name in ("temperature", "explore", "seed"):
         text = json.dumps({**RAW, name: "here"}).replace('"here"', number)
-        with pytest.raises(TraceError, match="finite|valid integer"):
+        with pytest.raises(TraceError, match=r"finite|valid integer"):
             Header.from_json(text, "here")
 
 
 def test_a_key_that_occurs_twice_is_refused_by_name() -> None:
-    with pytest.raises(TraceError, match="here: .*'seed' occurs twice"):
+    with pytest.raises(TraceError, match=r"here: .*'seed' occurs twice"):
         Header.from_json(json.dumps(RAW)[:-1] + ', "seed": 5}', "here")
