@@ -215,10 +215,11 @@ class Header:
             if len(text) > _MOST_BYTES:
                 raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {len(text)}")
             raw = strict_loads(text, _refuse_constant)
-            if not is_text(json.dumps(raw, ensure_ascii=False)):
-                raise ValueError(f"it has {HALF}")
+            text = json.dumps(raw, ensure_ascii=False)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
+        if not is_text(text):
+            raise TraceError(f"{where}: the header has {HALF}")
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
@@ -231,7 +232,7 @@ class Header:
                 f"{where}: the header lacks or has unknown fields: {names[: 10 * _SHOWN]}; collect it again"
             )
         try:
-            header: Header = _adapter().validate_json(json.dumps(raw))
+            header: Header = _adapter().validate_json(text)
             header._check_together()
         except ValidationError as error:
             raise TraceError(f"{where}: {_reason(error)}; collect the trace again") from None

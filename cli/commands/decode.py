@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...policies.errors import InputError
+from ...policies.files.text import printable
 from ..common import PHASES, find_prompts, fitting, percent
 from ..console.output import print_json, progress_bars, table
 from ..options.models import Models
@@ -130,7 +131,10 @@ class _Shown:
     """
 
     def __init__(self, names: list[str], prompts: list[str]) -> None:
-        titles = [f"[{at + 1} of {len(names)}: {name}]\n" if len(names) > 1 else "" for at, name in enumerate(names)]
+        titles = [
+            f"[{at + 1} of {len(names)}: {printable(name)}]\n" if len(names) > 1 else ""
+            for at, name in enumerate(names)
+        ]
         self._waiting = [title + prompt for title, prompt in zip(titles, prompts, strict=True)]
         self._ended = [False] * len(names)
         self._now = 0

@@ -27,6 +27,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ...policies.files.text import printable
 from ...policies.progress import Progress, silent
 from .streams import say
 
@@ -149,7 +150,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for row in rows:
         grid.add_row(*row)
     console = output()
-    console.print(Text(title, style="bold"))  # a title of the table's own is folded to its width
+    console.print(Text(printable(title), style="bold"))  # a title of the table's own is folded to its width
     console.print(grid)
 
 
@@ -160,8 +161,16 @@ def next_step(*words: object) -> None:
 
 def output() -> Console:
     """Return the console of standard output; where it is no terminal, lines are not wrapped."""
-    console = Console(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
+    console = _Output(highlight=False, markup=False, soft_wrap=False)
+    return console if console.is_terminal else _Output(highlight=False, markup=False, width=200)
+
+
+class _Output(Console):
+    """A console that escapes control characters: ids and names come from files of any origin."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return text as it is printed, also that of table cells; see `Console.render_str`."""
+        return super().render_str(printable(text), **options)
 
 
 def print_json(value: Any) -> None:

@@ -9,12 +9,13 @@ import sys
 from typing import Any, TextIO
 
 from ...policies.errors import InputError
+from ...policies.files.text import printable
 
 
 def say(text: str) -> None:
-    """Write a line to standard error, if anything can be written there."""
+    """Write a line to standard error, if anything can be written there; control characters are escaped."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(printable(text) + "\n")
 
 
 def prepare() -> None:

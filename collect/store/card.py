@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from ...policies.files.text import markdown, markdown_cell, printable
 from ...policies.learned.conditions import shaping_text
 from ..schema import Header
 
@@ -15,8 +16,9 @@ CARD_FILE = "README.md"
 
 def data_card(header: Header) -> str:
     """Return the card; it depends on the header alone, so every process of a run writes the same one."""
+    name = printable(f"Draft traces of {_model(header.draft)} for {_model(header.target)}")
     front = {
-        "pretty_name": f"Draft traces of {_model(header.draft)} for {_model(header.target)}",
+        "pretty_name": name,
         "tags": ["speculative-decoding", "specstop"],
         "configs": [
             {"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]},
@@ -26,7 +28,7 @@ def data_card(header: Header) -> str:
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
 ---
-# {front["pretty_name"]}
+# {markdown(name)}
 
 At positions of the target's text: what the draft proposed, what it saw, and what the target accepted. Recorded by
 `specstop collect`; one row is one anchor, per-node columns are lists over the nodes of the topology.
@@ -96,4 +98,4 @@ def _model(name: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return markdown_cell(str(value))

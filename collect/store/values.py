@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...decode.verify.modes import MODES
 from ...policies.errors import TraceError
 from ...policies.features import FEATURES, TOKEN_FEATURES
 from ..header_fields import MOST
@@ -129,7 +130,10 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
             "every anchor of each text, from 1 to text_tokens - 1",
         ),
         ((accepted.sum(1) != length).any(), "as many nodes in `accepted` as accepted_length says"),
-        ((path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(), "accepted nodes below accepted ones"),
+        (
+            not MODES[header.verification].deferred and (path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(),
+            "accepted nodes below accepted ones",
+        ),
         (
             not tree.is_chain and any((path[:, level].sum(1) > 1).any() for level in tree.levels),
             "at most one accepted node of each depth",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...policies.errors import InputError, PolicyError
 from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import RUN_FILE, staged_folder
+from ...policies.files.text import markdown_cell
 from ...policies.storage.safe_loading import (
     MOST_HEADER,
     MOST_TEXT,
@@ -231,7 +232,7 @@ def card(trained: TrainedDrafter) -> str:
         *trained.provenance.items(),
         *((name, value) for name, value in trained.metrics.items() if not isinstance(value, list)),
     ]
-    table = "\n".join(f"| {name.replace('_', ' ')} | {value} |" for name, value in rows)
+    table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in rows)
     depths = trained.metrics.get("acceptance")
     shown = ""
     if isinstance(depths, list):

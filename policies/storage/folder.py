@@ -24,6 +24,7 @@ from ..errors import PolicyError
 from ..features import feature
 from ..files.atomic import write_atomic, write_json
 from ..files.outputs import RUN_FILE, staged_folder
+from ..files.text import markdown_cell
 from ..heads.build import build_head
 from ..joint.survival import BatchPolicy, BatchStop
 from ..learned.calibration import Calibrator
@@ -304,10 +305,10 @@ def card(policy: LearnedPolicy) -> str:
         *((f"pair: {role}", value) for role, value in facts.pair.items()),
         *((name, _cell(value)) for name, value in facts.metrics.items() if not isinstance(value, list)),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    table = "\n".join(f"| {markdown_cell(name)} | {markdown_cell(value)} |" for name, value in rows)
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
-        f"# {policy.name}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It never "
+        f"# {markdown_cell(policy.name)}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It never "
         f"changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n{_tables(facts.metrics)}"
         "Use: `specstop decode --policy <this folder>`, or `specstop evaluate` to see what it gains on other traces or "
         "hardware.\n"
@@ -322,7 +323,7 @@ def _tables(metrics: Mapping[str, Any]) -> str:
             continue
         names = list(rows[0])
         lines = [names, ["---"] * len(names), *([_cell(row.get(n)) for n in names] for row in rows)]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        table = "\n".join(f"| {' | '.join(map(markdown_cell, line))} |" for line in lines)
         out.append(f"## {name.replace('_', ' ').capitalize()}\n\n{table}\n\n")
     return "".join(out)
 

@@ -12,6 +12,7 @@ from ....decode.compare.intervals import Ratio
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files.atomic import write_atomic, write_json
+from ....policies.files.text import markdown, markdown_cell
 from ....policies.learned.policy import LearnedPolicy
 from ..records import DEPLOY, INCONCLUSIVE, REFUSE
 
@@ -85,7 +86,7 @@ class Sweep:
             for at, (ratio, length) in enumerate(zip(self.ratios, self.best_fixed, strict=True))
         ]
         advice = "".join(
-            f"- {line.name}: {line.verdict}{f' ({line.note})' if line.note else ''}\n" for line in self.lines
+            f"- {markdown(line.name)}: {line.verdict}{f' ({line.note})' if line.note else ''}\n" for line in self.lines
         )
         return (
             "# Where each policy pays\n\nRatio to the best fixed length (chosen again in each row) as a draft step grows "
@@ -166,10 +167,10 @@ class Transfer:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; bars within cells are escaped."""
+    """Return a Markdown table; see `markdown_cell`."""
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(map(markdown_cell, cells)) + " |"
 
     return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])
 

@@ -12,6 +12,7 @@ from typing import Any
 from ....decode.compare.intervals import Ratio
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.files.outputs import claim_folder, staged_folder
+from ....policies.files.text import markdown, markdown_cell, printable
 from ..decision_costs import FILE as DECISIONS_FILE
 from ..drawing.plot import save_speed_plot
 from ..records import Report
@@ -79,15 +80,19 @@ def to_markdown(report: Report) -> str:
     """Return the report as Markdown."""
     data = plain(report)
     found = report.answer
-    blocks = ["# What each policy gains", headline(report)]
+    blocks = ["# What each policy gains", markdown(headline(report))]
     if found:
-        blocks += [found.interval, *(["Why: " + " ".join(found.why)] if found.why else [])]
-    blocks += ["\n".join(f"- {text}" for text in some) for some in (report.findings, report.caveats) if some]
+        blocks += [markdown(text) for text in (found.interval, *(["Why: " + " ".join(found.why)] if found.why else []))]
+    blocks += ["\n".join(f"- {markdown(text)}" for text in some) for some in (report.findings, report.caveats) if some]
     for section in sections(data):
-        blocks += [f"## {section.title}", *section.words, *(_markdown(table, data) for table in section.tables)]
+        blocks += [
+            f"## {section.title}",
+            *map(markdown, section.words),
+            *(_markdown(table, data) for table in section.tables),
+        ]
         if section.id == "losses":
             blocks += _texts(data)
-    blocks.append(f"{facts_text(data)} Rates are modelled with the latency profile; every count is exact.")
+    blocks.append(f"{markdown(facts_text(data))} Rates are modelled with the latency profile; every count is exact.")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -96,13 +101,12 @@ def _markdown(table: Table, data: Data) -> str:
         return "| " + " | ".join(_escaped(cell) for cell in cells) + " |"
 
     head = row(list(table.heads)) + "\n|" + "---|" * len(table.heads)
-    return f"{table.caption}:\n\n" + "\n".join([head, *map(row, table.texts(data))])
+    return f"{markdown(table.caption)}:\n\n" + "\n".join([head, *map(row, table.texts(data))])
 
 
 def _escaped(text: str) -> str:
     """Return text that stays within a cell and is no markup."""
-    flat = " ".join(text.split())
-    return "".join("\\" + c if c in "|<`*\\" else c for c in flat)
+    return markdown_cell(text, "|<`*[\\")
 
 
 def _texts(data: Data) -> list[str]:
@@ -116,5 +120,5 @@ def _texts(data: Data) -> list[str]:
             pieces = " ".join(marks[p["state"]] + json.dumps(p["text"], ensure_ascii=False) for p in each["pieces"])
             text = json.dumps("".join(each["context"]), ensure_ascii=False)
             title = f"{_escaped(one['prompt'])}, after token {each['anchor']}: {each['kind']}, {each['ms']:.2f} ms, drafted "
-            out.append(f"{title}{each['chosen']}, ideal {each['ideal']}:\n\n    {text} | {pieces}")
+            out.append(f"{title}{each['chosen']}, ideal {each['ideal']}:\n\n    {printable(f'{text} | {pieces}')}")
     return out
