@@ -308,8 +308,8 @@ def card(policy: LearnedPolicy) -> str:
     table = "\n".join(f"| {markdown_cell(name)} | {markdown_cell(value)} |" for name, value in rows)
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, stop-policy]\n---\n\n"
-        f"# {markdown_cell(policy.name)}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It never "
-        f"changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n{_tables(facts.metrics)}"
+        f"# {markdown_cell(policy.name)}\n\nA specstop policy: decides when to stop drafting in speculative decoding. It "
+        f"never changes the text, only its speed.\n\n| | |\n|---|---|\n{table}\n\n{_tables(facts.metrics)}"
         "Use: `specstop decode --policy <this folder>`, or `specstop evaluate` to see what it gains on other traces or "
         "hardware.\n"
     )
