@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
 
 PHASES = {"outside": "framework overhead"}
 """What phases of a round are called for people, where that is not their name."""
+
+
+def piped_prompt() -> str | None:
+    """Return standard input as one prompt, without its last newline; None if it is a terminal, closed or empty."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except OSError:  # closed, or not readable
+        return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input: expected UTF-8 text: {error}") from None
+    return text.removesuffix("\n") if text.strip() else None
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:

@@ -119,6 +119,7 @@ def plan_run(
     check_limit("depth", depth, least=1)
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
+    given = tuple(prompts)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
     settings = settings if policy is None else settings.for_policy(policy)
     topology = settings.topology
@@ -172,7 +173,7 @@ def plan_run(
     )
     work, read = _dealt(prompts, ids, seed, count), _read_by(pair, target, draft, policy, profile)
     # Twice as many prompts as texts side by side: one that ends gives its place to another.
-    return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * (batch or 1)))
+    return Plan(header, work, chosen.rows, chosen.begin, read, max(BATCH, 2 * (batch or 1)), given)
 
 
 def _check_prompts(prompts: Sequence[Prompt], completions: Completions | None, long: str) -> None:

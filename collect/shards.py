@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from ..policies.errors import TraceError
 from ..policies.files.outputs import Input, beside, missing_folders, put_in_place, take_back
 from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
+from .prompts.kept import kept_text
+from .prompts.tokens import Prompt
 from .schema import Header
 from .store.folder import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
 from .work import Work
@@ -34,6 +36,7 @@ class Plan:
         begin: called before the first batch of each shard, whose rows must not depend on other shards.
         inputs: files and folders that the run reads.
         at_once: prompts of a batch.
+        prompts: of the run, which are kept in its folder; and the options that chose them.
     """
 
     header: Header
@@ -42,6 +45,8 @@ class Plan:
     begin: Callable[[], None] = nothing
     inputs: tuple[Input, ...] = ()
     at_once: int = BATCH
+    prompts: tuple[Prompt, ...] = ()
+    prompt_options: Mapping[str, Any] = field(default_factory=dict)
 
     def batches(self, index: int) -> Iterator[Sequence[Work]]:
         """Yield the batches of a shard; they never cross it."""
@@ -87,7 +92,10 @@ def record(
     header = plan.header
     shared = place.world > 1
     made = missing_folders(out)
-    folder = open_for_writing(out, header, resume=resume or shared, overwrite=overwrite, inputs=plan.inputs)
+    kept = kept_text(plan.prompts, plan.prompt_options) if plan.prompts else None
+    folder = open_for_writing(
+        out, header, resume=resume or shared, overwrite=overwrite, inputs=plan.inputs, prompts=kept
+    )
     mine = [index for index in range(header.shards) if place.takes(index)]
     check_shards(folder, header, repair=repair, among=mine)  # those of others are theirs to look after
     have = finished(folder, header)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...policies.errors import InputError
-from ...policies.files.outputs import RUN_FILE, claim_folder
+from ...policies.files.outputs import RUN_FILE, beside, claim_folder
 from ...policies.progress import Progress
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars
+from ..console.streams import say
 from ..options.config import config_saved, running_options, save_config
 from ..options.groups import with_groups
 from ..options.models import Models
@@ -199,7 +201,9 @@ def collect(
     from ...collect.estimates import estimate
     from ...collect.plan import plan_run
     from ...collect.processes import read_place
+    from ...collect.prompts.kept import keep_prompts, kept_prompts, require_stored
     from ...collect.prompts.read import apply_chat_template
+    from ...collect.store.folder import PROMPTS_FILE
     from ...policies.storage.registry import load_policy
 
     place = read_place(os.environ)
@@ -214,17 +218,27 @@ def collect(
     if ray is not None:
         if dry_run or overwrite or repair or place.world > 1:
             raise InputError("--ray: expected neither --dry-run, --overwrite, --repair nor torchrun with it")
+        require_stored(asked.prompts)
         _by_ray(out, ray, ray_tasks, resume, quiet, json)
         return
     if not dry_run:
         claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
+    options, kept = asdict(asked), None
+    if resume or place.world > 1:
+        folder = beside(out) if overwrite and beside(out).exists() else out
+        kept = kept_prompts(folder, options)
+        if kept is not None and resume:
+            say(f"goes on with the prompts kept in {folder / PROMPTS_FILE}; the source is not read again")
+    if kept is None and place.world > 1:
+        require_stored(asked.prompts)
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
-        chosen = asked.read(found.demo)
+        read = asked.read(found.demo) if kept is None else kept
         pair = replace(models, device=place.device(models.device)).open(found)
-        plan = plan_run(
+        chosen = apply_chat_template(read, pair.tokenizer) if asked.chat and kept is None else read
+        planned = partial(
+            plan_run,
             pair,
-            apply_chat_template(chosen, pair.tokenizer) if asked.chat else chosen,
             target=found.target,
             draft=(found.draft or "") if models.drafter == "model" else models.drafter,
             depth=depth,
@@ -250,6 +264,9 @@ def collect(
             through=through,
             profile=costs,
         )
+        plan = replace(planned(prompts=chosen), prompt_options=options)
+        if place.world > 1 and not dry_run and (first := keep_prompts(out, chosen, options)) != chosen:
+            plan = replace(planned(prompts=first), prompt_options=options)  # another process has read them before
         expected = estimate(plan, out) if dry_run else None
         trace = None if dry_run else _record(plan, out, place, resume, overwrite, repair, progress)
     if expected is not None:

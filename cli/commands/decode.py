@@ -9,7 +9,7 @@ import typer
 
 from ...policies.errors import InputError
 from ...policies.files.text import printable
-from ..common import PHASES, find_prompts, fitting, percent
+from ..common import PHASES, find_prompts, fitting, percent, piped_prompt
 from ..console.output import print_json, progress_bars, table
 from ..options.models import Models
 from ..options.prompts import Chat, Long
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def decode(
     *,
-    text: Annotated[list[str] | None, typer.Argument(help="Prompts to continue; or use --prompts.")] = None,
+    text: Annotated[list[str] | None, typer.Argument(help="Prompts; default: standard input, or --prompts.")] = None,
     prompts: Prompts = None,
     chat: Chat = False,
     long: Long = "refuse",
@@ -79,8 +79,11 @@ def decode(
     rule = load_policy(policy)
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
-    if text:
-        chosen = [Prompt(str(i), t) for i, t in enumerate(text)]
+    piped = None if text or prompts else piped_prompt()
+    if text or piped is not None:
+        chosen = [Prompt(str(i), t) for i, t in enumerate(text or [str(piped)])]
+    elif prompts is None and found.demo is None:
+        raise InputError("expected a prompt as an argument, --prompts FILE, or text on standard input")
     else:
         chosen = find_prompts(prompts, found.demo, "test", limit or (None if prompts else 1))
     pair = models.open(found)

@@ -22,7 +22,7 @@ class Layout:
         known: what the set is, for messages.
     """
 
-    prompt: tuple[str, ...] = ("prompt",)
+    prompt: tuple[str, ...] = ("prompt", "messages", "conversations")
     id: tuple[str, ...] = ("id",)
     group: tuple[str, ...] = ("group", "category")
     prompt_id: tuple[str, ...] = ("prompt_id",)

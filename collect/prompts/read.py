@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 from ...policies.errors import InputError, close_match
 from ...policies.files.text import HALF, is_text
 from ...policies.limits import check_limits
-from .files import records
+from .files import STANDARD_INPUT, records
+from .messages import prompt_text
 from .presets import PLAIN, Layout, find_preset
 from .samples import DistinctPrompts, SampleNames, warn_equal_texts, warn_sample_ids
 from .tokens import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
@@ -76,7 +78,7 @@ def read_prompts(
     columns: Columns = Columns(),
     choice: Choice | None = None,
 ) -> list[Prompt]:
-    """Read prompts from a JSON Lines, CSV or Parquet file, a .txt file, a data set folder, or `hf:name[:config]`.
+    """Read prompts from a JSON (Lines), CSV or Parquet file, a .txt file, a data set folder, a pipe, or `hf:name[:config]`.
 
     A record without an id gets the hash of its prompt as id. Columns `sample`, or `prompt_id`, separate samples of one prompt
     apart; see `SampleNames`. Blank lines are skipped. Nothing is read past what `limit` needs.
@@ -95,6 +97,7 @@ def read_prompts(
         InputError: the source is missing or empty, or a record is not what is expected; the message says where it is. Also
             if two records have the same id and sample, or the same id and different texts.
     """
+    source = os.fspath(source)
     choice = choice if choice is not None else Choice(limit=limit)
     layout = find_preset(preset) if preset else PLAIN
     found = _taken(_prompts(source, layout, split, columns), choice)
@@ -108,6 +111,7 @@ def read_prompts(
         if len(prompts) == choice.limit:
             break
     if not prompts:
+        source = "standard input" if source == STANDARD_INPUT else source
         if choice.side:
             raise InputError(f"--side: no prompt of {source} is on the {choice.side} side; there are too few of them")
         raise InputError(f'--prompts: {source} is empty; expected one JSON object with a "prompt" a line')
@@ -168,23 +172,20 @@ def _first(record: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _text(record: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, str]:
-    """Return (system message, text) of a record.
-
-    The column is a text; or the turns of a conversation, of which the first is taken; or chat messages with role and
-    content, of which the first one of the user is taken, and a system message before it.
-    """
-    value, system = _first(record, names), ""
-    if isinstance(value, list) and value and all(isinstance(v, dict) and "content" in v for v in value):
-        system = next((v["content"] for v in value if v.get("role") == "system"), "")
-        value = next((v["content"] for v in value if v.get("role") == "user"), None)
-    elif isinstance(value, list) and value:
-        value = value[0]
-    if not isinstance(value, str) or not value or not isinstance(system, str):
-        if value is None and not any(name in record for name in names):
-            raise InputError(_no_column("--column", names[0], record, where))
-        raise InputError(f'--prompts: {where}: expected an object with a non-empty string "{names[0]}"')
-    _check_text("prompt", value + system, where)
-    return system, value
+    """Return (system message, text) of a record; see `prompt_text`."""
+    name = next((name for name in names if record.get(name) is not None), None)
+    if name is None and not any(name in record for name in names):
+        raise InputError(_no_column("--column", names[0], record, where))
+    try:
+        system, text = ("", "") if name is None else prompt_text(record[name])
+    except ValueError as error:
+        raise InputError(
+            f'--prompts: {where}: expected an object with a string "{name}", or turns or messages in it, got {error}'
+        ) from None
+    if not text:
+        raise InputError(f'--prompts: {where}: expected an object with a non-empty string "{name or names[0]}"')
+    _check_text("prompt", text + system, where)
+    return system, text
 
 
 def _completion(record: Mapping[str, Any], name: str, where: str) -> str | tuple[int, ...]:

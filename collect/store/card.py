@@ -41,8 +41,8 @@ At positions of the target's text: what the draft proposed, what it saw, and wha
     rows = load_dataset("path/to/this/folder", split="train", streaming=True)
 
 `header.json` holds everything that is true of all rows, `checksums/` the SHA-256 of every shard (`sha256sum -c
-checksums/*`). Columns after the first rejection are void where `labelled` is false. Prompt ids and drafted tokens are
-in the rows: the licence of the prompts holds for them.
+checksums/*`). Columns after the first rejection are void where `labelled` is false. `prompts.jsonl`, where there is
+one, holds the prompts, and the rows their ids and drafted tokens: the licence of the prompts holds for them.
 """
 
 

@@ -2,6 +2,7 @@
 
     trace/header.json
     trace/README.md
+    trace/prompts.jsonl                            what was read, as a chat template wrote it
     trace/data/train-00000-of-00008.parquet
     trace/checksums/train-00000-of-00008.sha256
     trace/index.json                               once every shard is there
@@ -11,6 +12,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,12 +47,27 @@ if TYPE_CHECKING:
     import datasets
 
 HEADER_FILE = "header.json"
+PROMPTS_FILE = "prompts.jsonl"
+"""The prompts of the run, with which --resume goes on (`collect.prompts.kept`)."""
 
 
 def open_for_writing(
-    folder: Path, header: Header, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[Input] = ()
+    folder: Path,
+    header: Header,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    inputs: Iterable[Input] = (),
+    prompts: str | None = None,
 ) -> Path:
     """Prepare a trace folder for the run that `header` describes; processes that come together find one header.
+
+    Args:
+        folder: of the trace.
+        header: of the run.
+        resume, overwrite: what to do with a folder that is not empty.
+        inputs: what the run reads.
+        prompts: contents of `PROMPTS_FILE`; None = the run keeps none.
 
     Returns:
         The folder to write into: beside one that is to be replaced, which stays as it is until the trace is complete.
@@ -67,9 +84,11 @@ def open_for_writing(
     path = folder / HEADER_FILE
     if not path.exists():
         # A hidden file may be the header that another process is about to put there.
-        if not is_empty(folder) and not path.exists():
+        if not (is_empty(folder) or os.listdir(folder) == [PROMPTS_FILE]) and not path.exists():
             raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
         with full_disk_advice(folder, "free some and run the same command again with --resume"):
+            if prompts is not None:
+                put(folder / PROMPTS_FILE, prompts, once=True)  # first: a run with a header has its prompts
             put(path, header.to_json() + "\n", once=True)
     # Whoever came first has written it; what this process would have written may differ in facts alone.
     present = read_header(folder)
@@ -98,7 +117,7 @@ def _replacing(folder: Path, resume: bool) -> Path:
 
 def _names(header: Header) -> Iterator[str]:
     """Yield the names of all files of a trace, as they are below its folder."""
-    yield from (HEADER_FILE, CARD_FILE, INDEX_FILE)
+    yield from (HEADER_FILE, CARD_FILE, INDEX_FILE, PROMPTS_FILE)
     for index in range(header.shards):
         shard = shard_path(Path(), index, header.shards)
         yield from (shard.as_posix(), checksum_path(shard).as_posix())
