@@ -56,12 +56,17 @@ def _show_trace(path: Path, json: bool) -> None:
         print_json(trace_json(trace))
         return
     facts, rows = describe_trace(trace)
+    is_tree = trace.header.depth < len(trace.header.topology)
+    branches, sample = (
+        branch_rows(trace) if is_tree else [],
+        sample_rows(trace),
+    )  # nothing is printed of a damaged trace
     table(str(path), ("what", "value"), flat(facts))
     if rows:
         table("acceptance", ("depth", "P(A >= depth)", "positions"), rows)
-    if trace.header.depth < len(trace.header.topology):
-        table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branch_rows(trace))
-    table("a row", ("what", "value"), sample_rows(trace))
+    if is_tree:
+        table("acceptance by branch", ("depth", "branch", "P(accepted)", "rows"), branches)
+    table("a row", ("what", "value"), sample)
 
 
 def trace_json(trace: Trace) -> dict[str, Any]:

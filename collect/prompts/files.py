@@ -102,7 +102,8 @@ def _opened(path: Path) -> Iterator[Iterable[str]]:
     try:
         yield file
     finally:
-        file.detach()  # else standard input would be closed
+        with contextlib.suppress(ValueError):  # it was closed meanwhile
+            file.detach()  # else standard input would be closed
 
 
 class _Repeating(dict[str, Any]):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ....policies.files.text import printable
 from ....policies.learned.conditions import sampling_text
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path
@@ -31,7 +32,7 @@ def to_html(data: Data) -> str:
     """
     parts = sections(data)
     found = data["answer"]
-    return _template().render(
+    page = _template().render(
         data=data,
         answer=found,
         title=_title(found),
@@ -41,6 +42,7 @@ def to_html(data: Data) -> str:
         pictures={part.id: DRAWN[part.id](data) for part in parts if part.id in DRAWN},
         style=_asset("page.css"),
     )
+    return printable(page)
 
 
 def _title(found: dict[str, Any] | None) -> str:
