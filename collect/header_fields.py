@@ -84,7 +84,8 @@ def _check_sampling(options: Mapping[str, Any]) -> Mapping[str, Any]:
         name = option.replace("_", "-")
         if name in LIMITS and (wanted := LIMITS[name].wanted(value, int(LIMITS[name].least))):
             raise ValueError(f"expected {wanted} as {option}")
-    return _check_json(options)
+    _check_json(options)
+    return options
 
 
 def _check_json(value: Any, level: int = 0) -> Any:

@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..files.atomic import write_atomic
 from ..files.entries import Entries
 from ..files.json_text import read_json
+from ..limits import LIMITS
 from ..storage.safe_loading import check_values, digest
 from .batch import BatchCosts
 from .costs import Costs
@@ -203,7 +204,7 @@ class Profile(Costs):
                 entries.number("round_s", most=MOST_S),
                 (prefill[0], prefill[1]),
                 {name: read_price(entries.part("decision_s"), name) for name in entries.part("decision_s").values},
-                entries.number("temperature"),
+                entries.number("temperature", most=LIMITS["temperature"].most),
                 dict(entries.part("facts").values),
                 check(Measurements.from_list(raw.get("measurements", []))),
                 tree_outside_s=None if outside is None else (outside[0], outside[1], outside[2]),
