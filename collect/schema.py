@@ -31,7 +31,7 @@ from ..policies.features.hidden_states import HIDDEN_STATES
 from ..policies.files.json_text import strict_loads
 from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
-from .header_fields import (
+from .store.header_fields import (
     MOST,
     AnchorFeatures,
     Count,

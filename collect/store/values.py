@@ -11,8 +11,8 @@ import pyarrow as pa
 from ...decode.verify.modes import MODES
 from ...policies.errors import TraceError
 from ...policies.features import FEATURES, TOKEN_FEATURES
-from ..header_fields import MOST
 from ..schema import NO_TOKEN, TIMES, Header
+from .header_fields import MOST
 
 Array = np.ndarray[Any, Any]
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from ..decode.topology import Topology
-from ..policies.features import FEATURES, Kind
-from ..policies.features.hidden_states import HIDDEN_STATES
-from ..policies.limits import LIMITS, MOST_ROWS
+from ...decode.topology import Topology
+from ...policies.features import FEATURES, Kind
+from ...policies.features.hidden_states import HIDDEN_STATES
+from ...policies.limits import LIMITS, MOST_ROWS
 
 MOST = 1 << 31
 """Token ids and counts lie below: columns are int32."""
@@ -57,7 +57,7 @@ def _check_anchor_features(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_verification(name: str) -> str:
-    from ..decode.verify.modes import MODES
+    from ...decode.verify.modes import MODES
 
     if name not in MODES:
         raise ValueError(f"expected one of {', '.join(MODES)}")
@@ -65,7 +65,7 @@ def _check_verification(name: str) -> str:
 
 
 def _check_label(name: str) -> str:
-    from ..decode.verify.modes import MODES
+    from ...decode.verify.modes import MODES
 
     known = dict.fromkeys([*(mode.label for mode in MODES.values()), "outcome"])  # "outcome": records of an engine
     if name not in known:
