@@ -1,4 +1,4 @@
-"""Prompts from pipes and JSON arrays, chat messages in their common forms, and prompts with two BOS tokens."""
+"""Prompts from pipes and JSON arrays, chat messages of several kinds, and prompts with two BOS tokens."""
 
 from __future__ import annotations
 
