@@ -26,6 +26,7 @@ from .drafted import Finished
 from .drafters import Drafter, find_drafter
 from .drafters.base import Carries, Prepares, carries
 from .model_source import ModelSource
+from .models.cache import CachedModel
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
 from .observer import Observer, Seen
@@ -34,28 +35,11 @@ from .policy.runner import MonitoredRunner
 from .records import Generation, Round
 from .rounds import play_round
 from .settings import Settings, Stopwatch
-from .stream import Text
+from .stream import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
 from .verify.noise import Source
-from .verify.sampling import Shaping, check_processors
+from .verify.sampling import check_processors
 from .weak import weak_method
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to be decoded.
-
-    Attributes:
-        prompt: token ids, at least one.
-        key: of the stream (`noise.stream_key`); without effect at temperature 0.
-        padding: tokens that stood left of the prompt: logits processors and stopping criteria see them, models do not.
-        shaping: of this text; None = that of the settings.
-    """
-
-    prompt: Sequence[int]
-    key: int = 0
-    padding: Sequence[int] = ()
-    shaping: Shaping | None = None
 
 
 @dataclass
@@ -188,6 +172,11 @@ class Speculator:
             self._drafter.prepare(lengths)
 
     @property
+    def target(self) -> CachedModel:
+        """The target as this loop calls it."""
+        return self._source.target
+
+    @property
     def policy(self) -> StopPolicy:
         """The policy that is asked: the one given, until it fails."""
         return self._runner.policy
@@ -242,7 +231,9 @@ class Speculator:
         self._runner.restart()
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
-        source.reserve(max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens)
+        longest = max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens
+        shifts, offsets = zip(*(request.excess for request in requests), strict=True) if requests else ([0], [0])
+        source.reserve(longest, max(shifts), max(offsets))
         done: dict[int, Generation] = {}
         running: dict[int, _Running] = {}
         waiting = list(enumerate(requests))[::-1]  # popped from the end
@@ -272,7 +263,7 @@ class Speculator:
                 continue
             number, request = waiting.pop()
             begin = watch.now()
-            text = self._source.open(stream, list(request.prompt), request.key, list(request.padding), request.shaping)
+            text = self._source.open(stream, request)
             running[stream] = _Running(number, request, text, watch.now() - begin, [])
             rows.append(stream)
             if on_commit and text.generated:

@@ -27,11 +27,11 @@ from .models.pair import Pair, readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
-from .stream import Anchor, Stream, Text, sampled_rows
+from .stream import Anchor, Request, Stream, Text, sampled_rows
 from .topology import Topology
 from .verify.base import Verification
 from .verify.noise import KeyedSource, Source
-from .verify.sampling import Sampler, Shaping
+from .verify.sampling import Sampler
 
 
 class ModelSource:
@@ -88,15 +88,22 @@ class ModelSource:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
         self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature, self.streams)
 
-    def reserve(self, tokens: int) -> None:
-        """Empty both caches, with room for texts of `tokens` and a round beyond them."""
-        capacity = tokens + max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
-        self._readable = capacity
-        for role, limit in (("target", readable(self.pair.target)), ("draft", self.drafter.readable)):
-            self._readable = min(self._readable, limit)
-            if tokens > limit:
+    def reserve(self, tokens: int, shift: int = 0, offset: int = 0) -> None:
+        """Empty both caches, with room for texts of `tokens` and a round beyond them.
+
+        Args:
+            tokens: of the longest text.
+            shift, offset: slots and positions of the target in excess of a text's tokens (`Request.excess`).
+        """
+        capacity = (
+            tokens + shift + max(len(self.topology), len(self._padded)) + 1
+        )  # the last round reads beyond the limit
+        self._readable = capacity - shift
+        for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", self.drafter.readable, 0)):
+            self._readable = min(self._readable, limit - more)
+            if tokens + more > limit:
                 raise InputError(
-                    f"prompt and new tokens are {tokens} together, but the {role} reads at most {limit}; "
+                    f"prompt and new tokens are {tokens + more} together, but the {role} reads at most {limit}; "
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self.target.capacity < capacity:
@@ -107,30 +114,31 @@ class ModelSource:
         self.drafter.reserve(self._size, capacity)
         self.texts = [None] * self._size
 
-    def open(
-        self, number: int, prompt: list[int], key: int, padding: Sequence[int], shaping: Shaping | None = None
-    ) -> Text:
+    def open(self, number: int, request: Request) -> Text:
         """Read a prompt with the target and draw the first roots; the drafter reads when it is first asked.
 
         Args:
             number: of the stream, whose text before has ended.
-            prompt: token ids.
-            key: of the noise.
-            padding: see `loop.Request`.
-            shaping: of this text; None = that of the settings.
+            request: its prompt, and how to decode it.
         """
-        settings, device = self.settings, self.pair.device
+        settings, device, prompt, read = self.settings, self.pair.device, list(request.prompt), request.read
+        padding = list(request.padding)
         seen = len(padding) + len(prompt)
-        processors = (shaping or settings.shaping).build(settings.temperature, seen, tuple(self.eos), device)
-        self.target.roll_back(0, number)
-        logits = self.target.read(upload([prompt], device), rows=1, stream=number)[0]
+        processors = (request.shaping or settings.shaping).build(settings.temperature, seen, tuple(self.eos), device)
+        if read is None:
+            self.target.roll_back(0, number)
+            logits = self.target.read(upload([prompt], device), rows=1, stream=number)[0]
+            states = self.target.states
+            ids, told, shift = prompt, None if states is None else states[0], 0
+        else:
+            self.target.adopt(read, number)
+            logits, ids, told, shift = read.logits, read.ids, read.states, read.slots - len(prompt)
         check_rows(logits)
-        states = self.target.states
-        told = None if states is None else states[0]
         self.drafter.begin(number)
-        self.drafter.committed(number, prompt, self._told(told))
+        self.drafter.committed(number, ids, self._told(told))
         sampler = Sampler(processors, settings.temperature, padding)
-        text = Text(prompt, len(prompt), self._open_source(key), sampler, [], Anchor(logits, 0, self._hidden(told)))
+        anchor = Anchor(logits, 0, self._hidden(told))
+        text = Text(prompt, len(prompt), self._open_source(request.key), sampler, [], anchor, shift=shift)
         self.texts[number] = text
         sampled = sampler(logits, lambda: [prompt])[0]
         choices = text.choices(len(prompt), self._temperature == 0.0)
@@ -299,7 +307,7 @@ class ModelSource:
                 parts.append(Part(own.number, tokens + tokens[-1:] * padding))
             else:
                 rows = [own.found.rows[place] for place in own.sent]
-                parts.append(Part(own.number, tokens, tree=TreeRows(self.topology, own.base, [], rows)))
+                parts.append(Part(own.number, tokens, tree=TreeRows(self.topology, own.slot, [], rows)))
         logits = self.target.read_parts(parts)
         if padding:
             logits = logits[:-padding]
@@ -320,7 +328,7 @@ class ModelSource:
         for own in self.streams:
             text, path, sent = own.text, own.path, own.sent
             rows = path if len(sent) == len(own.found.rows) else [sent.index(place) for place in path]
-            self.target.keep(own.base, [own.base + row for row in rows], own.number)
+            self.target.keep(own.slot, [own.slot + row for row in rows], own.number)
             accepted = [own.found.tokens[place] for place in path]
             told = None if states is None else states[0, [own.first + row for row in rows]]  # [path, layers x H]
             self.drafter.committed(own.number, accepted, self._told(told))

@@ -10,10 +10,38 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from .candidates import Candidates
+from .models.kv_cache import ReadPrompt
 from .topology import Topology
 from .verify.base import Turn
 from .verify.noise import Choices, Source
-from .verify.sampling import Sampler
+from .verify.sampling import Sampler, Shaping
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be decoded.
+
+    Attributes:
+        prompt: token ids, at least one.
+        key: of the stream (`noise.stream_key`); without effect at temperature 0.
+        padding: tokens that stood left of the prompt: logits processors and stopping criteria see them, models do not.
+        shaping: of this text; None = that of the settings.
+        read: the prompt as the target has read it by itself (`hf.prefill`); None = the loop reads the token ids.
+    """
+
+    prompt: Sequence[int]
+    key: int = 0
+    padding: Sequence[int] = ()
+    shaping: Shaping | None = None
+    read: ReadPrompt | None = None
+
+    @property
+    def excess(self) -> tuple[int, int]:
+        """How many slots, and positions, the prompt takes in excess of its number of tokens; at least 0."""
+        if self.read is None:
+            return 0, 0
+        shift = self.read.slots - len(self.prompt)
+        return max(shift, 0), max(shift + int(self.read.offset.max()), 0)
 
 
 @dataclass(slots=True)
@@ -48,6 +76,7 @@ class Text:
         roots: tokens that the next round starts from: the last committed one, or alternatives for the one to come.
         anchor: what they were drawn from.
         round: of the next choices; 0 while the prompt is read.
+        shift: slots of the target's cache that the prompt fills, minus its tokens.
     """
 
     tokens: list[int]
@@ -58,6 +87,7 @@ class Text:
     anchor: Anchor
     round: int = 0
     ended: bool = False
+    shift: int = 0
 
     @property
     def generated(self) -> int:
@@ -140,6 +170,11 @@ class Stream:
         found = Candidates.at(text.roots, topology)
         going = [place for place, root in enumerate(text.roots) if root not in eos]
         return Stream(number, text, base, text.choices(base, greedy), found, going, text.anchor)
+
+    @property
+    def slot(self) -> int:
+        """Slots of the target's cache before the round's roots."""
+        return self.base + self.text.shift
 
     def turn(self, places: Sequence[int]) -> Turn:
         """Return this stream's share of a call for `places`."""

@@ -41,6 +41,8 @@ from ..settings import Settings
 from ..verify.noise import stream_key
 from ..verify.sampling import Shaping
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
+from .arguments import check_adapters, check_config, check_dropped, check_inputs
+from .prefill import Prefill
 
 
 @dataclasses.dataclass
@@ -74,7 +76,8 @@ def specstop_generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate`
-            prepares, the attention mask among it. The rows of a batch are decoded side by side.
+            prepares, the attention mask among it. The rows of a batch are decoded side by side. Given `past_key_values` are
+            read and stay as they are, where plain decoding extends them.
         draft_model: proposes the tokens; refused with another `drafter` that takes none.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
@@ -88,19 +91,17 @@ def specstop_generate(
         [rows, length] int64 like `generate`, or a `SpeculativeOutput` with `return_dict_in_generate`.
 
     Raises:
-        InputError: no draft model or one too many, or something that this loop does not do.
+        InputError: no draft model or one too many, or an argument that this loop does not honour (`arguments`).
     """
     check_draft_model(draft_model, drafter)
-    if getattr(generation_config, "num_beams", 1) != 1:
-        raise InputError("specstop_generate: beam search is not speculative; expected num_beams=1")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-        if getattr(generation_config, name, False):
-            raise InputError(
-                f"specstop_generate: {name}=True is not supported: what a round reads is not a row a token"
-            )
+    check_dropped()
+    check_config(generation_config, model.generation_config)
+    check_adapters(model)
     if text_streamer is not None and len(input_ids) > 1:
         raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
+    if not model.config.is_encoder_decoder:  # which `join` refuses
+        check_inputs(model_kwargs, input_ids)
     limit, ends = _limits(stopping_criteria or (), generation_config)
     settings = Settings(
         temperature,
@@ -117,15 +118,17 @@ def specstop_generate(
     tell_if_untrained(rule, settings)
     tell_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
-    attention_mask = model_kwargs.get("attention_mask")  # a parameter of that name would be handed over twice
+    mask_length = getattr(generation_config, "_mask_length", -1)
+    prefill = Prefill(speculator.target.model, input_ids, model_kwargs, mask_length)
+    padding = prefill.left_padding()
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
+    read = [None] * len(input_ids) if padding is not None else prefill.read(speculator.target)
     requests = []
     for row, ids in enumerate(input_ids.tolist()):
-        real = [True] * len(ids) if attention_mask is None else attention_mask[row].bool().tolist()
-        start = real.index(True) if True in real else 0  # padding stands on the left
-        requests.append(Request(ids[start:], keys[row], ids[:start], _of_row(shaping, row)))
+        start = padding[row] if padding is not None else 0
+        requests.append(Request(ids[start:], keys[row], ids[:start], _of_row(shaping, row), read[row]))
     stream = (lambda _, new: text_streamer.put(_ordinary_tensor(new))) if text_streamer is not None else None
     made = speculator.run(requests, stream)
     texts = [[*ids, *one.tokens] for ids, one in zip(input_ids.tolist(), made, strict=True)]

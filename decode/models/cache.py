@@ -19,9 +19,9 @@ from transformers.cache_utils import Cache
 from ..topology import Topology
 from .attention import attending_packed
 from .cuda.transfer import upload
-from .kv_cache import KVCache, KVLayer
+from .kv_cache import KVCache, KVLayer, ReadPrompt
+from .masks import SlotLayouts, TreeMasks, backend_mask, causal, window_layers, window_masks
 from .packed import PackedCall, Part, TreeRows, pack, split
-from .tree_masks import TreeMasks
 from .view import ModelView
 
 _LONG = 64
@@ -29,18 +29,6 @@ _LONG = 64
 
 _SLICED = 64
 """Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
-
-
-def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
-
-    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small model's
-    call). Half of the lowest: kernels multiply by log2 e, and infinite it leaves NaN where nothing of some keys is seen.
-    """
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=model.dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(model.dtype).min / 2)
 
 
 class CachedModel:
@@ -92,6 +80,7 @@ class CachedModel:
         self._maskless_prompt = fast
         self._causal = self._after_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
         self._trees: dict[Topology, TreeMasks] = {}  # by identity
+        self._layouts: SlotLayouts | None = None  # where no text has one, nothing is computed for it
         self._positions = torch.arange(capacity, device=self._device)[None]
         self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
 
@@ -174,20 +163,40 @@ class CachedModel:
         end = start + count
         if start == 0 and self._reads_beyond:
             kv.clear(stream)  # the text before may have ended in numbers that are not finite
+        layouts = self._layouts and self._layouts.of(stream, start)
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
-        if mask is None and count <= _SLICED and not alone:
+        if layouts is not None:
+            mask = layouts.hide(causal(start, count, self._device) if mask is None else mask, stream)
+        elif mask is None and count <= _SLICED and not alone:
             # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         positions = self._positions[:, start:end] if positions is None else positions
         if self._windows:
-            # A window counts positions, and those of a tree's candidates are not their slots.
+            # A window counts tokens of the text, which differ from slots for the candidates of a tree.
             self._position_at[stream, start:end] = positions[0]
             mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
         elif mask is not None:
             mask = backend_mask(mask, self.model)
+        if layouts is not None:
+            positions = layouts.positions(positions, stream)
         logits, self.states = self._run(self._known(tokens), mask, positions, rows)
         kv.lengths[stream] = end  # once all layers have written
         return logits
+
+    def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
+        """Replace a stream's text by a prompt that the model has read by itself, and check it (`ReadPrompt.check`)."""
+        self._kv.clear(stream)
+        for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
+            if states is not None:
+                layer.fill(stream, prompt.slots, *states)
+        prompt.layers.clear()
+        self._layouts = self._layouts or SlotLayouts(self._kv.streams, self.capacity, self._device)
+        self._layouts.set(stream, prompt.hidden, prompt.offset)
+        self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
+        self._kv.lengths[stream] = prompt.slots
+        logits = self.read(upload([[prompt.next[0]]], self._device), 1, stream=stream)[0, -1]
+        self.roll_back(prompt.slots, stream)
+        prompt.check(logits, self.model)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Return the tokens as the model can read them."""
@@ -195,16 +204,16 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "logits_to_keep": rows}
+        return self.answer(self.call(**inputs, past_key_values=self._cache, use_cache=True), rows)
+
+    def call(self, **inputs: Any) -> Any:
+        """Return what the model returns for these inputs, with the hidden states that are kept."""
         with self.view as model:
-            out = model(
-                input_ids=tokens,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=rows,
-                **({"output_hidden_states": True} if self._hidden else {}),
-            )
+            return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
+
+    def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scores and states, as `_run`, of what `call` returned."""
         states = None
         if self._hidden:
             layers = [out.hidden_states[layer] for layer in self._hidden]
@@ -291,6 +300,11 @@ class CachedModel:
                 mask[part.stream, 0, : len(seen), tree.base : tree.base + seen.shape[1]] = seen
         if self._windows:
             self._position_at[call.packing.stream, call.packing.slot] = call.positions[0]
+        if self._layouts is not None:
+            mask, call.positions = (
+                self._layouts.hide(mask),
+                self._layouts.positions(call.positions, call.packing.stream),
+            )
         logits, states = self._run_packed(call, mask)
         for stream, end in call.ends.items():
             kv.lengths[stream] = end
@@ -332,19 +346,4 @@ class CachedModel:
             return None
         if mask.dtype != torch.bool:
             mask = mask == 0
-        window, mixed = self._windows
-        near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
-        sliding = backend_mask(mask & near, self.model)
-        if not mixed:
-            return sliding
-        return {"full_attention": backend_mask(mask, self.model), "sliding_attention": sliding}
-
-
-def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:
-    """Return (window, whether other layers see everything) of a model with sliding-window layers, else None."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    if window is None or (kinds and "sliding_attention" not in kinds):
-        return None
-    return int(window), len(kinds) > 1
+        return window_masks(mask, positions, position_at, self._windows, self.model)

@@ -16,10 +16,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from .attention import grouped_attention
-from .cache import window_layers
 from .checkpoints.adapters import modified_module
 from .cpu.products import Product
 from .cuda.fused import fused
+from .masks import window_layers
 from .wide_head import can_widen, wide_linear
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

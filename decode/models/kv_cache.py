@@ -17,7 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from ...policies.errors import InputError
 from .cuda.transfer import upload
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Largest RMS difference of logits due to rounding, relative to their standard deviation; 0.1 in half precision."""
 
 
 def token_bytes(model: PreTrainedModel) -> int:
@@ -71,6 +75,51 @@ class Packing:
         """Return [1, T, heads, width] of a rectangle [S, n, heads, width]."""
         rows = out.reshape(1, self.rows * self.count, *out.shape[2:])  # [1, S n, heads, width]
         return rows if self.place is None else rows.index_select(1, self.place)
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """The prompt of one text after the model has read it as its own `generate` does (`hf.prefill`).
+
+    Attributes:
+        ids: token ids that drafters read.
+        logits: [1, V] after the last token.
+        states: [len(ids), layers x H] hidden states of `ids`, if they are kept. Without states of a cached prefix, `ids` are
+            the tokens after it.
+        layers: keys and values [1, heads, n, width] of each layer, of the last n slots; None of a layer without its own. They
+            are removed once they are copied to the buffers.
+        slots: number of slots in use.
+        hidden: [slots] bool, slots that no later token sees.
+        offset: [D] int64, position minus slot of later tokens (`masks.SlotLayouts`).
+        next: a token, and the model's own logits [V] after it.
+        arguments: names of what makes the prompt more than token ids, for messages.
+    """
+
+    ids: list[int]
+    logits: Tensor
+    states: Tensor | None
+    layers: list[tuple[Tensor, Tensor] | None]
+    slots: int
+    hidden: Tensor
+    offset: Tensor
+    next: tuple[int, Tensor]
+    arguments: tuple[str, ...]
+
+    def check(self, logits: Tensor, model: PreTrainedModel) -> None:
+        """Compare the logits [V] that the loop computes after the next token with the model's own.
+
+        Raises:
+            InputError: they differ by more than rounding.
+        """
+        expected = self.next[1]
+        finite = torch.isfinite(expected) & torch.isfinite(logits)
+        spread = expected[finite].std().clamp_min(torch.finfo(expected.dtype).tiny)
+        distance = float((logits[finite] - expected[finite]).square().mean().sqrt() / spread)
+        if not distance <= _TOLERANCE.get(model.dtype, 0.1):  # true for NaN as well
+            raise InputError(
+                f"specstop_generate: {', '.join(self.arguments)}: {type(model).__name__} continues such a prompt in a form "
+                "that the loop does not support; leave it out, or call generate without custom_generate"
+            )
 
 
 class KVCache:
@@ -148,6 +197,14 @@ class KVLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = self._kv.take(key_states, value_states)
         self.is_initialized = True
+
+    def fill(self, stream: int, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Write states [1, heads, n, width] into the n slots of a stream before `end`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        self.keys[stream, :, end - key_states.shape[2] : end] = key_states[0]
+        self.values[stream, :, end - value_states.shape[2] : end] = value_states[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states after what is there and return views of all that attention reads."""

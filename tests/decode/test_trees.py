@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 from small_models import table
-from specstop.decode.models.cache import CachedModel, window_layers
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.masks import window_layers
 from specstop.decode.models.packed import TreeRows
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
 from torch import Tensor
@@ -127,7 +128,7 @@ def test_parts_of_a_tree_come_and_come_again_in_any_order(
     some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of changing sizes after prefixes of changing lengths, more of them than are kept."""
-    monkeypatch.setattr("specstop.decode.models.tree_masks._MOST", 2)
+    monkeypatch.setattr("specstop.decode.models.masks._MOST", 2)
     tree, draw = parse_tree("3,2,2"), random.Random(4)
     made = Tree(some, tree, 9)
     parts = [pruned(tree, draw) for _ in range(4)]

@@ -91,7 +91,7 @@ class CudaGraphModel(CachedModel):
     ) -> Tensor:
         """Append `tokens` to a stream and return logits; see `CachedModel.read`."""
         start, count = self.lengths[stream], tokens.shape[1]
-        if start == 0 or count > MOST_TOKENS or self.streams > 1 or not self._memory.recorder.works:
+        if start == 0 or count > MOST_TOKENS or self.streams > 1 or not self._records:
             return super().read(tokens, rows, mask, positions, stream)
         end = start + count
         # Trees come in all sizes: what fills one up is written behind it, where nothing is seen.
@@ -110,6 +110,11 @@ class CudaGraphModel(CachedModel):
         self._kv.lengths[0] = end
         self.states = None if states is None else states[:, :count].clone()
         return logits[:, : rows or count].clone()  # the next call of this shape writes there again
+
+    @property
+    def _records(self) -> bool:
+        """Whether calls are recorded: not where a text has a layout, which recordings do not know of."""
+        return self._memory.recorder.works and self._layouts is None
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths; see `CachedModel.prepare`."""
@@ -146,7 +151,7 @@ class CudaGraphModel(CachedModel):
     def _run_packed(self, call: PackedCall, mask: Tensor) -> Answer:
         """See `CachedModel`; calls of one shape are recorded like those of a single stream."""
         packing = call.packing
-        if not self._memory.recorder.works or call.tokens.shape[1] > MOST_TOKENS:
+        if not self._records or call.tokens.shape[1] > MOST_TOKENS:
             return super()._run_packed(call, mask)
         wanted = len(call.wanted) if isinstance(call.wanted, Tensor) else 0
         seen = min(_seen(packing.seen), self.capacity)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import VOCABULARY
-from specstop.decode.models.cache import CachedModel, backend_mask
+from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.masks import backend_mask
 from specstop.decode.models.pair import Pair
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype

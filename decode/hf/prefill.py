@@ -1,0 +1,183 @@
+"""Prompts that the target reads as its own `generate` does: with masked tokens, positions, a cache to start from, images.
+
+The first step is the model's own: `prepare_inputs_for_generation` and one forward call for all rows of a batch. The keys and
+values it caches are copied to the buffers of the loop. A second step of the model shows how `generate` would continue: which
+slots later tokens see, and at which positions they are. The loop continues a text only if it computes the same logits for
+that second step (`ReadPrompt.check`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from ...policies.errors import InputError
+from ..models.cache import CachedModel
+from ..models.kv_cache import ReadPrompt
+
+_LOOP_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+"""Model inputs that the loop itself passes at each call."""
+
+
+class Prefill:
+    """The first step of `generate` for a batch.
+
+    Args:
+        model: the target, a `PreTrainedModel`.
+        input_ids: [B, n].
+        inputs: the other model inputs that `generate` has prepared. Neither they nor the cache among them are changed.
+        mask_length: columns of an attention mask of ones, which `generate` removes; -1 = there was none.
+
+    Raises:
+        InputError: the cache is of a type that cannot be copied.
+    """
+
+    def __init__(self, model: Any, input_ids: Tensor, inputs: Mapping[str, Any], mask_length: int = -1) -> None:
+        cache = inputs.get("past_key_values")
+        cached = self._cached = 0 if cache is None else int(cache.get_seq_length())
+        self._cache = copy_cache(cache) if cached else DynamicCache(config=model.config.get_text_config(decoder=True))
+        self._ids, self._kwargs = input_ids, {**inputs, "past_key_values": self._cache}
+        self.inputs: dict[str, Any] = dict(
+            model.prepare_inputs_for_generation(
+                input_ids,
+                next_sequence_length=self._uncached(mask_length) if cached else None,
+                is_first_iteration=True,
+                **self._kwargs,
+            )
+        )
+
+    def _uncached(self, mask_length: int) -> int | None:
+        """Return how many of the last tokens are not cached; None = all of them. The rule of `GenerationMixin._prefill`."""
+        embeds, mask, count = self._kwargs.get("inputs_embeds"), self._kwargs.get("attention_mask"), self._ids.shape[1]
+        if embeds is not None:
+            return int(embeds.shape[1]) - self._cached
+        # With a mask of their length the ids are the whole text; with a longer one they are what follows the cache.
+        return count - self._cached if count == (mask_length if mask is None else mask.shape[1]) else None
+
+    def left_padding(self) -> list[int] | None:
+        """Return the padding of each row if the prompt is token ids after left padding, at positions from 0 on, else None."""
+        inputs, ids = self.inputs, self._ids
+        input_ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if _extra(inputs) or input_ids is None or input_ids.shape != ids.shape:
+            return None
+        if self._cached or inputs.get("past_key_values") is not self._cache:
+            return None
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+            return None
+        count, device = ids.shape[1], ids.device
+        seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().to(device)
+        padding = count - seen.sum(1)  # [B]
+        expected = torch.arange(count, device=device) - padding[:, None]  # [B, n] positions
+        if not torch.equal(expected >= 0, seen) or bool((padding == count).any()):
+            return None
+        if positions is not None and bool(((positions.to(device) != expected) & seen).any()):
+            return None
+        return list(map(int, padding))
+
+    @torch.no_grad()
+    def read(self, target: CachedModel) -> list[ReadPrompt]:
+        """Read the prompts with the target, then one more token to find out how it continues.
+
+        Returns:
+            A prompt for each row.
+
+        Raises:
+            InputError: the attention mask does not cover what is read.
+        """
+        model: Any = target.model
+        out = target.call(**self.inputs, return_dict=True)
+        logits, states = target.answer(out, 1)
+        cache: Cache = self.inputs["past_key_values"]
+        slots = int(cache.get_seq_length())
+        layers = [_states_of(layer) for layer in cache.layers]  # before the second step: a window drops its first token
+        tokens = logits[:, -1].argmax(-1)
+        kwargs = model._update_model_kwargs_for_generation(out, dict(self._kwargs))
+        kwargs["past_key_values"] = cache
+        text = torch.cat([self._ids, tokens[:, None].to(self._ids)], 1)
+        second = model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
+        hidden = self._hidden(second.get("attention_mask"), slots, logits.device)
+        offsets = self._offsets(second.get("position_ids"), slots, logits.device)
+        after, _ = target.answer(target.call(**second, return_dict=True), 1)
+        # For messages: first what the model reads again at each step, as the loop does not pass it.
+        arguments = tuple(_extra(second) or self._arguments())
+        prompts = []
+        for row in range(len(self._ids)):
+            ids, row_states = self._draft_prompt(row, hidden[row], states)
+            row_layers = [pair and (pair[0][row : row + 1], pair[1][row : row + 1]) for pair in layers]
+            step = int(tokens[row]), after[row, -1]
+            prompts.append(
+                ReadPrompt(
+                    ids, logits[row, -1:], row_states, row_layers, slots, hidden[row], offsets[row], step, arguments
+                )
+            )
+        return prompts
+
+    def _arguments(self) -> list[str]:
+        """Return the names of the inputs that make the prompt more than token ids."""
+        names = _extra(self.inputs) + (["past_key_values"] if self._cached else [])
+        names = [name if self._kwargs.get(name) is not None else f"{name} (added by the model)" for name in names]
+        return names + [name for name in ("attention_mask", "position_ids") if self._kwargs.get(name) is not None]
+
+    def _hidden(self, mask: Any, slots: int, device: torch.device) -> Tensor:
+        """Return [B, slots] bool: slots that the next token does not see, from its mask [B, slots + 1]."""
+        if mask is None:
+            return torch.zeros(len(self._ids), slots, dtype=torch.bool, device=device)
+        if not isinstance(mask, Tensor) or mask.shape != (len(self._ids), slots + 1):
+            shape = f"{mask.shape[-1] - 1} columns" if isinstance(mask, Tensor) and mask.dim() == 2 else "another form"
+            raise InputError(
+                f"specstop_generate: attention_mask: expected a column for each of the {slots} tokens that are read, cached "
+                f"ones included, got {shape}; leave it out if nothing is masked"
+            )
+        return ~mask[:, :-1].to(device).bool()
+
+    def _offsets(self, positions: Tensor | None, slots: int, device: torch.device) -> Tensor:
+        """Return [B, D]: position minus slot of the next token, from its positions [B or 1, 1] or [D, B or 1, 1]."""
+        if positions is None:  # the model counts its slots
+            return torch.zeros(len(self._ids), 1, dtype=torch.int64, device=device)
+        last = positions[..., -1].to(device).reshape(-1, positions.shape[-2])  # [D, B or 1]
+        offsets: Tensor = (last - slots).expand(-1, len(self._ids)).T
+        return offsets
+
+    def _draft_prompt(self, row: int, hidden: Tensor, states: Tensor | None) -> tuple[list[int], Tensor | None]:
+        """Return the token ids that a drafter reads, those that are not masked, and the target's states for them."""
+        ids = self._ids[row]
+        if states is not None:
+            ids = ids[-min(len(ids), states.shape[1]) :]
+        visible = torch.ones(len(ids), dtype=torch.bool, device=hidden.device)
+        masked = hidden[-len(ids) :]
+        visible[len(ids) - len(masked) :] = ~masked
+        visible[-1] = True  # the next token is drawn from it, masked or not
+        row_states = None if states is None else states[row, -len(ids) :][visible]
+        return ids[visible.to(ids.device)].tolist(), row_states
+
+
+def copy_cache(cache: Any) -> DynamicCache:
+    """Return a copy of a cache. It shares the tensors, which later calls replace instead of changing them.
+
+    Raises:
+        InputError: the cache has layers that are changed in place.
+    """
+    types = {type(layer) for layer in getattr(cache, "layers", [])}
+    if type(cache) is not DynamicCache or not types <= {DynamicLayer, DynamicSlidingWindowLayer} or cache.offloading:
+        raise InputError(
+            f"specstop_generate: past_key_values: expected a DynamicCache, got a {type(cache).__name__}; build the prefix "
+            "with DynamicCache(config=model.config), or give the whole text as input_ids"
+        )
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
+def _extra(inputs: Mapping[str, Any]) -> list[str]:
+    """Return the names of model inputs with a value that the loop does not pass."""
+    return [name for name, value in inputs.items() if name not in _LOOP_INPUTS and value is not None and value != {}]
+
+
+def _states_of(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """Return the keys and values of a cache layer; None if it has no states of its own."""
+    return (layer.keys, layer.values) if layer.is_initialized else None

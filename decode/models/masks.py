@@ -1,0 +1,172 @@
+"""Attention masks: backend formats, sliding windows, trees, and texts with hidden slots or shifted positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..topology import Topology
+
+_MOST = 4096
+"""Parts of a tree that are kept: the same few come up again and again."""
+
+
+def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
+    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
+
+    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small model's
+    call). Half of the lowest: kernels multiply by log2 e, and infinite it leaves NaN where nothing of some keys is seen.
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=model.dtype, device=mask.device)
+    return torch.where(mask, zero, torch.finfo(model.dtype).min / 2)
+
+
+def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:
+    """Return (window, whether other layers see everything) of a model with sliding-window layers, else None."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None)
+    if window is None or (kinds and "sliding_attention" not in kinds):
+        return None
+    return int(window), len(kinds) > 1
+
+
+def window_masks(
+    mask: Tensor, positions: Tensor, position_at: Tensor, windows: tuple[int, bool], model: PreTrainedModel
+) -> Tensor | dict[str, Tensor]:
+    """Return the masks of a model with windows (`window_layers`): one, or one for each kind of layer.
+
+    Args:
+        mask: [B, 1, n, slots] bool.
+        positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
+        windows: of `window_layers`.
+        model: whose backend reads the masks.
+    """
+    window, mixed = windows
+    near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
+    sliding = backend_mask(mask & near, model)
+    return {"full_attention": backend_mask(mask, model), "sliding_attention": sliding} if mixed else sliding
+
+
+def causal(start: int, count: int, device: torch.device) -> Tensor:
+    """Return [1, 1, n, start + n] bool: what n tokens see after `start` others."""
+    slots = torch.arange(start + count, device=device)
+    return (slots <= slots[start:, None])[None, None]
+
+
+class SlotLayouts:
+    """Hidden slots and shifted positions of each stream.
+
+    By default later tokens see every slot, and the position of a token is the number of its slot.
+
+    Args:
+        streams: S.
+        capacity: slots of a stream.
+        device: of the model.
+    """
+
+    def __init__(self, streams: int, capacity: int, device: torch.device) -> None:
+        self._changed = [False] * streams
+        self._hidden = torch.zeros(streams, capacity, dtype=torch.bool, device=device)
+        self._offsets = torch.zeros(1, streams, dtype=torch.int64, device=device)
+
+    def set(self, stream: int, hidden: Tensor, offset: Tensor) -> None:
+        """Set the layout of a stream.
+
+        Args:
+            stream: its number.
+            hidden: [n] bool, which of its first slots later tokens do not see.
+            offset: [D] int64, position minus slot of later tokens; D > 1 if a position has several coordinates.
+        """
+        self._changed[stream] = True
+        self._hidden[stream] = False
+        self._hidden[stream, : len(hidden)] = hidden
+        if len(offset) > len(self._offsets):
+            self._offsets = self._offsets.expand(len(offset), -1).clone()
+        self._offsets[:, stream] = offset
+
+    def of(self, stream: int, start: int) -> SlotLayouts | None:
+        """Return the layouts if the stream has one, else None; a text that begins at slot 0 resets it."""
+        if start == 0 and self._changed[stream]:
+            self._changed[stream] = self._hidden[stream] = False
+            self._offsets[:, stream] = 0
+        return self if self._changed[stream] else None
+
+    def hide(self, mask: Tensor, first: int = 0) -> Tensor:
+        """Return a mask [B, 1, n, slots] of the streams from `first` on, boolean or additive, with hidden slots masked."""
+        hidden = self._hidden[first : first + len(mask), None, None, : mask.shape[-1]]
+        return mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min / 2)
+
+    def positions(self, at: Tensor, stream: int | Tensor) -> Tensor:
+        """Return the positions [1, n], or [D, 1, n], of tokens.
+
+        Args:
+            at: [1, n] positions without a layout.
+            stream: number of their stream, or [n] of the stream of each.
+        """
+        offsets = self._offsets[:, stream].reshape(len(self._offsets), 1, -1)  # [D, 1, 1 or n]
+        return at + offsets[0] if len(offsets) == 1 else at[None] + offsets
+
+
+class TreeMasks:
+    """Masks of parts of one tree.
+
+    Args:
+        topology: the tree.
+        capacity: tokens of the longest prefix.
+        after_prefix: makes [1, 1, n, capacity + n] of a boolean mask [n, n] (`CachedModel`).
+    """
+
+    def __init__(self, topology: Topology, capacity: int, after_prefix: Callable[[Tensor], Tensor]) -> None:
+        self._topology, self._capacity = topology, capacity
+        self._whole = after_prefix(topology.sees)  # [1, 1, rows, capacity + rows]
+        self._sees = self._whole[0, 0, :, capacity:]  # [rows, rows], in the mask's form
+        self._scratch = self._whole[:, :, :0]
+        self._relations: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor | None, Tensor]] = {}
+
+    def relation(self, before: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """Return what n rows see of m rows `before` them and of each other, [n, m + n] in the mask's form."""
+        key = tuple(before), tuple(rows)
+        if key not in self._relations:
+            if len(self._relations) == _MOST:
+                self._relations.clear()
+            at, columns = (torch.tensor(some, device=self._sees.device) for some in (key[1], key[0] + key[1]))
+            self._relations[key] = self._sees[at[:, None], columns]
+        return self._relations[key]
+
+    def part(self, base: int, before: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the mask [1, 1, n, base + m + n] of n rows, and their depths [1, n].
+
+        The mask is to be used before the next one is asked for: it lies in a buffer that is used again.
+
+        Args:
+            base: length of the prefix.
+            before: m rows of the tree that are in the cache, by slot.
+            rows: n rows to be read after them.
+        """
+        key = tuple(before), tuple(rows)
+        if key not in self._parts:
+            if len(self._parts) == _MOST:
+                self._parts.clear()
+            self._parts[key] = self._make(*key)
+        mask, depth = self._parts[key]
+        count, end = len(rows), self._capacity + len(before) + len(rows)
+        if mask is None:  # the whole tree up to here: a slice
+            return self._whole[:, :, len(before) : len(before) + count, self._capacity - base : end], depth
+        if self._scratch.shape[2] < count:
+            self._scratch = self._whole[:, :, :count].clone()
+        # Its prefix, which all see, is never written; what an earlier part has left beyond `end` is never read.
+        self._scratch[0, 0, :count, self._capacity : end] = mask
+        return self._scratch[:, :, :count, self._capacity - base : end], depth
+
+    def _make(self, before: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
+        """Return what the rows see of the tree, [n, m + n]; None where it is a slice of the whole; and their depths."""
+        seen = (*before, *rows)
+        depth = torch.tensor([[self._topology.depth[row] for row in rows]], device=self._sees.device)
+        return None if seen == tuple(range(len(seen))) else self.relation(before, rows), depth
