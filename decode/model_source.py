@@ -27,11 +27,11 @@ from .models.pair import Pair, readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
-from .stream import Anchor, Stream, Text, sampled_rows
+from .stream import Anchor, Stream, Text, sampled_rows, without_dead_ends
 from .topology import Topology
 from .verify.base import Verification
 from .verify.noise import KeyedSource, Source
-from .verify.sampling import Sampler, Shaping
+from .verify.sampling import Sampler, Shaping, require_token
 
 
 class ModelSource:
@@ -133,6 +133,8 @@ class ModelSource:
         text = Text(prompt, len(prompt), self._open_source(key), sampler, [], Anchor(logits, 0, self._hidden(told)))
         self.texts[number] = text
         sampled = sampler(logits, lambda: [prompt])[0]
+        if sampler.constrained:
+            require_token(sampled)
         choices = text.choices(len(prompt), self._temperature == 0.0)
         text.roots = self.mode.start(sampled, self.topology.roots, choices)
         if not self.mode.deferred:
@@ -279,12 +281,13 @@ class ModelSource:
         for own in streams:
             own.select(found.sent[own.number].tolist() if less[own.number] else None)
         raw, finite = self.read(streams)
-        sampled, _ = sampled_rows(streams, [own.sent for own in streams], raw)
+        sampled, require = without_dead_ends(streams, raw, sampled_rows(streams, [own.sent for own in streams], raw)[0])
         with finite:  # on a device it is checked while it is waited for anyway
             results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
         self.rows, first = (raw, sampled), 0
         for own, (path, roots) in zip(streams, results, strict=True):
             own.first, first = first, first + len(own.sent)
+            require(own, path[-1])
             own.path, own.text.roots, own.found.accepted = path, roots, path
             accepted[own.number] = len(path) - 1
         return accepted
