@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
+from ...policies.files.json_text import strict_loads
 
 BACKENDS = ("llguidance", "xgrammar")
 """In the order in which `auto` tries them."""
@@ -202,9 +203,9 @@ def check_json(schema: str) -> str:
         InputError: it is not JSON, or neither an object nor `true`.
     """
     try:
-        parsed = json.loads(schema)
-    except ValueError as error:
-        raise InputError(f"json-schema: expected JSON; {error}") from None
+        parsed = strict_loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"json-schema: expected JSON; {one_line(str(error))}") from None
     if parsed is True:
         return "{}"
     if not isinstance(parsed, dict):

@@ -238,7 +238,13 @@ def test_processors_of_ones_own_that_keep_a_matcher_follow_candidates(
 @ON_BACKENDS
 @pytest.mark.parametrize(
     ("schema", "fault"),
-    [("[1]", "object"), ("{", "JSON"), ('{"type": "objekt"}', "objekt"), ("false", "false")],
+    [
+        ("[1]", "object"),
+        ("{", "JSON"),
+        ('{"type": "null", "type": "string"}', "twice"),
+        ('{"type": "objekt"}', "objekt"),
+        ("false", "false"),
+    ],
 )
 def test_an_invalid_schema_is_refused_in_one_line(
     bytes_tokenizer: PreTrainedTokenizerFast, backend: str, schema: str, fault: str
