@@ -15,7 +15,7 @@ from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
-from ..decode.verify.sampling import UNCHANGED, Shaping, check_processors
+from ..decode.verify.sampling import UNCHANGED, Shaping
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -108,8 +108,8 @@ def plan_run(
         shaping: what else changes the distribution that is sampled from: top-p, a repetition penalty, logits processors.
 
     Raises:
-        InputError: an option is out of range, prompts are not unique, one is too long, a logits processor remembers earlier
-            calls, or the completions were not sampled so.
+        InputError: an option is out of range, prompts are not unique, one is too long, a logits processor cannot follow
+            candidates, or the completions were not sampled so.
         PolicyError: an unknown hidden state.
     """
     check_limits(
@@ -120,6 +120,7 @@ def plan_run(
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
     given = tuple(prompts)
+    shaping = shaping.checked(pair.vocabulary, pair.device)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
     settings = settings if policy is None else settings.for_policy(policy)
     topology = settings.topology
@@ -128,7 +129,6 @@ def plan_run(
     prompts, ids = fit(prompts, pair.tokenizer, pair.readable - new, long)
     if shards is not None and shards > len(prompts):
         raise InputError(f"--shards: expected at most {len(prompts)}, one for each prompt, not {shards}")
-    check_processors(shaping.processors, pair.vocabulary)
     settings = replace(settings, max_depth=topology.deepest)
     widths = _widths(pair, check_hidden(hidden, "--hidden"))
     if through is None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .run import decode as decode
     from .settings import Settings as Settings
     from .topology import Topology as Topology, parse_tree as parse_tree
+    from .verify.grammar import Grammar as Grammar
     from .verify.noise import stream_key as stream_key
     from .verify.sampling import Shaping as Shaping
 
@@ -41,6 +42,7 @@ __getattr__, __all__ = attach(
         "hf.generate": "specstop_generate",
         "hf.stopping": "PolicyStoppingCriteria",
         "loop": "Speculator",
+        "verify.grammar": "Grammar",
         "verify.noise": "stream_key",
         "models.pair": "Pair join load_pair with_engine",
         "plain": "plain_texts",

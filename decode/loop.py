@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,7 +38,6 @@ from .settings import Settings, Stopwatch
 from .stream import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
 from .verify.noise import Source
-from .verify.sampling import check_processors
 from .weak import weak_method
 
 
@@ -89,11 +88,12 @@ class Speculator:
         check_policy(policy)
         check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
-        self.pair, self.settings, self.profile = pair, settings or Settings(), profile
+        settings = settings or Settings()
+        settings = replace(settings, shaping=settings.shaping.checked(pair.vocabulary, pair.device))
+        self.pair, self.settings, self.profile = pair, settings, profile
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
-        check_processors(self.settings.shaping.processors, pair.vocabulary)
         # Deferred roots are alternatives for the next token: the tree's first level, drawn from the target and not drafted.
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
         chain = self.topology.is_chain

@@ -27,11 +27,11 @@ from .models.pair import Pair, readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
-from .stream import Anchor, Request, Stream, Text, sampled_rows
+from .stream import Anchor, Request, Stream, Text, sampled_rows, without_dead_ends
 from .topology import Topology
 from .verify.base import Verification
 from .verify.noise import KeyedSource, Source
-from .verify.sampling import Sampler
+from .verify.sampling import Sampler, require_token
 
 
 class ModelSource:
@@ -95,9 +95,8 @@ class ModelSource:
             tokens: of the longest text.
             shift, offset: slots and positions of the target in excess of a text's tokens (`Request.excess`).
         """
-        capacity = (
-            tokens + shift + max(len(self.topology), len(self._padded)) + 1
-        )  # the last round reads beyond the limit
+        beyond = max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
+        capacity = tokens + shift + beyond
         self._readable = capacity - shift
         for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", self.drafter.readable, 0)):
             self._readable = min(self._readable, limit - more)
@@ -141,6 +140,8 @@ class ModelSource:
         text = Text(prompt, len(prompt), self._open_source(request.key), sampler, [], anchor, shift=shift)
         self.texts[number] = text
         sampled = sampler(logits, lambda: [prompt])[0]
+        if sampler.constrained:
+            require_token(sampled)
         choices = text.choices(len(prompt), self._temperature == 0.0)
         text.roots = self.mode.start(sampled, self.topology.roots, choices)
         if not self.mode.deferred:
@@ -287,12 +288,13 @@ class ModelSource:
         for own in streams:
             own.select(found.sent[own.number].tolist() if less[own.number] else None)
         raw, finite = self.read(streams)
-        sampled, _ = sampled_rows(streams, [own.sent for own in streams], raw)
+        sampled, require = without_dead_ends(streams, raw, sampled_rows(streams, [own.sent for own in streams], raw)[0])
         with finite:  # on a device it is checked while it is waited for anyway
             results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
         self.rows, first = (raw, sampled), 0
         for own, (path, roots) in zip(streams, results, strict=True):
             own.first, first = first, first + len(own.sent)
+            require(own, path[-1])
             own.path, own.text.roots, own.found.accepted = path, roots, path
             accepted[own.number] = len(path) - 1
         return accepted

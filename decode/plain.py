@@ -16,7 +16,7 @@ from .models.hidden import hidden_width, stored
 from .models.packed import Part
 from .models.pair import Pair
 from .verify.noise import gumbel, own_tokens
-from .verify.sampling import UNCHANGED, BatchSampler, Shaping
+from .verify.sampling import UNCHANGED, BatchSampler, Shaping, require_token
 
 ENDED_EVERY = 8
 """Steps on a device after which it is asked whether all texts have ended: the host would wait each time."""
@@ -66,6 +66,7 @@ def plain_texts(
 
     Raises:
         PairError: the target gives logits that are not finite.
+        InputError: a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
     device, batch = pair.device, len(prompts)
     model = open_cache(
@@ -74,6 +75,7 @@ def plain_texts(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     stream = torch.tensor(list(keys), device=device)[:, None]  # [B, 1]
     ends = () if ignore_eos else pair.eos
+    shaping = shaping.checked(pair.vocabulary, pair.device)
     sampler = BatchSampler(shaping, temperature, [len(prompt) for prompt in prompts], ends, device)
     texts = _Texts.begin(pair, ends, (batch, max_new_tokens), hidden, noise and temperature > 0)
     logits = texts.rows.new_zeros(batch, pair.vocabulary)
@@ -83,7 +85,9 @@ def plain_texts(
         # Keyed by the token's place in the text, as in the loop: under `match` both must draw the same text.
         drawn_with = gumbel(stream, lengths + step, pair.vocabulary, pair.logits_dtype) if temperature > 0 else None
         texts.note(step, going, logits, model.states, drawn_with)
-        sampled = sampler(logits, partial(_prefixes, prompts, texts.tokens[:, :step]))
+        sampled = sampler(logits, partial(_prefixes, prompts, texts.tokens[:, :step], ends))
+        if sampler.constrained:
+            require_token(sampled)
         texts.add(step, own_tokens(sampled, drawn_with))
         last = step + 1 == max_new_tokens
         if last or (step + 1) % (1 if device.type == "cpu" else ENDED_EVERY) == 0:
@@ -161,9 +165,12 @@ class _Texts:
         return PlainTexts(texts, self.rows, self.states, self.noise)
 
 
-def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor) -> list[list[int]]:
-    """Return the texts so far: each prompt [.] and what follows it, a row of [B, n]."""
-    return [[*prompt, *tokens] for prompt, tokens in zip(prompts, generated.tolist(), strict=True)]
+def _prefixes(prompts: Sequence[Sequence[int]], generated: Tensor, ends: Sequence[int]) -> list[list[int] | None]:
+    """Return the texts so far: each prompt [.] and what follows it, a row of [B, n]; None for one that has ended."""
+    return [
+        None if any(end in tokens for end in ends) else [*prompt, *tokens]
+        for prompt, tokens in zip(prompts, generated.tolist(), strict=True)
+    ]
 
 
 def cut_at(text: list[int], eos: Sequence[int]) -> list[int]:

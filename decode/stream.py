@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from .models.kv_cache import ReadPrompt
 from .topology import Topology
 from .verify.base import Turn
 from .verify.noise import Choices, Source
-from .verify.sampling import Sampler, Shaping
+from .verify.sampling import Sampler, Shaping, require_token
 
 
 @dataclass(frozen=True)
@@ -219,3 +219,16 @@ def sampled_rows(
     if all(kept is None for kept in before):
         return torch.cat(out), None
     return torch.cat(out), torch.cat([rows if kept is None else kept for rows, kept in zip(out, before, strict=True)])
+
+
+def without_dead_ends(
+    streams: Sequence[Stream], raw: Tensor, sampled: Tensor
+) -> tuple[Tensor, Callable[[Stream, int], None]]:
+    """Return scores [R, V] with the raw ones in rows that no token is left in, and what refuses such a row once it is used.
+
+    A candidate may lead to one under a grammar, which matters only if it is accepted.
+    """
+    if not any(own.text.sampler.constrained for own in streams):
+        return sampled, lambda own, place: None
+    usable = torch.where(sampled.amax(-1, keepdim=True) > -torch.inf, sampled, raw)
+    return usable, lambda own, place: require_token(sampled[own.first + own.sent.index(place)])

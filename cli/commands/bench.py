@@ -12,7 +12,7 @@ from ..console.output import print_json, progress_bars, table
 from ..console.streams import say
 from ..options.models import Models
 from ..options.prompts import Chat, Long
-from ..options.sampling import Filters
+from ..options.sampling import Filters, Structure
 from ..options.shared import (
     Batch,
     Json,
@@ -48,6 +48,7 @@ def bench(
     ] = True,
     temperature: Temperature = 0.0,
     filters: Filters,
+    structure: Structure,
     max_new_tokens: MaxNewTokens = 128,
     depth: MostDrafted = None,
     tree: Tree = None,
@@ -72,10 +73,11 @@ def bench(
     from ...policies.learned.conditions import sampling_text
     from ...policies.storage.registry import load_policy
 
-    shaping = filters.shaping()
     rules = [load_policy(spec) for spec in policy]
     most = max((rule.max_depth for rule in rules), default=0) if depth is None else depth
-    settings = Settings(temperature, max_new_tokens, most, verification=verification, tree=tree, shaping=shaping)
+    settings = Settings(
+        temperature, max_new_tokens, most, verification=verification, tree=tree, shaping=filters.shaping()
+    )
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         chosen = find_prompts(prompts, found.demo, "test", limit)
@@ -88,6 +90,7 @@ def bench(
             if library:
                 plain = pair.engines == ("plain", "plain")
                 stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)
+        settings = replace(settings, shaping=filters.shaping(structure.read(pair)))
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,
@@ -103,7 +106,7 @@ def bench(
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
         return
-    sampled = sampling_text(temperature, shaping.facts)
+    sampled = sampling_text(temperature, settings.shaping.facts)
     side = f", {batch} texts side by side" if batch > 1 else ""
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")

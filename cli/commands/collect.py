@@ -21,7 +21,7 @@ from ..options.config import config_saved, running_options, save_config
 from ..options.groups import with_groups
 from ..options.models import Models
 from ..options.prompts import Asked, Long
-from ..options.sampling import Filters
+from ..options.sampling import Filters, Structure
 from ..options.shared import (
     TREES,
     Depth,
@@ -179,6 +179,7 @@ def collect(
     through: Through = None,
     temperature: Temperature = 0.0,
     filters: Filters,
+    structure: Structure,
     max_new_tokens: MaxNewTokens = 128,
     seed: Seed = 0,
     shards: Shards = None,
@@ -258,7 +259,7 @@ def collect(
             source=asked.described(),
             hidden=_hidden_names(hidden),
             memory=memory,
-            shaping=filters.shaping(),
+            shaping=filters.shaping(structure.read(pair)),
             long=long,
             batch=batch,
             through=through,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,9 +11,10 @@ from ...policies.errors import InputError
 from ...policies.files.text import printable
 from ..common import PHASES, find_prompts, fitting, percent, piped_prompt
 from ..console.output import print_json, progress_bars, table
+from ..console.streams import say
 from ..options.models import Models
 from ..options.prompts import Chat, Long
-from ..options.sampling import Filters
+from ..options.sampling import Filters, Structure
 from ..options.shared import (
     Batch,
     Json,
@@ -49,6 +50,7 @@ def decode(
     verification: Verification = "auto",
     tree: Tree = None,
     filters: Filters,
+    structure: Structure,
     stop: Annotated[list[str], typer.Option(help="End the text after this string; repeatable.")] = [],  # noqa: B006
     drift: Annotated[
         str,
@@ -87,13 +89,14 @@ def decode(
     else:
         chosen = find_prompts(prompts, found.demo, "test", limit or (None if prompts else 1))
     pair = models.open(found)
+    grammar = structure.read(pair)
     settings = Settings(
         temperature,
         max_new_tokens,
         rule.max_depth if depth is None else depth,
         verification=verification,
         tree=tree,
-        shaping=filters.shaping(),
+        shaping=filters.shaping(grammar),
         stops=stop_strings(pair, stop),
         drift=drift,
     ).for_policy(rule)
@@ -115,8 +118,12 @@ def decode(
         on_end=None if json else shown.end,
     )
     tally = Tally.of(generations)
+    cut = 0 if grammar is None else sum(not grammar.matches(g.tokens, pair.eos) for g in generations)
+    if cut:
+        say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
     if json:
-        told = {"verification": describe(mode), "acceptance": tally.acceptance()}
+        told: dict[str, Any] = {"verification": describe(mode), "acceptance": tally.acceptance()}
+        told |= {} if grammar is None else {"incomplete": cut}
         print_json({**tally.summary(), **told, "texts": [g.text for g in generations]})
         return
     sys.stdout.write("\n" if kept else "")

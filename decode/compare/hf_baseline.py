@@ -20,6 +20,7 @@ from ..models.pair import Pair
 from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
+from ..verify.processors import PerText
 from ..verify.sampling import UNCHANGED, Shaping
 
 
@@ -97,8 +98,8 @@ class Assisted:
             "repetition_penalty": shaping.repetition_penalty,
             "no_repeat_ngram_size": shaping.no_repeat_ngram,
             "min_new_tokens": shaping.min_new_tokens or None,
-            "logits_processor": LogitsProcessorList(shaping.processors),
         }
+        self._processors = shaping.checked(pair.vocabulary, pair.device).processors
         if ignore_eos:
             self._options["eos_token_id"] = None
 
@@ -122,6 +123,10 @@ class Assisted:
         real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
         options = dict(self._options)
+        eos = self._pair.eos if "eos_token_id" not in options else ()
+        options["logits_processor"] = LogitsProcessorList(
+            one.for_text(longest, eos) if isinstance(one, PerText) else one for one in self._processors
+        )
         # As our own loops call the models: in evaluation mode, and on a GPU without cuDNN's attention.
         target, guard = open_view(self._pair.target)
         with contextlib.ExitStack() as stack:
@@ -139,8 +144,7 @@ class Assisted:
             texts = out[:, longest:].tolist()  # waits for the device
             seconds = time.perf_counter() - begin
         share = seconds / len(prompts)
-        ends = self._pair.eos if "eos_token_id" not in options else ()
-        cut = [tuple(cut_at(text, ends)) for text in texts]
+        cut = [tuple(cut_at(text, eos)) for text in texts]
         return [Generation(text, (), len(prompt), 0.0, share) for text, prompt in zip(cut, prompts, strict=True)]
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ HONOURED = _names(
     "epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id "
     "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
     "sequence_bias watermarking_config num_return_sequences return_dict_in_generate pad_token_id bos_token_id eos_token_id "
-    "stop_strings token_healing disable_compile"
+    "stop_strings token_healing disable_compile encoder_repetition_penalty encoder_no_repeat_ngram_size"
 )
 """Fields of `GenerationConfig` that reach this loop as its limits, logits processors, stopping criteria or input ids.
 
@@ -45,8 +45,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), _ROUNDS),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "low_memory", "continuous_batching_config"), _OTHER_METHOD),
     "guidance_scale": "its processor keeps state between calls, which a tree of candidates cannot serve; leave it out",
-    "encoder_repetition_penalty": "a prompt is no encoder's input here; use repetition_penalty",
-    "encoder_no_repeat_ngram_size": "a prompt is no encoder's input here; use no_repeat_ngram_size",
     "assistant_ensemble_weight": "it changes the text; leave it out",
 }
 """Fields that are refused unless they have their default, with the reason and what to do."""

@@ -38,7 +38,9 @@ from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
+from ..verify.grammar import XGrammarProcessor, is_xgrammar
 from ..verify.noise import stream_key
+from ..verify.processors import STATELESS
 from ..verify.sampling import Shaping
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 from .arguments import check_adapters, check_config, check_dropped, check_inputs
@@ -128,7 +130,8 @@ def specstop_generate(
     requests = []
     for row, ids in enumerate(input_ids.tolist()):
         start = padding[row] if padding is not None else 0
-        requests.append(Request(ids[start:], keys[row], ids[:start], _of_row(shaping, row), read[row]))
+        own = _of_row(shaping, row).checked(pair.vocabulary, pair.device, len(input_ids))
+        requests.append(Request(ids[start:], keys[row], ids[:start], own, read[row]))
     stream = (lambda _, new: text_streamer.put(_ordinary_tensor(new))) if text_streamer is not None else None
     made = speculator.run(requests, stream)
     texts = [[*ids, *one.tokens] for ids, one in zip(input_ids.tolist(), made, strict=True)]
@@ -200,19 +203,35 @@ def _of_row(shaping: Shaping, row: int) -> Shaping:
     """Return the processors as they treat one row of the batch: some hold a value for each, or are told its number."""
     made: list[LogitsProcessor] = []
     for processor in shaping.processors:
-        ignored = getattr(processor, "prompt_ignore_length", None)  # a repetition penalty leaves each row's padding out
-        if isinstance(ignored, Tensor):
+        if isinstance(processor, PrefixConstrainedLogitsProcessor):
+            processor = PrefixConstrainedLogitsProcessor(
+                _AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1
+            )
+        elif is_xgrammar(processor):
+            processor = XGrammarProcessor(processor, row)
+        elif isinstance(processor, STATELESS):
+            # A repetition penalty leaves each row's padding out; those of the encoder hold the prompts of all rows.
             processor = copy.copy(processor)
-            setattr(processor, "prompt_ignore_length", int(ignored[row]))  # noqa: B010 - not every kind has it
-        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
-            processor = PrefixConstrainedLogitsProcessor(_asked(processor._prefix_allowed_tokens_fn, row), num_beams=1)
+            held: Any = vars(processor)
+            if isinstance(ignored := held.get("prompt_ignore_length"), Tensor):
+                held["prompt_ignore_length"] = int(ignored[row])
+            if isinstance(prompts := held.get("encoder_input_ids"), Tensor):
+                held["encoder_input_ids"] = prompts[row : row + 1]
+            if isinstance(ngrams := held.get("generated_ngrams"), list):
+                held |= {"generated_ngrams": ngrams[row : row + 1], "batch_size": 1}
         made.append(processor)
     return dataclasses.replace(shaping, processors=tuple(made))
 
 
-def _asked(allowed: Callable[[int, Tensor], list[int]], row: int) -> Callable[[int, Tensor], list[int]]:
-    """Return `allowed`, told the row's number in the batch instead of the one it has alone."""
-    return lambda _, ids: allowed(row, ids)
+@dataclasses.dataclass
+class _AllowedInRow:
+    """A `prefix_allowed_tokens_fn` that is told the row's number in the batch instead of the one it has alone."""
+
+    allowed: Callable[[int, Tensor], list[int]]
+    row: int
+
+    def __call__(self, _: int, ids: Tensor) -> list[int]:
+        return self.allowed(self.row, ids)
 
 
 def _key(seed: int | None, row: int, temperature: float) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -27,14 +26,8 @@ from transformers.generation.logits_process import (
 
 from ...policies.errors import InputError
 from ...policies.limits import check_limits
-
-_KEEP_STATE = (
-    "SynthIDTextWatermarkLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperTimeStampLogitsProcessor",
-)
-"""Transformers' own that remember earlier calls: a tree asks for many prefixes, in an order of its own."""
-
+from .grammar import GrammarMask, XGrammarProcessor, is_xgrammar
+from .processors import PerText, check_processor
 
 _TRUNCATING = (
     TopHLogitsWarper,
@@ -70,7 +63,7 @@ class Shaping:
         repetition_penalty: 1 = none.
         no_repeat_ngram: length of the n-grams that may not come twice; 0 = any may.
         min_new_tokens: no end of text before so many.
-        processors: more of transformers' logits processors, asked after these and before the temperature.
+        processors: more of transformers' logits processors, or a `Grammar`, asked after these and before the temperature.
     """
 
     top_k: int = 0
@@ -103,7 +96,7 @@ class Shaping:
         """What differs from plain sampling, as JSON has it: options by name, `processors` by their types' names."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "processors"}
         plain = {field.name: field.default for field in fields(self)}
-        names = [type(processor).__name__ for processor in self.processors]
+        names = list(map(_name, self.processors))
         return {name: value for name, value in options.items() if value != plain[name]} | (
             {"processors": names} if names else {}
         )
@@ -124,7 +117,7 @@ class Shaping:
             made.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram))
         if self.min_new_tokens and eos:
             made.append(MinNewTokensLengthLogitsProcessor(prompt, self.min_new_tokens, list(eos), str(device)))
-        made.extend(self.processors)
+        made.extend(one.for_text(prompt, eos) if isinstance(one, PerText) else one for one in self.processors)
         if temperature > 0:
             warpers: list[LogitsProcessor] = []
             if self.top_k:
@@ -138,6 +131,14 @@ class Shaping:
                 made.append(TemperatureLogitsWarper(float(temperature)))
             made.extend(warpers)
         return LogitsProcessorList(made)
+
+    def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> Shaping:
+        """Return the shaping with processors that can be called for any prefix (`check_processors`)."""
+        return replace(self, processors=check_processors(self.processors, vocabulary, device, batch))
+
+
+def _name(processor: LogitsProcessor) -> str:
+    return processor.name if isinstance(processor, PerText) else type(processor).__name__
 
 
 UNCHANGED = Shaping()
@@ -158,7 +159,7 @@ def told(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
             option, attribute = _KNOWN[type(processor)]
             facts[option] = getattr(processor, attribute)
         else:
-            others.append(type(processor).__name__)
+            others.append(_name(processor))
     facts.pop("processors", None)
     return temperature, facts | ({"processors": others} if others else {})
 
@@ -173,13 +174,18 @@ class Sampler:
 
     Attributes:
         reads_prefix: whether there are processors.
+        constrained: whether a grammar is among them, so that a row may have no token left.
         untruncated: [R, V] the last scores before tokens were left out for being unlikely; None where none are.
     """
 
     def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
         self.reads_prefix = len(processors) > 0
+        self.constrained = any(isinstance(processor, GrammarMask) for processor in processors)
         self.untruncated: Tensor | None = None
+        # A grammar that comes first masks rows of any length at once.
+        self._grammar = processors[0] if processors and isinstance(processors[0], GrammarMask) else None
+        processors = LogitsProcessorList(processors[1:] if self._grammar is not None else processors)
         self._processors, self._temperature = processors, temperature
         truncating = [at for at, processor in enumerate(processors) if isinstance(processor, _TRUNCATING)]
         self._first_truncating = truncating[0] if truncating else len(processors)
@@ -195,6 +201,10 @@ class Sampler:
         """
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
+        if self._grammar is not None:
+            known = prefixes()
+            logits = self._grammar.masked([None if one is None else [*self.padding, *one] for one in known], logits)
+            prefixes = lambda: known  # noqa: E731
         if self._first_truncating < len(self._processors):
             self.untruncated = torch.empty_like(logits)  # filled in by `_processed`
         if not self._reads_tokens:
@@ -232,21 +242,21 @@ class BatchSampler:
         self, shaping: Shaping, temperature: float, prompts: Sequence[int], eos: Sequence[int], device: torch.device
     ) -> None:
         # A processor may know the length of the prompt (`min_new_tokens`), so each length has a sampler of its own.
+        parts = [[row for row, own in enumerate(prompts) if own == length] for length in sorted(set(prompts))]
+        if any(isinstance(processor, PerText) for processor in shaping.processors):
+            parts = [[row] for row in range(len(prompts))]
         self._parts = [
-            (
-                [row for row, own in enumerate(prompts) if own == length],
-                Sampler(shaping.build(temperature, length, eos, device), temperature),
-            )
-            for length in sorted(set(prompts))
+            (rows, Sampler(shaping.build(temperature, prompts[rows[0]], eos, device), temperature)) for rows in parts
         ]
+        self.constrained = self._parts[0][1].constrained
 
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int]]]) -> Tensor:
+    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
         """Return [B, V] processed scores, a row for each text; see `Sampler`."""
         if not self._parts[0][1].reads_prefix:
             return self._parts[0][1](logits, prefixes)
-        known: list[Sequence[int]] = []
+        known: list[Sequence[int] | None] = []
 
-        def of(rows: Sequence[int]) -> Sequence[Sequence[int]]:
+        def of(rows: Sequence[int]) -> Sequence[Sequence[int] | None]:
             # Put together once, for all samplers that ask.
             known.extend([] if known else prefixes())
             return [known[row] for row in rows]
@@ -257,30 +267,28 @@ class BatchSampler:
         return out
 
 
-def check_processors(processors: Sequence[LogitsProcessor], vocabulary: int) -> None:
-    """Refuse, by name, a processor that keeps state between calls.
-
-    Known ones are refused as such; any other one is asked twice for the same rows with others in between, on a copy.
+def check_processors(
+    processors: Sequence[LogitsProcessor], vocabulary: int, device: torch.device, batch: int = 1
+) -> tuple[LogitsProcessor, ...]:
+    """Return processors in a form that can be called for any prefix in any order; see `processors.check_processor`.
 
     Raises:
-        InputError: one that remembers.
+        InputError: one depends on more than the tokens, or cannot be copied.
     """
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (2, 6), generator=generator, device="cpu")
-    logits = torch.randn(2, vocabulary, generator=generator, device="cpu", dtype=torch.float32)
-    for processor in processors:
-        name = type(processor).__name__
-        if name in _KEEP_STATE:
-            raise InputError(
-                f"logits processor {name} keeps state between calls, which a tree of candidates cannot serve"
-            )
-        try:
-            probe = copy.deepcopy(processor)
-            first = [probe(ids[row : row + 1], logits[row : row + 1].clone()) for row in (0, 1, 0)]
-        except Exception:  # it may need a longer text, or a device: then it is taken at its word
-            continue
-        if not torch.equal(first[0], first[2]):
-            raise InputError(
-                f"logits processor {name} answers the same rows differently when asked again: it keeps state between "
-                "calls, which a tree of candidates cannot serve"
-            )
+    return tuple(
+        XGrammarProcessor(one) if is_xgrammar(one) else check_processor(one, vocabulary, device, batch)
+        for one in processors
+    )
+
+
+def require_token(scores: Tensor) -> None:
+    """Refuse processed scores [..., V] that leave no token, as a grammar and other options may together.
+
+    Raises:
+        InputError: a row is -inf throughout.
+    """
+    if not bool((scores.amax(-1) > -torch.inf).all()):
+        raise InputError(
+            "the grammar and the other sampling options leave no token after a text: expected at least one; loosen the "
+            "grammar, min_new_tokens, no_repeat_ngram or the logits processors"
+        )

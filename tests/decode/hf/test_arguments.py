@@ -58,8 +58,8 @@ def test_every_input_that_generate_hands_over_for_a_prompt_alone_is_known() -> N
 
 REFUSED: dict[str, Any] = {
     "num_beams": 2, "output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True,
-    "penalty_alpha": 0.6, "dola_layers": "high", "guidance_scale": 1.5, "encoder_repetition_penalty": 1.3,
-    "encoder_no_repeat_ngram_size": 2, "prompt_lookup_num_tokens": 3, "num_assistant_tokens": 5,
+    "penalty_alpha": 0.6, "dola_layers": "high", "guidance_scale": 1.5,
+    "prompt_lookup_num_tokens": 3, "num_assistant_tokens": 5,
     "assistant_confidence_threshold": 0.2, "use_cache": False, "cache_implementation": "offloaded",
     "prefill_chunk_size": 4, "compile_config": CompileConfig(), "use_mtp": True, "constraints": [1],
     "force_words_ids": [[3]], "diversity_penalty": 0.5, "low_memory": True, "assistant_ensemble_weight": 0.5,

@@ -1,0 +1,193 @@
+"""Structured output: texts of random JSON schemas, valid and equal to plain constrained decoding, whatever is drafted.
+
+    python benchmarks/structured.py --check
+    python benchmarks/structured.py --quick
+
+Each schema has a prompt, which is decoded plainly and with each drafter, greedy and at temperature 0.7, as a chain and as a
+tree under `match` verification, whose text is that of plain decoding, and as a chain under `block` where it samples. The
+grammar libraries that are installed take turns, schema by schema. A text is valid if the checker below, which knows nothing
+of grammars, finds that it obeys its schema. Without `--pair` the shipped pair is used. The last line printed is one JSON
+object; with `--check` the exit code is 1 where a bar falls short.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from bars import Bars, arguments
+from pairs import pair_folder, prompts_of
+from specstop.collect.prompts.read import encode
+from specstop.decode import (
+    Grammar,
+    Pair,
+    Settings,
+    Shaping,
+    Speculator,
+    load_pair,
+    plain_texts,
+    specstop_generate,
+    stream_key,
+    with_drafter,
+)
+from specstop.decode.loop import Request
+from specstop.decode.verify.grammar_backends import BACKENDS, is_installed
+from specstop.policies import FixedLength
+
+SCHEMAS, QUICK = 50, 4
+DRAFTERS = ("model", "lookup", "suffix")
+TEMPERATURES = (0.0, 0.7)
+TREE, DEPTH, NEW = "2,2,1", 4, 400
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    options = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    count = QUICK if options.quick else SCHEMAS
+    folder = pair_folder(options)
+    pair = load_pair(folder / "target", folder / "draft", dtype="float64")
+    prompts = prompts_of(folder, 1, count)[1]
+    ids = [tokens[-40:] for tokens in encode(prompts, pair.tokenizer, pair.readable)]
+    backends = [name for name in BACKENDS if is_installed(name)]
+    counts: Counter[str] = Counter()
+    begin = time.monotonic()
+    for number in range(count):
+        schema = random_object(random.Random(number), 2)
+        backend = backends[number % len(backends)]
+        compared(pair, ids[number % len(ids)], number, schema, backend, counts)
+        if backend == "xgrammar":
+            own_processor(pair, ids[number % len(ids)], schema, counts)
+    bars = Bars()
+    bars.figures |= {"backends": backends, "texts": counts["texts"], "seconds": round(time.monotonic() - begin)}
+    for name in ("invalid", "greedy other", "sampled other", "own processor other"):
+        bars.add(name, counts[name], counts[name] == 0, f"{counts[name]} texts")
+    rate = counts["accepted"] / max(counts["drafted"], 1)
+    bars.figures["accepted of drafted, draft model"] = round(rate, 3)
+    whole = len(backends) == len(BACKENDS)
+    return bars.finish(options, f"{counts['texts']} texts of {count} schemas, {' and '.join(backends)}", whole=whole)
+
+
+def compared(
+    pair: Pair, prompt: list[int], number: int, schema: dict[str, Any], backend: str, counts: Counter[str]
+) -> None:
+    """Decode one prompt under a schema with each drafter and mode, and count texts that differ or are invalid."""
+    assert pair.tokenizer is not None
+    shaping = Shaping(processors=(Grammar.from_json_schema(schema, pair.tokenizer, backend),))
+    request = Request(prompt, stream_key(number, "structured"))
+    for temperature in TEMPERATURES:
+        plain = plain_texts(pair, [prompt], [request.key], NEW, temperature, shaping=shaping).tokens[0]
+        count_validity(pair, plain, schema, counts)
+        for drafter in DRAFTERS:
+            drafting = with_drafter(pair, drafter)
+            modes = [
+                ("match", None),
+                ("match", TREE),
+                *([("block", None)] if temperature and drafter == "model" else []),
+            ]
+            for mode, tree in modes:
+                settings = Settings(temperature, NEW, verification=mode, tree=tree, shaping=shaping)
+                made = Speculator(drafting, FixedLength(DEPTH), settings).run([request])[0]
+                count_validity(pair, list(made.tokens), schema, counts)
+                if mode == "match":
+                    counts["sampled other" if temperature else "greedy other"] += list(made.tokens) != plain
+                if drafter == "model":
+                    counts["drafted"] += sum(one.verified for one in made.rounds)
+                    counts["accepted"] += sum(one.accepted for one in made.rounds)
+
+
+def own_processor(pair: Pair, prompt: list[int], schema: dict[str, Any], counts: Counter[str]) -> None:
+    """Give xgrammar's own processor to `generate` with and without this loop, and count texts that differ."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=pair.vocabulary)
+    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_json_schema(json.dumps(schema))
+    ids, target = torch.tensor([prompt]), pair.target
+    fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 60}
+    ours = {"custom_generate": specstop_generate, "draft_model": pair.draft, "policy": f"fixed:{DEPTH}"}
+    texts = [
+        target.generate(ids, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(compiled)], **fixed, **more)[
+            0
+        ].tolist()
+        for more in ({}, ours, {**ours, "tree": TREE})
+    ]
+    counts["texts"] += len(texts)
+    counts["own processor other"] += sum(text != texts[0] for text in texts)
+
+
+def count_validity(pair: Pair, tokens: list[int], schema: dict[str, Any], counts: Counter[str]) -> None:
+    """Count a text, and whether it is not JSON that obeys its schema."""
+    counts["texts"] += 1
+    text = pair.tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[union-attr]
+    try:
+        valid = obeys(json.loads(text), schema)
+    except ValueError:
+        valid = False
+    if not valid:
+        print(f"invalid: {text[:200]!r} for {json.dumps(schema)[:200]}", flush=True)
+    counts["invalid"] += not valid
+
+
+def random_object(chance: random.Random, depth: int) -> dict[str, Any]:
+    """Return a schema of an object of bounded size, whose properties hold objects and arrays up to a depth."""
+    names = chance.sample(
+        ["name", "age", "items", "ok", "id", "x", "type", "a b", "ключ", "value"], chance.randint(1, 4)
+    )
+    return {
+        "type": "object",
+        "properties": {name: random_value(chance, depth) for name in names},
+        "required": names[: chance.randint(1, len(names))],
+        "additionalProperties": False,
+    }
+
+
+def random_value(chance: random.Random, depth: int) -> dict[str, Any]:
+    """Return a schema of any kind."""
+    kinds = ["string", "integer", "boolean", "null", "enum", *(["object", "array"] if depth else [])]
+    kind = chance.choice(kinds)
+    if kind == "object":
+        return random_object(chance, depth - 1)
+    if kind == "array":
+        most = chance.randint(1, 3)
+        return {
+            "type": "array", "items": random_value(chance, depth - 1), "minItems": chance.randint(0, most), "maxItems": most,
+        }  # fmt: skip
+    if kind == "string":
+        return {"type": "string", "maxLength": chance.randint(1, 6)}
+    if kind == "integer":
+        least = chance.randint(-50, 50)
+        return {"type": "integer", "minimum": least, "maximum": least + chance.randint(0, 1000)}
+    if kind == "enum":
+        return {"enum": chance.sample(["red", "green", 'a "quote"', 1, 22, -3, True, None, "é"], chance.randint(1, 4))}
+    return {"type": kind}
+
+
+def obeys(value: Any, schema: dict[str, Any]) -> bool:
+    """Return whether a value obeys a schema of `random_value`."""
+    if "enum" in schema:
+        return any(type(value) is type(one) and value == one for one in schema["enum"])
+    kind = schema["type"]
+    if kind == "object":
+        known = schema["properties"]
+        return (
+            isinstance(value, dict)
+            and set(schema["required"]) <= set(value) <= set(known)
+            and all(obeys(inner, known[name]) for name, inner in value.items())
+        )
+    if kind == "array":
+        sized = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+        return sized and all(obeys(inner, schema["items"]) for inner in value)
+    if kind == "string":
+        return isinstance(value, str) and len(value) <= schema["maxLength"]
+    if kind == "integer":
+        return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+    return isinstance(value, bool) if kind == "boolean" else value is None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

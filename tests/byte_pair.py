@@ -1,0 +1,58 @@
+"""A pair whose tokenizer knows all bytes, for structured output, and a schema with a check of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from conftest import build_draft, build_model
+from specstop.decode.models.pair import Pair, join
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc", None]}, "maxItems": 2},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+END = 1
+
+
+def is_person(text: str) -> bool:
+    """Return whether a text is JSON of the schema `PERSON`."""
+    made = json.loads(text)
+    return (
+        {"name", "age", "ok"} <= set(made) <= set(PERSON["properties"])
+        and isinstance(made["name"], str) and len(made["name"]) <= 3
+        and type(made["age"]) is int and 0 <= made["age"] <= 99
+        and type(made["ok"]) is bool
+        and len(made.get("tags", [])) <= 2 and all(tag in ("a", "bc", None) for tag in made.get("tags", []))
+    )  # fmt: skip
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes with some merges across the tokens of JSON."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    texts = [json.dumps({"name": f"n{i}", "age": i, "ok": bool(i % 2), "tags": ["a"] * (i % 3)}) for i in range(20)]
+    inner.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")
+
+
+def byte_pair() -> Pair:
+    """Return a random pair; its vocabulary is padded beyond the tokenizer's, and the draft is the target with noise."""
+    tokenizer = byte_tokenizer()
+    width = len(tokenizer) + 7
+    target = build_model(3, vocab_size=width, eos_token_id=END, bos_token_id=None, max_position_embeddings=256)
+    return join(target, build_draft(target, 0.05), tokenizer)
