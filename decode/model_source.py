@@ -23,7 +23,8 @@ from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
 from .models.packed import Part, TreeRows
-from .models.pair import Pair, readable
+from .models.pair import Pair
+from .models.reading.modes import readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
@@ -82,7 +83,7 @@ class ModelSource:
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
-        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers, streams, device=pair.device)
+        self._open(0)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
@@ -92,6 +93,7 @@ class ModelSource:
         """Empty both caches, with room for texts of `tokens` and a round beyond them."""
         capacity = tokens + max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
         self._readable = capacity
+        self.pair.check_length(tokens)
         for role, limit in (("target", readable(self.pair.target)), ("draft", self.drafter.readable)):
             self._readable = min(self._readable, limit)
             if tokens > limit:
@@ -100,12 +102,17 @@ class ModelSource:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self.target.capacity < capacity:
-            pair, layers = self.pair, self._layers
-            self.target = open_cache(pair.target, capacity, pair.vocabulary, layers, self._size, device=pair.device)
+            self._open(capacity)
         else:
             self.target.refresh()
         self.drafter.reserve(self._size, capacity)
         self.texts = [None] * self._size
+
+    def _open(self, capacity: int) -> None:
+        pair, layers, size = self.pair, self._layers, self._size
+        self.target = open_cache(
+            pair.target, capacity, pair.vocabulary, layers, size, device=pair.device, reading=pair.readings[0]
+        )
 
     def open(
         self, number: int, prompt: list[int], key: int, padding: Sequence[int], shaping: Shaping | None = None
@@ -166,9 +173,10 @@ class ModelSource:
         self.streams = [Stream.begin(number, text, self.topology, deferred, greedy, self.eos) for number, text in begun]
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
         limit: Array | None = None
-        for number, text in begun:
+        for (number, text), own in zip(begun, self.streams, strict=True):
             active[number], context[number] = True, len(text.tokens)
             allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
+            allowed = min([allowed, *(rope.allowed(own.base, allowed) for rope in self.pair.ropes)])
             if allowed < deepest:
                 limit = np.full(self._size, deepest) if limit is None else limit
                 limit[number] = allowed

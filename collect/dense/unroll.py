@@ -98,9 +98,9 @@ class Unroller:
 
     def _take_caches(self, capacity: int, reads: bool) -> None:
         """Begin with empty caches: that of the draft, and the target's if it reads candidates."""
-        pair = self.pair
-        self._model = CachedModel(pair.draft_model, capacity, pair.vocabulary, bool(self._hidden_width))
-        self._target = CachedModel(pair.target, capacity, pair.vocabulary, device=pair.device) if reads else None
+        pair, vocabulary = self.pair, self.pair.vocabulary
+        self._model = CachedModel(pair.draft_model, capacity, vocabulary, bool(self._hidden_width))
+        self._target = CachedModel(pair.target, capacity, vocabulary, device=pair.device) if reads else None
 
     @property
     def depth(self) -> int:

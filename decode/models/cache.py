@@ -6,7 +6,9 @@ silently wrong under `eager`).
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +21,10 @@ from transformers.cache_utils import Cache
 from ..topology import Topology
 from .attention import attending_packed
 from .cuda.transfer import upload
-from .kv_cache import KVCache, KVLayer
+from .kv_cache import KVCache, KVLayer, scored_tokens
 from .packed import PackedCall, Part, TreeRows, pack, split
+from .reading.layer_masks import LayerMasks, backend_mask
+from .reading.modes import READS_ALL, Reading
 from .tree_masks import TreeMasks
 from .view import ModelView
 
@@ -29,18 +33,6 @@ _LONG = 64
 
 _SLICED = 64
 """Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
-
-
-def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
-
-    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small model's
-    call). Half of the lowest: kernels multiply by log2 e, and infinite it leaves NaN where nothing of some keys is seen.
-    """
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=model.dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(model.dtype).min / 2)
 
 
 class CachedModel:
@@ -56,6 +48,7 @@ class CachedModel:
         hidden: keep hidden states of each call in `states`: of these layers, as transformers counts them; True = the last.
         streams: S, texts that are read side by side.
         device: that it is called from; None = the model's.
+        reading: how the model can be read (`self_check`).
 
     Attributes:
         states: of the last call, if asked for; of several layers one after the other in each row. After `read` and
@@ -70,12 +63,13 @@ class CachedModel:
         hidden: bool | Sequence[int] = False,
         streams: int = 1,
         device: torch.device | None = None,
+        reading: Reading = READS_ALL,
     ) -> None:
         self._device = torch.device(device or model.device)
         self.view = ModelView(model, self._device)
         self.capacity, self.vocabulary = capacity, vocabulary
         self.states: Tensor | None = None
-        self._fewest = 2  # parts that are read as a packed call
+        self._fewest = 2 if reading.side_by_side else sys.maxsize  # parts that are read as a packed call
         self._reads_beyond = streams > 1  # slots that a text does not fill are read too, behind a mask
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
@@ -84,8 +78,10 @@ class CachedModel:
         self._kv = KVCache(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
         self._layers = [KVLayer(self._kv) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
-        self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))  # tokens that it does not know
-        self._windows = window_layers(model)
+        self._lacks = max(0, vocabulary - scored_tokens(model))  # tokens that it does not know
+        self._windows = LayerMasks.of(model) if reading.masked else None
+        self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
+        self._unmasked = not reading.masked
         # Told nothing, sdpa has a faster kernel for a single token and for a prompt on a GPU: no mask is read.
         fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
@@ -115,6 +111,11 @@ class CachedModel:
     def streams(self) -> int:
         """S."""
         return self._kv.streams
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model has written to its cache."""
+        return any(layer.is_initialized for layer in self._layers)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -175,7 +176,7 @@ class CachedModel:
         if start == 0 and self._reads_beyond:
             kv.clear(stream)  # the text before may have ended in numbers that are not finite
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
-        if mask is None and count <= _SLICED and not alone:
+        if mask is None and count <= _SLICED and not alone and not self._unmasked:
             # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         positions = self._positions[:, start:end] if positions is None else positions
@@ -195,14 +196,16 @@ class CachedModel:
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
+        told = {"position_ids": positions, "logits_to_keep": rows}
+        for name in self._omitted:
+            del told[name]
         with self.view as model:
             out = model(
                 input_ids=tokens,
                 attention_mask=mask,
-                position_ids=positions,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=rows,
+                **told,
                 **({"output_hidden_states": True} if self._hidden else {}),
             )
         states = None
@@ -249,7 +252,7 @@ class CachedModel:
 
         One packed call reads them, but for the beginnings of texts and other long parts.
         """
-        if len(parts) < self._fewest:
+        if len(parts) == 1 and self._fewest > 1:
             return self._read_alone(parts[0])
         lengths = self._kv.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
@@ -332,19 +335,15 @@ class CachedModel:
             return None
         if mask.dtype != torch.bool:
             mask = mask == 0
-        window, mixed = self._windows
-        near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
-        sliding = backend_mask(mask & near, self.model)
-        if not mixed:
-            return sliding
-        return {"full_attention": backend_mask(mask, self.model), "sliding_attention": sliding}
+        return self._windows.cut(mask, positions, position_at, self.model)
 
 
-def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:
-    """Return (window, whether other layers see everything) of a model with sliding-window layers, else None."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    if window is None or (kinds and "sliding_attention" not in kinds):
-        return None
-    return int(window), len(kinds) > 1
+def _not_accepted(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return those of the arguments that the forward of a model's class does not take."""
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    # Classes of the library drop positions that they do not name; a wrapper around a model hands all on.
+    drops = isinstance(model, PreTrainedModel)
+    return [
+        name for name in names if name not in parameters and not (takes_any and (name != "position_ids" or not drops))
+    ]
