@@ -94,6 +94,11 @@ class Unroller:
         )  # fmt: skip
         # Off the text block verification alone looks at p (`verify.given_text`), from the second token of a round on.
         reads = self._job.given_text and verification == "block" and off_text == "exact" and self.depth > 1
+        if reads and not pair.readings[0].tree:
+            name = type(pair.target).__name__
+            raise InputError(
+                f"--verification block: expected a target that reads trees, not a {name}; give --collector live"
+            )
         self._take_caches(0, reads)
 
     def _take_caches(self, capacity: int, reads: bool) -> None:
