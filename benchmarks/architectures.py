@@ -3,7 +3,10 @@
     python benchmarks/architectures.py --check
     python benchmarks/architectures.py --quick
 
-Random models of a few thousand weights, the draft a noisy copy of the target. In float64 every text must be equal; in
+First every causal language model class of transformers that can be built small (`causal_lms`), in float64: its texts alone,
+side by side, as chains and as trees are those of `generate`, or it is refused by name; nothing else is accepted.
+
+Then random models of a few thousand weights, the draft a noisy copy of the target. In float64 every text must be equal; in
 float32 a text may leave the plain one at a tie (the two best logits closer than 1e-4); bfloat16 is reported with the
 margins at which its texts part. Each kind runs on transformers' modules (`plain`) and, but for float64, on the fast engine
 that `auto` chooses for it (`packed`, or `compact` for the Llama family); the texts expected come from the untouched model.
@@ -19,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import causal_lms
 import torch
 from bars import Bars, arguments
 from specstop.decode import Pair, Settings, Speculator, Tally, join, load_pair, with_engine
@@ -37,6 +41,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.utils import logging
 
 TIE = 1e-4
 VOCABULARY = 64
@@ -197,14 +202,29 @@ def pairs(
                 yield "pair", "sdpa", dtype, plain_pair.target, pair
 
 
+def sweep(names: Sequence[str] | None, quick: bool) -> list[causal_lms.Row]:
+    """Print the table of the classes of transformers and return its rows."""
+    logging.set_verbosity_error()  # of configurations that are no checkpoint's
+    rows = []
+    print(f"{'type':26} {'class':40} " + " ".join(f"{method:12}" for method in causal_lms.METHODS))
+    for name in (causal_lms.QUICK if quick else causal_lms.names()) if names is None else names:
+        row = causal_lms.sweep_class(name, noisy)
+        rows.append(row)
+        cells = " ".join(f"{row.cells.get(method, ''):12}" for method in causal_lms.METHODS)
+        print(f"{row.name:26} {row.cls:40} {cells} {row.note}", flush=True)
+    return rows
+
+
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = arguments(__doc__, "folder of a pair made by make_pair.py, compared as well")
     parser.add_argument("--only", nargs="+", choices=CONFIGS, help="kinds of model; default: all, three with --quick")
+    parser.add_argument("--classes", nargs="*", metavar="TYPE", help="model types of the first table; default: all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     count, new = (2, 12) if options.quick else (8, 48)
     begin, rows = time.perf_counter(), []
+    classes = sweep(options.classes, options.quick)
     print(
         f"{'kind':15} {'attention':9} {'dtype':8} {'engine':7} {'tree':25} {'policy':15} "
         f"{'equal':>7} {'ties':>4} {'accepted':>8}  margins"
@@ -237,11 +257,17 @@ def main() -> int:
             "ties": sum(row["ties"] for row in some),
             "largest_margin": max(apart, default=0.0),
         }
+    built = [row for row in classes if row.cells]
+    faults = sum(row.faults for row in classes)
+    equal = sum(set(row.cells.values()) == {"equal"} for row in built)
+    bars.figures |= {"classes": len(built), "equal in every way": equal, "not built": len(classes) - len(built)}
+    bars.add("texts of classes that are wrong or end in an exception", faults, faults == 0, f"{faults}; none")
     wrong = sum(row["wrong"] for row in rows if row["dtype"] == "float32")
     wrong += sum(row["texts"] - row["equal"] for row in rows if row["dtype"] == "float64")
     bars.add("texts that differ without a tie", wrong, wrong == 0, f"{wrong}; none")
-    compared = f"{len(rows)} cells of {count} texts of {new} tokens"
-    return bars.finish(options, compared, whole=not options.only, details={"rows": rows})
+    compared = f"{len(built)} classes, and {len(rows)} cells of {count} texts of {new} tokens"
+    details = {"rows": rows, "classes": [asdict(row) for row in classes]}
+    return bars.finish(options, compared, whole=not options.only and options.classes is None, details=details)
 
 
 if __name__ == "__main__":

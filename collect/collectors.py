@@ -137,6 +137,29 @@ def _dense(
     return Collector(features, lambda batch: dense_rows(pair, unroller, batch, limit), header, memory=memory)
 
 
+def check_dense(pair: Pair, tokens: int) -> None:
+    """Refuse models of which a dense trace would not hold what a live loop sees.
+
+    Args:
+        pair: of the trace.
+        tokens: of the longest text.
+
+    Raises:
+        InputError: the draft reads chains only, or a text is longer than a position encoding has one set of factors for.
+    """
+    hint = "give --collector live"
+    if pair.drafter == "model" and not pair.readings[1].tree:
+        raise InputError(
+            f"--collector dense: expected a draft that reads trees, not a {type(pair.draft_model).__name__}; {hint}"
+        )
+    for rope in pair.ropes:
+        if tokens > rope.original:
+            raise InputError(
+                f"--collector dense: a text may take {tokens} tokens, but the position encoding changes after "
+                f"{rope.original} ({rope.field}); {hint}, or lower --max-new-tokens"
+            )
+
+
 def tokens_beyond(pair: Pair, tree: Topology, collector: str) -> int:
     """Return how many tokens beyond the limit of new ones a text takes: the models have to read those too."""
     # The collector of positions decodes one more than the tree is deep (`PositionsCollector`).

@@ -24,7 +24,7 @@ from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
 from ..policies.storage.safe_loading import digest
-from .collectors import choose_collector, choose_engine_collector, tokens_beyond
+from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions
 from .digests import digests, short_hash
@@ -132,6 +132,8 @@ def plan_run(
     settings = replace(settings, max_depth=topology.deepest)
     widths = _widths(pair, check_hidden(hidden, "--hidden"))
     if through is None:
+        if collector == "dense":
+            check_dense(pair, max(map(len, ids), default=0) + new)
         chosen = choose_collector(
             pair, topology, settings, collector, policy, explore, mix, completions, tuple(widths), memory, batch or 1,
             draws, off_text, profile,

@@ -96,6 +96,7 @@ class Speculator:
         check_mode(self.mode, policy, tree)
         # Deferred roots are alternatives for the next token: the tree's first level, drawn from the target and not drafted.
         self.topology = (tree.rooted() if self.mode.deferred else tree).limited(policy.max_depth)
+        pair.check_topology(self.topology)
         chain = self.topology.is_chain
         policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
         self._drafter, self._observer = drafter or find_drafter(pair.drafter, pair), observer
@@ -231,9 +232,10 @@ class Speculator:
         self._runner.restart()
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
+        self.pair.check_prompts(request.prompt for request in requests)
         longest = max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens
         shifts, offsets = zip(*(request.excess for request in requests), strict=True) if requests else ([0], [0])
-        source.reserve(longest, max(shifts), max(offsets))
+        source.reserve(longest, max(shifts), max(offsets), any(request.read is not None for request in requests))
         done: dict[int, Generation] = {}
         running: dict[int, _Running] = {}
         waiting = list(enumerate(requests))[::-1]  # popped from the end

@@ -23,7 +23,8 @@ from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
 from .models.packed import Part, TreeRows
-from .models.pair import Pair, readable
+from .models.pair import Pair
+from .models.reading.modes import readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
@@ -78,26 +79,28 @@ class ModelSource:
         self.asks_ended, self.selects_levels = mode.hides and trimming[0], mode.hides and trimming[1]
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
-        self._padded = padded
+        self._padded = () if pair.ropes else padded  # filled up, a call could reach beyond a boundary of the factors
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
-        self.target = open_cache(pair.target, 0, pair.vocabulary, self._layers, streams, device=pair.device)
+        self._open(0)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
         self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature, self.streams)
 
-    def reserve(self, tokens: int, shift: int = 0, offset: int = 0) -> None:
+    def reserve(self, tokens: int, shift: int = 0, offset: int = 0, is_shifted: bool = False) -> None:
         """Empty both caches, with room for texts of `tokens` and a round beyond them.
 
         Args:
             tokens: of the longest text.
             shift, offset: slots and positions of the target in excess of a text's tokens (`Request.excess`).
+            is_shifted: whether the target has read a prompt by itself (`Request.read`).
         """
         beyond = max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
         capacity = tokens + shift + beyond
         self._readable = capacity - shift
+        self.pair.check_length(tokens + offset, is_shifted)
         for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", self.drafter.readable, 0)):
             self._readable = min(self._readable, limit - more)
             if tokens + more > limit:
@@ -106,12 +109,17 @@ class ModelSource:
                     "shorten the prompt or lower --max-new-tokens"
                 )
         if self.target.capacity < capacity:
-            pair, layers = self.pair, self._layers
-            self.target = open_cache(pair.target, capacity, pair.vocabulary, layers, self._size, device=pair.device)
+            self._open(capacity)
         else:
             self.target.refresh()
         self.drafter.reserve(self._size, capacity)
         self.texts = [None] * self._size
+
+    def _open(self, capacity: int) -> None:
+        pair, layers, size = self.pair, self._layers, self._size
+        self.target = open_cache(
+            pair.target, capacity, pair.vocabulary, layers, size, device=pair.device, reading=pair.readings[0]
+        )
 
     def open(self, number: int, request: Request) -> Text:
         """Read a prompt with the target and draw the first roots; the drafter reads when it is first asked.
@@ -175,9 +183,10 @@ class ModelSource:
         self.streams = [Stream.begin(number, text, self.topology, deferred, greedy, self.eos) for number, text in begun]
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
         limit: Array | None = None
-        for number, text in begun:
+        for (number, text), own in zip(begun, self.streams, strict=True):
             active[number], context[number] = True, len(text.tokens)
             allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
+            allowed = min([allowed, *(rope.allowed(own.base, allowed) for rope in self.pair.ropes)])
             if allowed < deepest:
                 limit = np.full(self._size, deepest) if limit is None else limit
                 limit[number] = allowed

@@ -69,9 +69,10 @@ def plain_texts(
         InputError: a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
     device, batch = pair.device, len(prompts)
-    model = open_cache(
-        pair.target, max(map(len, prompts)) + max_new_tokens, pair.vocabulary, hidden, batch, device=device
-    )
+    pair.check_prompts(prompts)
+    pair.check_length(max(map(len, prompts)) + max_new_tokens)
+    capacity, reading = max(map(len, prompts)) + max_new_tokens, pair.readings[0]
+    model = open_cache(pair.target, capacity, pair.vocabulary, hidden, batch, device=device, reading=reading)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     stream = torch.tensor(list(keys), device=device)[:, None]  # [B, 1]
     ends = () if ignore_eos else pair.eos

@@ -143,7 +143,7 @@ def test_library_rooms_do_not_print() -> None:
 def test_a_module_says_what_it_is_and_stays_short() -> None:
     for path in FILES:
         assert ast.get_docstring(parsed(path)), relative(path)
-        assert len(path.read_text(encoding="utf-8").splitlines()) <= 350, relative(path)
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= 500, relative(path)
 
 
 def test_a_folder_holds_few_modules() -> None:

@@ -103,19 +103,29 @@ def bench(
             batch=batch,
             progress=progress,
         )
+    faults = [line for line in lines if line.wrong]
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
+        if faults:
+            raise typer.Exit(1)
         return
     sampled = sampling_text(temperature, settings.shaping.facts)
     side = f", {batch} texts side by side" if batch > 1 else ""
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
+    for line in lines:
+        if line.ties:
+            say(f"{line.name}: {line.ties} of {len(chosen)} texts differ by ties")
     turn = texts_a_turn(batch)
     if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST_TURNS:
         say(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
             f"{FEWEST_TURNS * turn} or more, with as many prompts"
         )
+    for line in faults:
+        say(f"error: {line.name}: {line.wrong} of {len(chosen)} texts are not those of plain decoding, and not by ties")
+    if faults:
+        raise typer.Exit(1)
 
 
 def show_bench(lines: list[BenchLine], title: str) -> None:

@@ -133,7 +133,8 @@ def own_anchors(text: Sequence[int], own: Sequence[int], last: int, depth: int, 
 
 def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = False) -> tuple[Tensor, Tensor | None]:
     """Return [L, V], the target's rows that each token of the text would be drawn from, and their states [L, H] float16."""
-    model = CachedModel(pair.target, len(prompt) + len(text), pair.vocabulary, hidden, device=pair.device)
+    capacity, reading = len(prompt) + len(text), pair.readings[0]
+    model = CachedModel(pair.target, capacity, pair.vocabulary, hidden, device=pair.device, reading=reading)
     # The row after the last token would be of a token that the text does not have.
     rows = model.read(torch.tensor([[*prompt, *text[:-1]]], device=pair.device), rows=len(text))[0]
     check_rows(rows)

@@ -89,7 +89,7 @@ def _mixed(
     read = torch.where(is_own, own, torch.tensor(text[1:], device=pair.device))
     # The first token is the target's in any case: nothing was proposed in its place.
     ids = torch.tensor([[*prompt, text[0], *read.tolist()[:-1]]], device=pair.device)
-    model = CachedModel(pair.draft_model, ids.shape[1], pair.vocabulary, hidden)
+    model = CachedModel(pair.draft_model, ids.shape[1], pair.vocabulary, hidden, reading=pair.readings[1])
     logits = model.read(ids, rows=len(text) - 1)[0]
     check_rows(logits, "draft")
     # The noise that the samples Y were drawn with, at the same positions.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...decode.models.cache import CachedModel
 from ...decode.models.finite import broken, check_rows
 from ...decode.models.hidden import stored
-from ...decode.models.masks import backend_mask
+from ...decode.models.reading.layer_masks import backend_mask
 from ...decode.policy.summaries import lead_over_truncated, summarise
 from ...decode.verify.given_text import OFF_TEXT, Candidates
 from ...decode.verify.sampling import Sampler

@@ -94,13 +94,18 @@ class Unroller:
         )  # fmt: skip
         # Off the text block verification alone looks at p (`verify.given_text`), from the second token of a round on.
         reads = self._job.given_text and verification == "block" and off_text == "exact" and self.depth > 1
+        if reads and not pair.readings[0].tree:
+            name = type(pair.target).__name__
+            raise InputError(
+                f"--verification block: expected a target that reads trees, not a {name}; give --collector live"
+            )
         self._take_caches(0, reads)
 
     def _take_caches(self, capacity: int, reads: bool) -> None:
         """Begin with empty caches: that of the draft, and the target's if it reads candidates."""
-        pair = self.pair
-        self._model = CachedModel(pair.draft_model, capacity, pair.vocabulary, bool(self._hidden_width))
-        self._target = CachedModel(pair.target, capacity, pair.vocabulary, device=pair.device) if reads else None
+        pair, vocabulary = self.pair, self.pair.vocabulary
+        self._model = CachedModel(pair.draft_model, capacity, vocabulary, bool(self._hidden_width))
+        self._target = CachedModel(pair.target, capacity, vocabulary, device=pair.device) if reads else None
 
     @property
     def depth(self) -> int:

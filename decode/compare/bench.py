@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...policies.baselines.fixed import FixedLength
@@ -20,6 +20,7 @@ from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 from .alternate import Runner, run_alternating, texts_a_turn
 from .hf_baseline import PLAIN, SETTINGS, Assisted
 from .intervals import Ratio, Resamples
+from .ties import count_differences
 
 FEWEST_TURNS = 8
 """Turns of a batch below which a ratio has no interval."""
@@ -37,6 +38,8 @@ class BenchLine:
         block_efficiency: tokens per target call; 0 where it is not reported.
         shares: of the seconds, by phase; empty where they are not reported.
         same_text: prompts whose text equals the first method's.
+        ties: greedy texts of a lossless policy that leave the first method's at a tie of the two best tokens.
+        wrong: those that leave it for no such reason.
     """
 
     name: str
@@ -45,6 +48,8 @@ class BenchLine:
     block_efficiency: float
     shares: dict[str, float]
     same_text: int
+    ties: int = 0
+    wrong: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the line as plain values; `low` and `high` are the ratio's interval."""
@@ -102,7 +107,13 @@ def bench(
     texts = run_alternating(runs, prompts, seed=seed, batch=batch, progress=progress)
     turn = texts_a_turn(batch)
     read = [tuple(tokens) for _, tokens in prompts]
-    return [bench_line(name, row, texts[0], turn, read) for name, row in zip(names, texts, strict=True)]
+    lines = [bench_line(name, row, texts[0], turn, read) for name, row in zip(names, texts, strict=True)]
+    if settings.temperature == 0.0:
+        for at, run in enumerate(runs):
+            if isinstance(run, Speculator) and run.mode.lossless:
+                ties, wrong = count_differences(pair, settings, read, texts[at], texts[0])
+                lines[at] = replace(lines[at], ties=ties, wrong=wrong)
+    return lines
 
 
 def bench_line(

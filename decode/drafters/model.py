@@ -14,7 +14,8 @@ from ..models.cuda.graph import open_cache
 from ..models.finite import check_rows
 from ..models.hidden import hidden_width
 from ..models.packed import Part, TreeRows
-from ..models.pair import Pair, readable
+from ..models.pair import Pair
+from ..models.reading.modes import readable
 from .base import Proposal
 
 
@@ -44,7 +45,8 @@ class ModelDrafter:
         self._open(1, 0)
 
     def _open(self, streams: int, capacity: int) -> None:
-        self._model = open_cache(self._draft, capacity, self._pair.vocabulary, self._hidden, streams)
+        vocabulary, reading = self._pair.vocabulary, self._pair.readings[1]
+        self._model = open_cache(self._draft, capacity, vocabulary, self._hidden, streams, reading=reading)
         self._streams = [_Read() for _ in range(streams)]
 
     def keep_states(self) -> int:

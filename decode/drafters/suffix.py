@@ -15,7 +15,8 @@ from torch import Tensor
 from ...policies.contract import Array
 from ...policies.errors import InputError
 from ..candidates import Candidates
-from ..models.pair import ENDLESS, Pair
+from ..models.pair import Pair
+from ..models.reading.modes import ENDLESS
 from .automaton import START, SuffixAutomaton
 from .base import READS_NOTHING, Proposal
 

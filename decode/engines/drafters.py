@@ -19,7 +19,8 @@ from ..drafters.find import find_drafter
 from ..drafters.known import needs_draft
 from ..models.checkpoints.opening import open_checkpoint
 from ..models.loading import load_tokenizer, without_weights
-from ..models.pair import Pair, readable
+from ..models.pair import Pair
+from ..models.reading.modes import READS_ALL, readable
 from ..topology import chain
 from .models import ModelRows, load_draft
 from .policies import check_engine_drafter
@@ -47,13 +48,16 @@ def load_rows(
         InputError: there is no such drafter, or it reads the target's hidden states.
         PairError: a model cannot be loaded, or the draft is of another vocabulary.
     """
-    model = load_draft(draft, device, dtype, vocabulary) if needs_draft(check_engine_drafter(drafter, "vllm")) else None
+    model, reading = None, READS_ALL
+    if needs_draft(check_engine_drafter(drafter, "vllm")):
+        model, reading = load_draft(draft, device, dtype, vocabulary)
     if drafter == "model" and model is not None:
-        return ModelRows(model, rows, vocabulary), readable(model)
+        return ModelRows(model, rows, vocabulary, reading), readable(model)
     checkpoint = open_checkpoint(target, "target")
     # The engine has the target: what stands for it in the pair has no weights.
     shapes, tokenizer = without_weights(checkpoint, dtype), load_tokenizer(checkpoint)
-    pair = Pair(shapes, model, tokenizer, vocabulary, drafter=drafter, home=device)
+    readings = (READS_ALL, reading)
+    pair = Pair(shapes, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
     found = find_drafter(drafter, pair)
     check_engine_drafter(drafter, "vllm", reads=bool(found.layers))  # a plugin's own say
     return DrafterRows(found, rows, depth, vocabulary), found.readable

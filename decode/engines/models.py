@@ -14,13 +14,15 @@ from ..models.cuda.graph import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model
 from ..models.packed import Part
+from ..models.reading.modes import READS_ALL, Reading
+from ..models.reading.self_check import check_model
 
 _LEAST = 512
 """Tokens of a row to begin with."""
 
 
-def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int) -> PreTrainedModel:
-    """Return a draft model by itself, under the fastest engine that can run it.
+def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int) -> tuple[PreTrainedModel, Reading]:
+    """Return a draft model by itself, under the fastest engine that can run it, and how it can be read.
 
     Args:
         name: folder or hub name.
@@ -37,7 +39,8 @@ def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: 
             f"draft: {name} scores {own} tokens, but the target {vocabulary}; choose a draft of the target's family"
         )
     model = load_model(checkpoint, device, dtype).eval()
-    return speed_up(model, choose_engine(model))
+    reading = check_model("draft", model)
+    return speed_up(model, choose_engine(model), reading), reading
 
 
 class ModelRows:
@@ -49,12 +52,13 @@ class ModelRows:
         model: the draft.
         rows: of its cache.
         vocabulary: tokens that the target scores.
+        reading: how the draft can be read.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, vocabulary: int) -> None:
-        self._model, self._vocabulary = model, vocabulary
+    def __init__(self, model: PreTrainedModel, rows: int, vocabulary: int, reading: Reading = READS_ALL) -> None:
+        self._model, self._vocabulary, self._reading = model, vocabulary, reading
         self._texts: list[list[int]] = [[] for _ in range(rows)]
-        self._cache = open_cache(model, _LEAST, vocabulary, streams=rows)
+        self._cache = open_cache(model, _LEAST, vocabulary, streams=rows, reading=reading)
 
     @torch.inference_mode()
     def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
@@ -65,7 +69,8 @@ class ModelRows:
         if self._cache.capacity < longest:
             # The new cache is empty: each row is read again when it is next asked for.
             size = 2 ** (longest - 1).bit_length()
-            self._cache = open_cache(self._model, size, self._vocabulary, streams=len(self._texts))
+            streams = len(self._texts)
+            self._cache = open_cache(self._model, size, self._vocabulary, streams=streams, reading=self._reading)
         return self._cache.read_parts([Part(row, self._texts[row][self._cache.lengths[row] :], 1) for row in rows])
 
     def roll_back(self, row: int, length: int) -> None:

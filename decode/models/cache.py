@@ -6,7 +6,9 @@ silently wrong under `eager`).
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +21,11 @@ from transformers.cache_utils import Cache
 from ..topology import Topology
 from .attention import attending_packed
 from .cuda.transfer import upload
-from .kv_cache import KVCache, KVLayer, ReadPrompt
-from .masks import SlotLayouts, TreeMasks, backend_mask, causal, window_layers, window_masks
+from .kv_cache import KVCache, KVLayer, ReadPrompt, scored_tokens
+from .masks import SlotLayouts, TreeMasks, causal
 from .packed import PackedCall, Part, TreeRows, pack, split
+from .reading.layer_masks import LayerMasks, backend_mask
+from .reading.modes import READS_ALL, Reading
 from .view import ModelView
 
 _LONG = 64
@@ -44,6 +48,7 @@ class CachedModel:
         hidden: keep hidden states of each call in `states`: of these layers, as transformers counts them; True = the last.
         streams: S, texts that are read side by side.
         device: that it is called from; None = the model's.
+        reading: how the model can be read (`self_check`).
 
     Attributes:
         states: of the last call, if asked for; of several layers one after the other in each row. After `read` and
@@ -58,12 +63,13 @@ class CachedModel:
         hidden: bool | Sequence[int] = False,
         streams: int = 1,
         device: torch.device | None = None,
+        reading: Reading = READS_ALL,
     ) -> None:
         self._device = torch.device(device or model.device)
         self.view = ModelView(model, self._device)
         self.capacity, self.vocabulary = capacity, vocabulary
         self.states: Tensor | None = None
-        self._fewest = 2  # parts that are read as a packed call
+        self._fewest = 2 if reading.side_by_side else sys.maxsize  # parts that are read as a packed call
         self._reads_beyond = streams > 1  # slots that a text does not fill are read too, behind a mask
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
@@ -72,8 +78,10 @@ class CachedModel:
         self._kv = KVCache(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
         self._layers = [KVLayer(self._kv) for _ in range(config.num_hidden_layers)]
         self._cache = Cache(layers=list(self._layers))
-        self._lacks = max(0, vocabulary - getattr(config, "vocab_size", vocabulary))  # tokens that it does not know
-        self._windows = window_layers(model)
+        self._lacks = max(0, vocabulary - scored_tokens(model))  # tokens that it does not know
+        self._windows = LayerMasks.of(model) if reading.masked else None
+        self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
+        self._unmasked = not reading.masked
         # Told nothing, sdpa has a faster kernel for a single token and for a prompt on a GPU: no mask is read.
         fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
         self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
@@ -104,6 +112,11 @@ class CachedModel:
     def streams(self) -> int:
         """S."""
         return self._kv.streams
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model has written to its cache."""
+        return any(layer.is_initialized for layer in self._layers)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -167,7 +180,7 @@ class CachedModel:
         alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
         if layouts is not None:
             mask = layouts.hide(causal(start, count, self._device) if mask is None else mask, stream)
-        elif mask is None and count <= _SLICED and not alone:
+        elif mask is None and count <= _SLICED and not alone and not self._unmasked:
             # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
             mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
         positions = self._positions[:, start:end] if positions is None else positions
@@ -205,6 +218,8 @@ class CachedModel:
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "logits_to_keep": rows}
+        for name in self._omitted:
+            del inputs[name]
         return self.answer(self.call(**inputs, past_key_values=self._cache, use_cache=True), rows)
 
     def call(self, **inputs: Any) -> Any:
@@ -258,7 +273,7 @@ class CachedModel:
 
         One packed call reads them, but for the beginnings of texts and other long parts.
         """
-        if len(parts) < self._fewest:
+        if len(parts) == 1 and self._fewest > 1:
             return self._read_alone(parts[0])
         lengths = self._kv.lengths
         together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
@@ -346,4 +361,15 @@ class CachedModel:
             return None
         if mask.dtype != torch.bool:
             mask = mask == 0
-        return window_masks(mask, positions, position_at, self._windows, self.model)
+        return self._windows.cut(mask, positions, position_at, self.model)
+
+
+def _not_accepted(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return those of the arguments that the forward of a model's class does not take."""
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    # Classes of the library drop positions that they do not name; a wrapper around a model hands all on.
+    drops = isinstance(model, PreTrainedModel)
+    return [
+        name for name in names if name not in parameters and not (takes_any and (name != "position_ids" or not drops))
+    ]

@@ -19,7 +19,7 @@ from .attention import grouped_attention
 from .checkpoints.adapters import modified_module
 from .cpu.products import Product
 from .cuda.fused import fused
-from .masks import window_layers
+from .reading.layer_masks import LayerMasks
 from .wide_head import can_widen, wide_linear
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -39,7 +39,7 @@ def compact_refusal(model: PreTrainedModel) -> str:
         return f"on a CPU the compact forward computes in float32 or float64, not {str(model.dtype).removeprefix('torch.')}"
     if config._attn_implementation != "sdpa":
         return f"the compact forward attends by sdpa, not {config._attn_implementation}"
-    if window_layers(model) is not None:
+    if LayerMasks.of(model) is not None:
         return "the compact forward has no sliding windows"
     rotation = config.rope_parameters["rope_type"]
     if rotation not in _ROTATIONS or config.hidden_act != "silu":

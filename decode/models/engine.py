@@ -13,6 +13,7 @@ logits within float rounding.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -31,12 +32,17 @@ from .compact import CompactModel, compact_refusal
 from .cpu.layouts import choose_layouts
 from .cpu.products import Product, can_pack
 from .cpu.steps import ORDER, Step
+from .kv_cache import scored_tokens
 from .placement import kept_as_is
+from .reading.modes import READS_ALL, Reading
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
 BEFORE = 64
 """Tokens of the text after which steps are timed."""
+
+
+_NO_CODE = compile("", "", "exec")
 
 
 class PackedLinear(nn.Module):
@@ -78,12 +84,13 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     return engine
 
 
-def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
+def speed_up(model: PreTrainedModel, engine: str, reading: Reading = READS_ALL) -> PreTrainedModel:
     """Return the model under a chosen engine. A packed one is changed in place: it can no longer be saved or trained.
 
     Args:
         model: in evaluation mode.
         engine: from `choose_engine`.
+        reading: how it can be read.
     """
     if engine == "compact":
         compact = CompactModel(model)
@@ -91,19 +98,20 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
             choose_layouts(compact.products, partial(_steps_of, compact))
         return compact  # type: ignore[return-value]
     if engine == "packed":
-        pack(model, partial(_steps_of, model))
+        pack(model, partial(_steps_of, model, reading))
     return model
 
 
 @torch.inference_mode()
-def _steps_of(model: Any) -> Step:
+def _steps_of(model: Any, reading: Reading = READS_ALL) -> Step:
     """Return what takes a step of a model after a short text, and its seconds."""
     config = model.config.get_text_config()
     longest = max(ORDER)
     reads = getattr(config, "max_position_embeddings", None) or BEFORE + longest
     before = max(1, min(BEFORE, reads - longest))
-    tokens = torch.arange(before + longest)[None] % config.vocab_size
-    cache = CachedModel(model, before + longest, config.vocab_size)
+    vocabulary = scored_tokens(model)
+    tokens = torch.arange(before + longest)[None] % vocabulary
+    cache = CachedModel(model, before + longest, vocabulary, reading=reading)
     cache.read(tokens[:, :before], 1)
 
     def step(rows: int) -> float:
@@ -139,10 +147,18 @@ def _packed(module: nn.Module) -> list[Product]:
     return [layer.product for layer in module.modules() if isinstance(layer, PackedLinear)]
 
 
+def _reads_weights(module: nn.Module) -> bool:
+    """Whether the forward of a module reads the weight of a layer in it, as some routers of experts do."""
+    return "weight" in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names
+
+
 def _pack(module: nn.Module) -> None:
+    reads_weights = _reads_weights(module)
     for name, child in module.named_children():
         if is_modified(child) or (isinstance(child, nn.Linear) and type(child) is not nn.Linear):
             continue  # quantised, adapted or patched: it computes something else, and may read the weights inside it
+        if reads_weights and isinstance(child, nn.Linear | Conv1D):
+            continue
         if type(child) is nn.Linear:
             setattr(module, name, PackedLinear(child.weight.data, None if child.bias is None else child.bias.data))
         elif isinstance(child, Conv1D):  # GPT-2 keeps its weights transposed

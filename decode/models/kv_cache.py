@@ -32,6 +32,12 @@ def token_bytes(model: PreTrainedModel) -> int:
     return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
 
 
+def scored_tokens(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model scores."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return int(size if isinstance(size, int) else model.get_output_embeddings().weight.shape[0])
+
+
 @dataclass(slots=True)
 class Packing:
     """Where T tokens of several streams lie in the buffers, and in the rectangle [S, n] of queries.

@@ -1,4 +1,4 @@
-"""Attention masks: backend formats, sliding windows, trees, and texts with hidden slots or shifted positions."""
+"""Attention masks of trees, and of texts with hidden slots or shifted positions."""
 
 from __future__ import annotations
 
@@ -6,51 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..topology import Topology
 
 _MOST = 4096
 """Parts of a tree that are kept: the same few come up again and again."""
-
-
-def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
-
-    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small model's
-    call). Half of the lowest: kernels multiply by log2 e, and infinite it leaves NaN where nothing of some keys is seen.
-    """
-    if mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=model.dtype, device=mask.device)
-    return torch.where(mask, zero, torch.finfo(model.dtype).min / 2)
-
-
-def window_layers(model: PreTrainedModel) -> tuple[int, bool] | None:
-    """Return (window, whether other layers see everything) of a model with sliding-window layers, else None."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or [])
-    window = getattr(config, "sliding_window", None)
-    if window is None or (kinds and "sliding_attention" not in kinds):
-        return None
-    return int(window), len(kinds) > 1
-
-
-def window_masks(
-    mask: Tensor, positions: Tensor, position_at: Tensor, windows: tuple[int, bool], model: PreTrainedModel
-) -> Tensor | dict[str, Tensor]:
-    """Return the masks of a model with windows (`window_layers`): one, or one for each kind of layer.
-
-    Args:
-        mask: [B, 1, n, slots] bool.
-        positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
-        windows: of `window_layers`.
-        model: whose backend reads the masks.
-    """
-    window, mixed = windows
-    near = positions[:, None, :, None] - position_at[:, None, None] < window  # [B, 1, n, slots]
-    sliding = backend_mask(mask & near, model)
-    return {"full_attention": backend_mask(mask, model), "sliding_attention": sliding} if mixed else sliding
 
 
 def causal(start: int, count: int, device: torch.device) -> Tensor:

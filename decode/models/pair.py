@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...policies.errors import InputError, PairError
+from ..topology import Topology
 from .checkpoints.adapters import unwrap
 from .checkpoints.hashing import model_hash
 from .checkpoints.memory import check_memory
 from .checkpoints.opening import open_checkpoint
 from .engine import choose_engine, speed_up
+from .kv_cache import scored_tokens
 from .loading import load_model, load_tokenizer
 from .placement import call_from, check_device_map, is_placed, place_of, tell_once
+from .reading.layer_masks import KINDS
+from .reading.modes import READS_ALL, Reading, readable
+from .reading.ropes import LengthRope, length_rope
+from .reading.self_check import check_model
 
 DTYPES = {
     "float32": torch.float32,
@@ -31,9 +37,6 @@ DTYPES = {
 }
 ATTENTION = ("sdpa", "eager")
 """Attention backends that read the mask of a tree correctly."""
-
-ENDLESS = 1 << 30
-"""Tokens that a model reads whose positions nothing limits."""
 
 _PADDED = 512
 """Vocabularies are filled up to a multiple of so much at most, so that matrix products come out even."""
@@ -54,6 +57,7 @@ class Pair:
         hashes: of target and draft, where an engine no longer tells them from the models.
         drafter: what proposes unless a run says otherwise (`drafters.find_drafter`).
         home: the device that a target without a draft is called from, if not its own.
+        readings: how target and draft can be read (`self_check`).
     """
 
     target: PreTrainedModel
@@ -65,6 +69,7 @@ class Pair:
     hashes: tuple[str, ...] | None = None
     drafter: str = "model"
     home: torch.device | None = None
+    readings: tuple[Reading, Reading] = (READS_ALL, READS_ALL)
 
     @cached_property
     def device(self) -> torch.device:
@@ -94,6 +99,64 @@ class Pair:
     def readable(self) -> int:
         """The longest text that both models read."""
         return min(readable(model) for model in (self.target, self.draft) if model is not None)
+
+    @cached_property
+    def ropes(self) -> tuple[LengthRope, ...]:
+        """Position encodings of target and draft that depend on the length."""
+        models = (self.target, *(() if self.draft is None else (self.draft,)))
+        return tuple(rope for rope in map(length_rope, models) if rope is not None)
+
+    def check_length(self, tokens: int, is_shifted: bool = False) -> None:
+        """Refuse texts whose position encoding would change in a way that the loop does not follow.
+
+        Args:
+            tokens: of the longest text.
+            is_shifted: whether positions of a text are not the places of its tokens: then no change is followed.
+
+        Raises:
+            InputError: prompt and new tokens are longer than the first set of factors serves.
+        """
+        for rope in self.ropes:
+            if is_shifted and rope.two_sided and tokens > rope.original:
+                raise InputError(
+                    f"prompt and new tokens are {tokens} together, but from {rope.original} on ({rope.field}) the position "
+                    "encoding has other factors, which is only followed for prompts of token ids padded on the left; give "
+                    "such prompts, or lower --max-new-tokens"
+                )
+            if not rope.two_sided and tokens > rope.original:
+                raise InputError(
+                    f"prompt and new tokens are {tokens} together, but from {rope.original} on ({rope.field}) the dynamic "
+                    "position encoding changes with every token, and a text would depend on the draft length; shorten the "
+                    "prompt or lower --max-new-tokens"
+                )
+
+    def check_prompts(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Refuse token ids that the target does not know.
+
+        Raises:
+            InputError: a prompt has one.
+        """
+        unknown = next((token for prompt in prompts for token in prompt if not 0 <= token < self.vocabulary), None)
+        if unknown is not None:
+            raise InputError(
+                f"a prompt has the token id {unknown}, but the target scores only {self.vocabulary} tokens; leave that "
+                "token out"
+            )
+
+    def check_topology(self, topology: Topology) -> None:
+        """Refuse a tree for models that do not read one right.
+
+        Raises:
+            PairError: the topology is no chain, and a model reads only those.
+        """
+        if topology.is_chain:
+            return
+        for role, model, reading in zip(("target", "draft"), (self.target, self.draft), self.readings, strict=True):
+            if model is not None and not reading.tree:
+                raise PairError(
+                    f"the {role} is a {type(model).__name__}, which reads no trees: candidates beside each other get other "
+                    "logits than in a text of their own; decode chains (no tree, another verification)"
+                )
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -131,18 +194,21 @@ def join(
         raise PairError(f"target and draft must be on one device, but are on {target.device} and {draft.device}")
     for role, model in roles.items():
         _check_kind(role, model)
-    widths = [_width(model) for model in roles.values()]
+    readings = [check_model(role, model) for role, model in roles.items()]
+    widths = [scored_tokens(model) for model in roles.values()]
     if draft is not None and tokenizer is None and widths[0] != widths[1] and not _differ_by_padding(target, draft):
         raise PairError(f"target and draft have different vocabularies: {widths[0]} and {widths[1]} tokens")
-    if tokenizer is not None and len(tokenizer) > min(widths):
-        raise PairError(f"the tokenizer has {len(tokenizer)} tokens, but the models score only {min(widths)}")
     home = place_of(target) if draft is None else None
-    return Pair(target, draft, tokenizer, widths[0], _eos(target, tokenizer), home=home)
+    reads = (readings[0], readings[-1])
+    return Pair(target, draft, tokenizer, widths[0], _eos(target, tokenizer), home=home, readings=reads)
 
 
-def _width(model: PreTrainedModel) -> int:
-    """Return the number of tokens that a model scores."""
-    return int(model.config.get_text_config().vocab_size)
+def _agree(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
+    """Whether the ids of two vocabularies mean the same tokens, but that one may have further tokens after the other's."""
+    small, large = sorted((first, second), key=len)
+    last = max(small.values(), default=-1)
+    same = all(large.get(token) == number for token, number in small.items())
+    return same and all(number > last for token, number in large.items() if token not in small)
 
 
 def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
@@ -151,27 +217,22 @@ def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
     Qwen2.5 has 152,064 rows at 7B and 151,936 at 0.5B, for the same 151,665 tokens. Of other tokenizers of about one size the
     end of text differs.
     """
-    close = abs(_width(target) - _width(draft)) < _PADDED
+    close = abs(scored_tokens(target) - scored_tokens(draft)) < _PADDED
     return close and not set(_eos(target, None)).isdisjoint(_eos(draft, None))
 
 
 def _check_kind(role: str, model: PreTrainedModel) -> None:
-    """Refuse, by name, a model whose cache is no list of keys and values, or that takes positions or masks otherwise."""
+    """Refuse, by name, a model whose cache is no list of keys and values, or that misreads masks."""
     config, name = model.config.get_text_config(), type(model).__name__
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or []) - set(KINDS)
     if kinds:
         raise PairError(
-            f"the {role} has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
-            "expected full or sliding-window attention in every layer"
+            f"the {role} is a {name}, which has {', '.join(sorted(kinds))} layers, whose cache cannot be rolled back here; "
+            "expected full, sliding-window or chunked attention in every layer"
         )
-    if getattr(model, "_is_stateful", False) or config.is_encoder_decoder:
+    if config.is_encoder_decoder:
         raise PairError(
             f"the {role} is a {name}, whose cache cannot be rolled back here; expected a decoder of attention"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters or getattr(config, "alibi", False):
-        raise PairError(
-            f"the {role} is a {name}, which counts positions itself; expected a model that is told position_ids, since "
-            "candidates of one depth share one"
         )
     backend = model.config._attn_implementation
     if backend not in ATTENTION:
@@ -210,7 +271,7 @@ def load_pair(
     sides = [open_checkpoint(target, "--target"), *([] if draft is None else [open_checkpoint(draft, "--draft")])]
     first, *others = (load_tokenizer(side) for side in sides)
     for other in others:
-        if first.get_vocab() != other.get_vocab():
+        if not _agree(first.get_vocab(), other.get_vocab()):
             raise PairError(
                 f"target and draft must share one tokenizer, but {target} has {len(first)} tokens and {draft} has "
                 f"{len(other)}, not the same ones; choose a draft of the target's family"
@@ -230,8 +291,8 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
     """
     names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
     hashes = _hashes(pair.target, pair.draft)  # first: weights in another layout are no parameters any more
-    target = speed_up(pair.target, names[0])
-    draft = None if pair.draft is None else speed_up(pair.draft, names[1])
+    target = speed_up(pair.target, names[0], pair.readings[0])
+    draft = None if pair.draft is None else speed_up(pair.draft, names[1], pair.readings[1])
     return dataclasses.replace(pair, target=target, draft=draft, engines=names, hashes=hashes)
 
 
@@ -250,11 +311,6 @@ def check_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"--device: {name!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return one.device  # "cuda" is not equal to "cuda:0", on which its tensors lie
-
-
-def readable(model: PreTrainedModel) -> int:
-    """Return the longest text that a model reads."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or ENDLESS
 
 
 def _eos(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:

@@ -123,7 +123,7 @@ def _written(
 
 def _states(pair: Pair, text: Sequence[int]) -> Tensor:
     """Return [n, H] float16, the target's last hidden states of a text."""
-    model = open_cache(pair.target, len(text), pair.vocabulary, True, device=pair.device)
+    model = open_cache(pair.target, len(text), pair.vocabulary, True, device=pair.device, reading=pair.readings[0])
     model.read(upload([list(text)], pair.device), rows=1)
     assert model.states is not None
     return stored(model.states[0]).cpu()

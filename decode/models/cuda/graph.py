@@ -20,6 +20,9 @@ from ..attention import attending_grouped
 from ..cache import CachedModel
 from ..packed import PackedCall, Part
 from ..placement import is_placed
+from ..reading.modes import READS_ALL, Reading, warn_one_at_a_time
+from ..reading.ropes import length_rope
+from ..reading.two_sided import TwoSidedModel
 from .memory import Answer, FixedLayer, Memory, RecordedCall, RecordedPacked, keep_memory, take_memory
 from .recorder import Recorded, Recorder, filled_up
 
@@ -34,7 +37,7 @@ class CudaGraphModel(CachedModel):
     """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens after others when they come for the second time.
 
     Args:
-        model, capacity, vocabulary, hidden, device: as of `CachedModel`; the capacity is rounded up.
+        model, capacity, vocabulary, hidden, device, reading: as of `CachedModel`; the capacity is rounded up.
         streams: as of `CachedModel`; of several the packed calls are recorded, not those of one of them.
         recorder: of the calls; CUDA graphs by default.
     """
@@ -48,6 +51,7 @@ class CudaGraphModel(CachedModel):
         streams: int = 1,
         recorder: Callable[[torch.device], Recorder] = Recorder,
         device: torch.device | None = None,
+        reading: Reading = READS_ALL,
     ) -> None:
         # Buffers made in inference mode cannot be written to outside of it; weights that lie elsewhere were not recorded.
         kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _addresses(model))
@@ -55,7 +59,7 @@ class CudaGraphModel(CachedModel):
         # In coarse steps, so that the next text of about this length finds the memory large enough.
         step = max(LEAST_SEEN, _seen(capacity) // 4)
         capacity = memory.capacity if memory else -(-capacity // step) * step
-        super().__init__(model, capacity, vocabulary, hidden, memory.kv.streams if memory else streams, device)
+        super().__init__(model, capacity, vocabulary, hidden, memory.kv.streams if memory else streams, device, reading)
         self._asked = streams  # a memory may have room for more
         self._fewest = 1 if streams > 1 else 2  # the last text of a batch is read by recordings, too
         if memory is None:
@@ -233,8 +237,18 @@ def open_cache(
     hidden: bool | Sequence[int] = False,
     streams: int = 1,
     device: torch.device | None = None,
+    reading: Reading = READS_ALL,
 ) -> CachedModel:
-    """Return the cached model for S streams: one that records its calls where all of the model lies on one GPU."""
-    if model.device.type == "cuda" and not is_placed(model):
+    """Return the cached model for S streams: one that records its calls where all of the model lies on one GPU.
+
+    Warns, once a model, that its texts are read one at a time though there are several.
+    """
+    if streams > 1 and not reading.side_by_side:
+        warn_one_at_a_time(model)
+    rope = length_rope(model)
+    if rope is not None and rope.two_sided:
+        return TwoSidedModel(model, capacity, vocabulary, hidden, streams, device, reading, rope)
+    recordable = reading == READS_ALL and model.device.type == "cuda" and not is_placed(model)
+    if recordable:
         return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)
-    return CachedModel(model, capacity, vocabulary, hidden, streams, device)
+    return CachedModel(model, capacity, vocabulary, hidden, streams, device, reading)

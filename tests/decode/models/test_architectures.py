@@ -19,12 +19,6 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PairError
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -102,12 +96,6 @@ def stateful() -> PreTrainedModel:
     return MambaForCausalLM(MambaConfig(**SMALL, state_size=4))
 
 
-def chunked() -> PreTrainedModel:
-    options = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16,
-               "intermediate_size_mlp": 16, "num_local_experts": 2}  # fmt: skip
-    return Llama4ForCausalLM(Llama4TextConfig(**SMALL, **options))
-
-
 def linear() -> PreTrainedModel:
     options = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "num_experts": 2,
                "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts_per_tok": 1,
@@ -121,14 +109,9 @@ def encoder_decoder() -> PreTrainedModel:
 
 
 REFUSED = {
-    "mamba": (stateful, "has linear_attention layers"),
-    "chunked": (chunked, "has chunked_attention layers"),
-    "linear": (linear, "has linear_attention layers"),
+    "mamba": (stateful, "is a \\w+, which has linear_attention layers"),
+    "linear": (linear, "is a \\w+, which has linear_attention layers"),
     "encoder": (encoder_decoder, "is a T5ForConditionalGeneration, whose cache cannot be rolled back"),
-    "bloom": (lambda: BloomForCausalLM(BloomConfig(vocab_size=48, hidden_size=16, n_layer=1, n_head=2)),
-              "is a BloomForCausalLM, which counts positions itself"),
-    "alibi": (lambda: FalconForCausalLM(FalconConfig(**SMALL, num_attention_heads=2, alibi=True)),
-              "is a FalconForCausalLM, which counts positions itself"),
 }  # fmt: skip
 
 

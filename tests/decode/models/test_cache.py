@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import VOCABULARY
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.masks import backend_mask
 from specstop.decode.models.pair import Pair
+from specstop.decode.models.reading.layer_masks import backend_mask
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype
 

@@ -1,0 +1,237 @@
+"""Every causal language model class of the installed transformers, built small: for `architectures.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from specstop.decode import Settings, Speculator, join
+from specstop.decode.loop import Request
+from specstop.policies import FixedLength, InputError
+from specstop.policies.errors import PairError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 96
+LARGEST = 30_000_000
+"""Weights of a model that counts as small."""
+
+SECONDS = 60
+"""That a class may take."""
+
+PROMPTS = ([5, 9, 17, 33, 3, 8, 60], [50, 51, 52], [7, 41, 9, 33, 12])
+NEW = 12
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "d_model": 32, "n_embd": 32, "dim": 32, "embedding_size": 32, "emb_dim": 32,
+    "word_embed_proj_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48, "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48, "n_inner": 48, "dff": 48, "d_inner": 48, "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2,
+    "num_layers": 2, "decoder_layers": 2, "encoder_layers": 1, "num_decoder_layers": 2, "num_encoder_layers": 1,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "max_position_embeddings": 256, "n_positions": 256,
+    "n_ctx": 256, "max_seq_len": 256, "initializer_range": 0.3, "init_std": 0.3, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "sliding_window": 8,
+    "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False, "first_k_dense_replace": 1,
+    "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+    "global_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8,
+}  # fmt: skip
+"""Values of configuration fields, of those that a class has."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "llama4": {"attention_chunk_size": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_n_groups": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2, "n_groups": 1},
+    "xmod": {"default_language": "en_XX", "is_decoder": True},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "reformer": {"is_decoder": True},
+    "llama4_text": {"attention_chunk_size": 8, "intermediate_size_mlp": 48},
+    "falcon": {"multi_query": True},
+    "mpt": {"expansion_ratio": 2},
+    "roberta": {"is_decoder": True},
+    "phi3": {"original_max_position_embeddings": 256},
+}
+"""Further values by model type."""
+
+ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_hidden_layers": 4},
+    {"head_dim": 4, "num_key_value_heads": 4},
+    {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 4},
+    {"num_key_value_heads": 4, "head_dim": 12},
+    {"num_hidden_layers": 8},
+    {"layer_types": ["linear_attention", "full_attention"]},
+    {"layer_types": ["sliding_attention", "full_attention"]},
+    {"vision_config": None, "audio_config": None},
+)
+"""Further values for classes that `SMALL` alone does not fit, tried in turn."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon alibi": ("falcon", {"alibi": True}),
+    "roberta encoder": ("roberta", {"is_decoder": False}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+}
+"""Types that are built in a second way: the type and its fields."""
+
+QUICK = (
+    "llama",
+    "gptj",
+    "gpt_neo",
+    "falcon",
+    "xglm",
+    "bloom",
+    "roberta",
+    "gemma3_text",
+    "phi3",
+    "mamba",
+    "bert",
+    "opt",
+)
+
+
+@dataclass
+class Row:
+    """What became of one class.
+
+    Attributes:
+        name: model type, or variant.
+        cls: the class.
+        cells: outcome by method: equal, wrong, refused or an exception.
+        note: why it was refused or not built.
+    """
+
+    name: str
+    cls: str
+    cells: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def faults(self) -> int:
+        """Texts that are wrong, and exceptions that are no refusals."""
+        return sum(cell not in ("equal", "refused") for cell in self.cells.values())
+
+
+def names() -> list[str]:
+    """Return all model types and variants."""
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+
+
+def build_class(name: str, attempt: dict[str, Any]) -> PreTrainedModel:
+    """Return a small random model of a type, in float64 and evaluation mode; of its own defaults for decoding it has none.
+
+    Args:
+        name: of `names()`.
+        attempt: of `ATTEMPTS`.
+    """
+    kind, more = VARIANTS.get(name, (name, {}))
+    config_class = CONFIG_MAPPING[kind]
+    values = {**attempt, **OVERRIDES.get(kind, {}), **more}
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(shrunk(config_class, values)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size} weights")
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(shrunk(config_class, values))
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.double().eval()
+
+
+def shrunk(config_class: Any, more: dict[str, Any]) -> Any:
+    """Return a configuration of a class with the values of `SMALL`, in its parts as well."""
+    default = config_class()
+    fixed = {key for key in SMALL if isinstance(getattr(config_class, key, None), property)}
+    known = {*default.to_dict(), *default.attribute_map}
+    values = {key: value for key, value in {**SMALL, **more}.items() if key not in fixed and key in known}
+    for name, part in vars(default).items():
+        if hasattr(part, "to_dict") and name not in values:
+            values[name] = shrunk(type(part), more).to_dict()
+    return config_class(**values)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` after so many seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@torch.inference_mode()
+def expected_texts(model: PreTrainedModel) -> list[list[int]]:
+    """Return what the model's own `generate` adds to each prompt."""
+    library: Any = model
+    texts = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = library.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+METHODS = {"alone": (0, None, 1), "side by side": (0, None, 3), "chain": (3, None, 3), "tree": (2, "2,2", 1)}
+"""Draft length, tree and batch of each method of decoding."""
+
+
+def sweep_class(name: str, noisy: Callable[[PreTrainedModel], PreTrainedModel]) -> Row:
+    """Decode with one class by every method and compare with its `generate`.
+
+    Args:
+        name: of `names()`.
+        noisy: makes the draft of the target.
+    """
+    kind = VARIANTS.get(name, (name,))[0]
+    row = Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, expected = None, []
+        for attempt in ATTEMPTS:
+            try:
+                with time_limit(SECONDS):
+                    model = build_class(name, attempt)
+                    try:
+                        expected = expected_texts(model)
+                    except (RuntimeError, TypeError, ValueError):  # some compute in float32 whatever their weights are
+                        model = model.float()
+                        expected = expected_texts(model)
+                break
+            except Exception as error:  # a class may fail as it likes
+                row.note, model = row.note or f"not built: {type(error).__name__}: {first_line(error)}", None
+        if model is None:
+            return row
+        row.cls, row.note = type(model).__name__, ""
+        for method, (depth, tree, batch) in METHODS.items():
+            try:
+                with time_limit(SECONDS):
+                    pair = join(model, noisy(model))
+                    speculator = Speculator(pair, FixedLength(depth), Settings(0.0, NEW, tree=tree), batch=batch)
+                    made = [list(one.tokens) for one in speculator.run([Request(prompt) for prompt in PROMPTS])]
+                row.cells[method] = "equal" if made == expected else "wrong"
+            except (PairError, InputError) as error:
+                row.cells[method], row.note = "refused", first_line(error)
+            except Exception as error:
+                row.cells[method], row.note = type(error).__name__, first_line(error)
+    return row
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, shortened."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
