@@ -228,6 +228,9 @@ class LiveCollector:
 
         Args:
             batch: the prompts.
+
+        Raises:
+            PolicyFailure: the policy failed.
         """
         recorder, made = self._recorder, {}
         recorder.rows.clear()
@@ -237,6 +240,8 @@ class LiveCollector:
 
         requests = [Request(one.tokens, one.key) for one in batch]
         texts = self._speculator.run(requests, on_end=end)
+        if failure := next((text.failure for text in texts if text.failure is not None), None):
+            raise failure.as_error("rounds of another policy are not recorded under its name")
         chunks: list[Mapping[str, Any]] = []
         for number, one in enumerate(batch):
             if rows := made[number]:

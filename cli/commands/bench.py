@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import PHASES, find_prompts, fitting
+from ..common import PHASES, check_failures, find_prompts, fitting
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import say
 from ..options.models import Models
@@ -100,8 +100,10 @@ def bench(
             batch=batch,
             progress=progress,
         )
+    failures = [line.failure for line in lines if line.failure is not None]
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
+        check_failures(failures)
         return
     sampled = sampling_text(temperature, shaping.facts)
     side = f", {batch} texts side by side" if batch > 1 else ""
@@ -113,19 +115,22 @@ def bench(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
             f"{FEWEST_TURNS * turn} or more, with as many prompts"
         )
+    check_failures(failures)
 
 
 def show_bench(lines: list[BenchLine], title: str) -> None:
     """Print the table."""
     rows = [
         (
-            line.name,
-            f"{line.tokens_per_s:.1f}",
-            line.ratio.text(2),
-            f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
+            line.name if line.failure is None else f"{line.name} FAILED",
+            f"{line.tokens_per_s:.1f}" if line.failure is None else "-",
+            line.ratio.text(2) if line.failure is None else "-",
+            f"{line.block_efficiency:.2f}" if line.block_efficiency and line.failure is None else "",
             " ".join(
                 f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005
-            ),
+            )
+            if line.failure is None
+            else line.failure.error,
         )
         for line in lines
     ]

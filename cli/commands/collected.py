@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..console.output import human_bytes, human_seconds, next_step, print_json, table
-from ..console.streams import say
+from ..console.streams import results, say
 from ..options.config import running_options
 from .info import describe_trace, trace_json
 
@@ -28,7 +28,7 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
         if json:
             print_json({"rank": place.rank, "world": place.world, "complete": False, "shards": have})
         else:
-            typer.echo(f"{out}: process {place.rank} of {place.world} is done; {have} shards are there")
+            typer.echo(f"{out}: process {place.rank} of {place.world} is done; {have} shards are there", file=results())
         return
     if json:
         print_json(trace_json(trace))
@@ -40,7 +40,7 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
         rows,
     )
     if (note := facts.get("note on acceptance")) is not None:
-        typer.echo(f"Note: {note}")
+        typer.echo(f"Note: {note}", file=results())
     header = trace.header
     sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
     # Processors have no option of their own: they are given in Python alone.

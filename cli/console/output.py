@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import sys
 import threading
 import time
 import warnings
@@ -28,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...policies.progress import Progress, silent
-from .streams import say
+from .streams import results, say
 
 _PLAIN_EVERY_S = 5.0
 
@@ -160,13 +159,13 @@ def next_step(*words: object) -> None:
 
 def output() -> Console:
     """Return the console of standard output; where it is no terminal, lines are not wrapped."""
-    console = Console(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=200)
+    console = Console(file=results(), highlight=False, markup=False, soft_wrap=False)
+    return console if console.is_terminal else Console(file=results(), highlight=False, markup=False, width=200)
 
 
 def print_json(value: Any) -> None:
     """Print one line of JSON."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    results().write(json.dumps(value) + "\n")
 
 
 def one_line_warnings() -> None:

@@ -11,6 +11,7 @@ from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
+from ...policies.plugin_code import Failure
 from ...policies.progress import Progress, shown
 from ..loop import Speculator
 from ..models.pair import Pair
@@ -37,6 +38,7 @@ class BenchLine:
         block_efficiency: tokens per target call; 0 where it is not reported.
         shares: of the seconds, by phase; empty where they are not reported.
         same_text: prompts whose text equals the first method's.
+        failure: of the policy; the figures are then in part or wholly those of a fixed length, and not reported.
     """
 
     name: str
@@ -45,10 +47,16 @@ class BenchLine:
     block_efficiency: float
     shares: dict[str, float]
     same_text: int
+    failure: Failure | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line as plain values; `low` and `high` are the ratio's interval."""
-        return {**asdict(self), "ratio": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high}
+        """Return the line as plain values; `low` and `high` are the ratio's interval. A policy that failed has no speed."""
+        values = {**asdict(self), "ratio": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high}
+        values["failed"] = values.pop("failure") is not None
+        if self.failure is not None:
+            values |= dict.fromkeys(("tokens_per_s", "ratio", "low", "high", "block_efficiency", "shares"))
+            values |= self.failure.to_dict()
+        return values
 
 
 def bench(
@@ -118,7 +126,7 @@ def bench_line(
     total = sum(tally.shares().values())
     shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
     same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
-    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same)
+    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same, tally.failure)
 
 
 def speed_ratio(

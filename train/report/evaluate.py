@@ -17,10 +17,11 @@ from ...decode.verify.sampling import Shaping
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError
+from ...policies.errors import InputError, PolicyFailure
 from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.plugin_code import Failure, own
 from ...policies.progress import Progress, shown
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
@@ -28,7 +29,7 @@ from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree, drafted_alone
 from ..replay.log import play
-from ..replay.rounds import ROUND_COLUMNS
+from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import require_disjoint_prompts, tell_other_rounds
 from .answer import answer, contradicted, doubts, findings, noise_findings, remedy
@@ -116,6 +117,7 @@ def evaluate(
             or an achievable estimate or batches are requested for traces that are not dense chains.
         InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
             `arrivals`; no policy is called `primary`; there are no groups to resample.
+        PolicyFailure: the primary policy raises an error; another one that does is left out (`Report.failed`).
     """
     check_cluster(cluster)
     primary = _primary(primary, policies)
@@ -133,6 +135,10 @@ def evaluate(
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     require_disjoint_prompts(arrays, tuning, policies, allow=allow_overlap)
     check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
+    failed = {policy.shown_name: failure for policy in policies if (failure := _failure(policy, arrays, profile))}
+    if primary in failed:
+        raise failed[primary].as_error("it is the primary policy")
+    policies = [policy for policy in policies if policy.shown_name not in failed]
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
     profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)
@@ -162,10 +168,26 @@ def evaluate(
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))
-    report = dataclasses.replace(report, findings=found)
+    found = (*(f"policy {name} FAILED ({one.text}); it is left out" for name, one in failed.items()), *found)
+    report = dataclasses.replace(report, findings=found, failed=tuple(failed.values()))
     if folder is not None:
         write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report
+
+
+def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Failure | None:
+    """Return the failure of a plugin's policy in a replay; None if there is none, or the policy is one of specstop."""
+    if own(policy):
+        return None
+    shorter = policy.limited(min(arrays.depth, profile.max_depth))
+    try:
+        if arrays.header.collector == "live":
+            evaluate_rounds(arrays, shorter, profile)
+        else:
+            play(arrays, shorter, profile)
+    except PolicyFailure as error:
+        return Failure.of(policy, error)
+    return None
 
 
 def _primary(primary: str, policies: Sequence[StopPolicy]) -> str:
