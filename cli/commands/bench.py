@@ -115,6 +115,9 @@ def bench(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
             f"{FEWEST_TURNS * turn} or more, with as many prompts"
         )
+    for line in lines:
+        if line.recordings:
+            say(f"warning: {line.name}: {line.recordings} calls were recorded as CUDA graphs while it was timed")
     check_failures(failures)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...policies.baselines.fixed import FixedLength
@@ -38,6 +39,7 @@ class BenchLine:
         block_efficiency: tokens per target call; 0 where it is not reported.
         shares: of the seconds, by phase; empty where they are not reported.
         same_text: prompts whose text equals the first method's.
+        recordings: calls that were recorded as CUDA graphs while the method was timed, which takes longer than making them.
         failure: of the policy; the figures are then in part or wholly those of a fixed length, and not reported.
     """
 
@@ -47,6 +49,7 @@ class BenchLine:
     block_efficiency: float
     shares: dict[str, float]
     same_text: int
+    recordings: int = 0
     failure: Failure | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,10 +110,12 @@ def bench(
                 )
             )  # fmt: skip
             names.append(setting.name)
-    texts = run_alternating(runs, prompts, seed=seed, batch=batch, progress=progress)
+    recordings = Counter[int]()
+    texts = run_alternating(runs, prompts, seed=seed, batch=batch, recordings=recordings, progress=progress)
     turn = texts_a_turn(batch)
     read = [tuple(tokens) for _, tokens in prompts]
-    return [bench_line(name, row, texts[0], turn, read) for name, row in zip(names, texts, strict=True)]
+    lines = [bench_line(name, row, texts[0], turn, read) for name, row in zip(names, texts, strict=True)]
+    return [replace(line, recordings=recordings[at]) for at, line in enumerate(lines)]
 
 
 def bench_line(
@@ -126,7 +131,7 @@ def bench_line(
     total = sum(tally.shares().values())
     shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
     same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
-    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same, tally.failure)
+    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same, failure=tally.failure)
 
 
 def speed_ratio(

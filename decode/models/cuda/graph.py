@@ -24,8 +24,8 @@ from .memory import Answer, FixedLayer, Memory, RecordedCall, RecordedPacked, ke
 from .recorder import Recorded, Recorder, filled_up
 
 MOST_TOKENS, EXACT_TOKENS = 1024, 64
-"""Longest call that is recorded, and longest chain that is recorded as it is: longer ones are filled up (`filled_up`). Prompts,
-and what is longer still, come in all lengths and gain little."""
+"""Longest call that is recorded, and longest chain that is recorded as it is: longer ones are filled up (`filled_up`).
+Prompts come in all lengths and gain little, and so does what is longer still."""
 
 LEAST_SEEN = 256
 """Slots that attention reads at least; each next size is twice the last, so that a long text takes few recordings."""

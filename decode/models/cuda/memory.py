@@ -170,8 +170,8 @@ _KEEPING = threading.RLock()
 """Held while `KEPT` is changed. Python frees a loop, which leaves its memory here, in whichever thread it happens to be."""
 
 MOST_CALLS, SHARE_RECORDED = 256, 0.05
-"""Recorded calls of a memory, and the share of the device that the tensors they keep may take. A chain takes two dozen for each
-size of attention; each keeps the logits of all its rows."""
+"""Recorded calls of a memory, and the share of the device that the tensors they keep may take. A chain takes two dozen for
+each size of attention; each keeps the logits of all its rows."""
 
 MOST_KEPT, SHARE_KEPT = 4, 0.125
 """Memories of a model that are kept, and the share of the device that those beside the latest may take: runs that take turns,
