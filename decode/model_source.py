@@ -19,6 +19,7 @@ from ..policies.features.summary import Token
 from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
+from .drafters.base import Chooses
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
@@ -78,7 +79,7 @@ class ModelSource:
         self.asks_ended, self.selects_levels = mode.hides and trimming[0], mode.hides and trimming[1]
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
-        self._padded = padded
+        self._padded, self._chooses = padded, drafter if isinstance(drafter, Chooses) else None
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
@@ -175,6 +176,15 @@ class ModelSource:
         self.reader.begin(self.streams)
         alive = self._grown = self._marked(0, [own.latest for own in self.streams])  # known again in `grow`
         return active, alive, context, self.drafter.backlog(), limit
+
+    def drafted_unread(self, found: Drafted) -> Array | None:
+        """See `rounds.RoundSource`."""
+        if self._chooses is None:
+            return None
+        out: Array = found.drafted > 0  # else nobody may have been asked
+        for number in np.flatnonzero(out):
+            out[number] = not self._chooses.reads(int(number))
+        return out
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""

@@ -18,8 +18,8 @@ CALIBRATE_EVERY = 3
 
 
 MOST_REHEARSALS, MOST_TRIES = 4, 3
-"""Times that all texts are decoded before anything is timed, and that a turn is timed, while calls are recorded: a call is made
-as it is the first time that it comes, and recorded the second time."""
+"""Times that all texts are decoded before anything is timed, and that a turn is timed, while calls are recorded: a call is
+made as it is the first time that it comes, and recorded the second time."""
 
 TEXTS_A_PLACE = 2
 """Prompts of a turn for each of a batch's places, so that texts that end give theirs to others."""
