@@ -103,12 +103,14 @@ class Costs:
             calls = self._calls(drafted, self._padded[verified], backlog)  # chains alone are filled up by the loop
         if self.plain_outside_s is not None:
             outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
-        out: Array = self._at_context(*calls, context) + outside + decided
+        low, high = calls
+        out: Array = self._at_context(low, high, context) + outside + decided
         return out
 
     def first_draft_s(self, context: Array) -> Array:
         """Return [R] float64 seconds of a round's first draft step that reads one token, at contexts [R]."""
-        return self._at_context(*self._first_step(np.ones(1, dtype=np.int64)), context)
+        low, high = self._first_step(np.ones(1, dtype=np.int64))
+        return self._at_context(low, high, context)
 
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""

@@ -17,11 +17,10 @@ from ...decode.verify.sampling import Shaping
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError, PolicyFailure
+from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.plugin_code import Failure, own
 from ...policies.progress import Progress, shown
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
@@ -29,12 +28,12 @@ from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree, drafted_alone
 from ..replay.log import play
-from ..replay.rounds import ROUND_COLUMNS, evaluate_rounds
+from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import require_disjoint_prompts, tell_other_rounds
 from .answer import answer, contradicted, doubts, findings, noise_findings, remedy
 from .batches import Arrivals, by_batch, check_batches
-from .checks import check_fit, check_together
+from .checks import check_fit, check_together, failure_of
 from .clusters import Clusters, check_cluster, choose_clusters, dominant_cluster
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
@@ -135,7 +134,7 @@ def evaluate(
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     require_disjoint_prompts(arrays, tuning, policies, allow=allow_overlap)
     check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
-    failed = {policy.shown_name: failure for policy in policies if (failure := _failure(policy, arrays, profile))}
+    failed = {policy.shown_name: failure for policy in policies if (failure := failure_of(policy, arrays, profile))}
     if primary in failed:
         raise failed[primary].as_error("it is the primary policy")
     policies = [policy for policy in policies if policy.shown_name not in failed]
@@ -173,21 +172,6 @@ def evaluate(
     if folder is not None:
         write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report
-
-
-def _failure(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Failure | None:
-    """Return the failure of a plugin's policy in a replay; None if there is none, or the policy is one of specstop."""
-    if own(policy):
-        return None
-    shorter = policy.limited(min(arrays.depth, profile.max_depth))
-    try:
-        if arrays.header.collector == "live":
-            evaluate_rounds(arrays, shorter, profile)
-        else:
-            play(arrays, shorter, profile)
-    except PolicyFailure as error:
-        return Failure.of(policy, error)
-    return None
 
 
 def _primary(primary: str, policies: Sequence[StopPolicy]) -> str:
