@@ -179,12 +179,10 @@ class ModelSource:
 
     def drafted_unread(self, found: Drafted) -> Array | None:
         """See `rounds.RoundSource`."""
-        if self._chooses is None:
+        if (chooses := self._chooses) is None:
             return None
-        out: Array = found.drafted > 0  # else nobody may have been asked
-        for number in np.flatnonzero(out):
-            out[number] = not self._chooses.reads(int(number))
-        return out
+        drafted = enumerate((found.drafted > 0).tolist())  # else nobody may have been asked
+        return np.array([some and not chooses.reads(number) for number, some in drafted])
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""
