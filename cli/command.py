@@ -13,6 +13,7 @@ from ..policies.errors import InputError
 from ..policies.files.outputs import RUN_FILE, Input, beside, refuse_inputs
 from ..policies.files.text import is_text
 from ..policies.limits import check_limits
+from .console.streams import only_results_on_stdout
 from .options.config import given_config
 
 NAMES = ("prompts", "target", "draft", "policy", "logging_policy")
@@ -43,7 +44,8 @@ class Command(TyperCommand):
             if config is not None and not completes:
                 read.append(given_config(out / RUN_FILE))
             refuse_inputs(out, [*read, work])
-        return super().invoke(ctx)
+        with only_results_on_stdout():
+            return super().invoke(ctx)
 
 
 def _paths(name: str, value: Any) -> Iterator[str | Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ..policies.limits import check_limits
 if TYPE_CHECKING:
     from ..collect.prompts.read import Prompt
     from ..decode.models.pair import Pair
+    from ..policies.plugin_code import Failure
 
 
 PHASES = {"outside": "framework overhead"}
@@ -48,6 +50,16 @@ def fitting(
 
     written = apply_chat_template(prompts, pair.tokenizer) if chat else prompts
     return fit(written, pair.tokenizer, pair.readable - new_tokens, long)
+
+
+def check_failures(failures: Sequence[Failure]) -> None:
+    """Fail where a policy did, after the results are printed.
+
+    Raises:
+        PolicyFailure: the first one.
+    """
+    if failures:
+        raise failures[0].as_error("no speed is reported for it")
 
 
 def batch_sizes(text: str | None) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from ..policies.errors import SpecstopError
+from ..policies.errors import PolicyFailure, SpecstopError
 from ..policies.files.atomic import disk_text
 from .console.interrupt import Interrupted, Signals
 from .console.streams import failure, let_go, prepare, say
@@ -57,6 +57,8 @@ def _answer() -> tuple[int, str]:
         one_line_warnings()
         code = app(standalone_mode=False)
         sys.stdout.flush()
+    except PolicyFailure as error:
+        return 2, f"{error}, at {error.file}:{error.line}" if error.file else str(error)
     except SpecstopError as error:
         return 2, str(error)
     except KeyboardInterrupt:

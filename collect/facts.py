@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..decode.drafters.known import reading_of
+from ..decode.drafters.known import drafts_in_turn, reading_of
 from ..decode.models.engine import layouts_of
 from ..decode.models.pair import Pair
 
@@ -28,4 +28,5 @@ def facts(pair: Pair) -> dict[str, Any]:
 
 
 def _of_drafter(pair: Pair) -> dict[str, Any]:
-    return {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
+    told = {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
+    return {**told, "in turn": True} if drafts_in_turn(pair.drafter) else told

@@ -33,7 +33,7 @@ from ..policies.limits import check_limits
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring
-from .schema import NO_TOKEN, TIMES
+from .schema import NO_TOKEN, READS, TIMES
 from .work import Work
 
 Row = dict[str, Any]
@@ -100,6 +100,7 @@ class Recorder:
         anchor = anchor_columns(seen.anchor_row, found.tokens[:1], [before], [0])[0]
         row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
+        row[READS] = record.backlog > 0 or not record.drafted
         row |= {"accepted_length": int(row["accepted"].sum()), "explored": self._explored(seen.state)}
         self.rows[seen.stream].append(row)
 
@@ -228,6 +229,9 @@ class LiveCollector:
 
         Args:
             batch: the prompts.
+
+        Raises:
+            PolicyFailure: the policy failed.
         """
         recorder, made = self._recorder, {}
         recorder.rows.clear()
@@ -237,6 +241,8 @@ class LiveCollector:
 
         requests = [Request(one.tokens, one.key) for one in batch]
         texts = self._speculator.run(requests, on_end=end)
+        if failure := next((text.failure for text in texts if text.failure is not None), None):
+            raise failure.as_error("rounds of another policy are not recorded under its name")
         chunks: list[Mapping[str, Any]] = []
         for number, one in enumerate(batch):
             if rows := made[number]:

@@ -64,6 +64,9 @@ _MOST_BYTES = 1 << 20
 
 HEADER_KEY = b"specstop"
 
+READS = "reads"
+"""Column of rounds whose drafter reads the text, where several drafters draft in turn."""
+
 TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
 """Seconds of a live round by phase, as `decode.records.Round` has them."""
 
@@ -144,6 +147,11 @@ class Header:
     def has_every_anchor(self) -> bool:
         """Whether each position of a text has its row, so that any policy can be replayed."""
         return self.collector == "dense" and self.texts in ("target", "sampled")
+
+    @property
+    def drafts_in_turn(self) -> bool:
+        """Whether one or another of several drafters drafts a round."""
+        return bool(self.facts.get("in turn", False))
 
     @property
     def given_text(self) -> bool:
@@ -334,6 +342,8 @@ def arrow_schema(header: Header) -> pa.Schema:
             ("backlog", pa.int32()),  # committed tokens that the draft had not read
             *((name, pa.float64()) for name in TIMES),
         ]
+    if header.drafts_in_turn:
+        columns.append((READS, pa.bool_()))  # the drafter of the round reads the text, as the first one of two does not
     if header.mix:
         columns.append(("mixed", pa.bool_()))  # the draft read its own sample in this place
     return pa.schema(columns, metadata={HEADER_KEY: header.to_json().encode()})

@@ -22,6 +22,7 @@ from ..policies.errors import InputError
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
+from ..policies.plugin_code import Failure
 from .drafted import Finished
 from .drafters import Drafter, find_drafter
 from .drafters.base import Carries, Prepares, carries
@@ -247,7 +248,7 @@ class Speculator:
             for stream in [stream for stream, own in running.items() if own.text.ended]:
                 own = running.pop(stream)
                 source.texts[stream] = None
-                done[own.number] = _generation(own)
+                done[own.number] = _generation(own, self._runner.failure)
                 if on_end:
                     on_end(own.number, done[own.number], stream)
         return [done[number] for number in range(len(requests))]
@@ -323,7 +324,8 @@ class Speculator:
         return records
 
 
-def _generation(own: _Running) -> Generation:
+def _generation(own: _Running, failure: Failure | None) -> Generation:
     text = own.text
     seconds = own.prefill_s + sum(record.seconds for record in own.rounds)
-    return Generation(tuple(text.tokens[text.prompt :]), tuple(own.rounds), text.prompt, own.prefill_s, seconds)
+    tokens = tuple(text.tokens[text.prompt :])
+    return Generation(tokens, tuple(own.rounds), text.prompt, own.prefill_s, seconds, failure=failure)

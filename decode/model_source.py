@@ -19,6 +19,7 @@ from ..policies.features.summary import Token
 from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
+from .drafters.base import Chooses
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
@@ -80,6 +81,7 @@ class ModelSource:
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
         self._padded = () if pair.ropes else padded  # filled up, a call could reach beyond a boundary of the factors
+        self._chooses = drafter if isinstance(drafter, Chooses) else None
         self._source, self._temperature, self._size = source, settings.temperature, streams
         self.texts, self.streams = [None] * streams, []
         self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
@@ -193,6 +195,13 @@ class ModelSource:
         self.reader.begin(self.streams)
         alive = self._grown = self._marked(0, [own.latest for own in self.streams])  # known again in `grow`
         return active, alive, context, self.drafter.backlog(), limit
+
+    def drafted_unread(self, found: Drafted) -> Array | None:
+        """See `rounds.RoundSource`."""
+        if (chooses := self._chooses) is None:
+            return None
+        drafted = enumerate((found.drafted > 0).tolist())  # else nobody may have been asked
+        return np.array([some and not chooses.reads(number) for number, some in drafted])
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.RoundSource`."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ..policies.plugin_code import Failure
 
 
 class Round(NamedTuple):
@@ -59,6 +61,7 @@ class Generation:
         prefill_s: seconds of reading the prompt with the target.
         seconds: of everything.
         text: of the tokens, special ones left out; None where nobody had a tokenizer.
+        failure: of the policy, in place of which a fixed length was drafted from there on; None = it has not failed.
     """
 
     tokens: tuple[int, ...]
@@ -67,6 +70,7 @@ class Generation:
     prefill_s: float
     seconds: float
     text: str | None = None
+    failure: Failure | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,6 +92,7 @@ class Tally:
     rounds: list[Round] = field(default_factory=list)
     prefill_s: float = 0.0
     seconds: float = 0.0
+    failure: Failure | None = None
 
     def add(self, generation: Generation) -> None:
         """Count one more generation."""
@@ -96,6 +101,7 @@ class Tally:
         self.rounds.extend(generation.rounds)
         self.prefill_s += generation.prefill_s
         self.seconds += generation.seconds
+        self.failure = self.failure or generation.failure
 
     @staticmethod
     def of(generations: Sequence[Generation]) -> Tally:
@@ -140,8 +146,8 @@ class Tally:
             "outside": sum(r.outside_s for r in self.rounds),
         }
 
-    def summary(self) -> dict[str, float | int]:
-        """Return the figures of the run, for tables and JSON."""
+    def summary(self) -> dict[str, Any]:
+        """Return the figures of the run, for tables and JSON, and whether the policy failed."""
         drafted, verified = sum(r.drafted for r in self.rounds), sum(r.verified for r in self.rounds)
         return {
             "texts": self.texts,
@@ -155,4 +161,5 @@ class Tally:
             "accepted": sum(r.accepted for r in self.rounds),
             "wasted": drafted - sum(r.accepted for r in self.rounds),
             **{f"{name}_s": seconds for name, seconds in self.shares().items()},
+            **({"failed": False} if self.failure is None else self.failure.to_dict()),
         }

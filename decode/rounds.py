@@ -53,6 +53,12 @@ class RoundSource(CandidateSource, Protocol):
             (None where none does).
         """
 
+    def drafted_unread(self, found: Drafted) -> Array | None:
+        """Return [S] bool, the streams whose round was drafted by a drafter that reads nothing, beside one that does.
+
+        None = there is only one drafter.
+        """
+
     def verify(self, found: Drafted) -> Array:
         """Return [S] int64, how many of the tokens sent are accepted."""
 
@@ -82,6 +88,8 @@ def play_round(source: RoundSource, runner: PolicyRunner) -> Finished:
     """Play a round of every stream: draft as far as the policy goes, verify, commit, tell the policy."""
     active, alive, context, backlog, limit = source.begin()
     found = draft(source, runner, alive, limit)
+    if (unread := source.drafted_unread(found)) is not None:
+        backlog = np.where(unread, 0, backlog)
     accepted = source.verify(found)
     committed, ended = source.commit(found)
     made = Finished(active, context, backlog, found, accepted, committed, found.capped | ended)

@@ -27,7 +27,14 @@ class PolicyError(SpecstopError, ValueError):
 
 
 class PolicyFailure(PolicyError, TypeError):
-    """A policy raised an error while it was loaded or asked, or its answer breaks the contract."""
+    """A policy raised an error while it was loaded or asked, or its answer breaks the contract.
+
+    Attributes:
+        file, line: where the error was raised, or of the method whose answer breaks the contract; "" and 0 if unknown.
+    """
+
+    file: str = ""
+    line: int = 0
 
 
 class TraceError(SpecstopError, ValueError):

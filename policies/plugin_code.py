@@ -1,5 +1,5 @@
-"""Running code of plugins: what it raises is a `PolicyError`, what it prints goes to standard error, and what it changes of
-the settings that all code of the process shares is put back.
+"""Running code of plugins: what it raises is a `PolicyError`, and what it changes of the settings that all code of the
+process shares is put back.
 
 Classes of specstop itself are run as they are: their decisions take microseconds, and their errors are bugs to be seen.
 """
@@ -12,7 +12,10 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from operator import attrgetter
+from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +24,7 @@ import numpy as np
 from .errors import PolicyFailure, SpecstopError
 
 PACKAGE = __name__.partition(".")[0] + "."
+_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 LONGEST = 300
 """Characters of an error's own text that are shown."""
 
@@ -120,14 +124,14 @@ def _passes(error: BaseException) -> bool:
 class Contained:
     """A block that runs code of a plugin.
 
-    Any exception is its failure, a `SystemExit` as well. Standard output is for results, so what it prints goes elsewhere.
+    Any exception is its failure, a `SystemExit` as well.
 
     Args:
         who: a policy, or text; and
         doing: what fails: they begin the message of the `PolicyFailure`.
     """
 
-    __slots__ = ("_doing", "_facts", "_settings", "_streams", "_who")
+    __slots__ = ("_doing", "_facts", "_settings", "_who")
 
     def __init__(self, who: Any, doing: str) -> None:
         self._who, self._doing = who, doing
@@ -135,15 +139,10 @@ class Contained:
     def __enter__(self) -> None:
         self._facts = None if self._who.__class__ is str else _facts(self._who)
         self._settings = _settings()
-        self._streams = sys.stdout, sys.stderr
-        sys.stdout = sys.stderr
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        out, sys.stderr = self._streams
-        if out is not sys.stderr:  # else another thread is in such a block, and puts it back
-            sys.stdout = out
         if _settings() != self._settings:
             _put_back(self._settings)
         why = "" if error is None or _passes(error) else f"failed: {reason(error)}"
@@ -154,7 +153,61 @@ class Contained:
             why = why or f"must not change {', '.join(FACTS)} of its policy: what a policy remembers is its state"
         if why:
             who = self._who if self._facts is None else self._who.name
-            raise PolicyFailure(f"{who}: {self._doing} {why}") from error
+            failure = PolicyFailure(f"{who}: {self._doing} {why}")
+            failure.file, failure.line = _location(error, self._who, self._doing)
+            raise failure from error
+        if isinstance(error, PolicyFailure) and not error.file:  # the answer breaks the contract
+            error.file, error.line = _location(error, self._who, self._doing)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a policy, in place of which a fixed draft length was used.
+
+    Attributes:
+        policy: its name.
+        error: in one line.
+        file, line: where the error was raised, or of the method whose answer breaks the contract.
+    """
+
+    policy: str
+    error: str
+    file: str
+    line: int
+
+    @staticmethod
+    def of(policy: Any, error: BaseException) -> Failure:
+        """Return the failure of a policy that raised this error."""
+        at = (error.file, error.line) if isinstance(error, PolicyFailure) else ("", 0)
+        if not at[0]:
+            at = _location(error, policy, "keep()")
+        return Failure(policy.name, reason(error).removeprefix(f"{policy.name}: "), *at)
+
+    @property
+    def text(self) -> str:
+        """The error and where it was raised."""
+        return f"{self.error}, at {self.file}:{self.line}" if self.file else self.error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the failure as plain values."""
+        return {"failed": True, **asdict(self)}
+
+    def as_error(self, consequence: str) -> PolicyFailure:
+        """Return the error to raise if nothing may be reported of the policy."""
+        return PolicyFailure(f"policy {self.policy} failed ({self.text}); {consequence}")
+
+
+def _location(error: BaseException | None, who: Any, doing: str) -> tuple[str, int]:
+    """Return the file and line at which the code of a policy failed, else those of the method that was called."""
+    frames = [] if error is None else [(f.f_code.co_filename, at) for f, at in walk_tb(error.__traceback__)]
+    policy = type(who)
+    file = getattr(sys.modules.get(policy.__module__), "__file__", None)
+    theirs = [at for at in frames if at[0] == file] or [at for at in frames if not at[0].startswith(_FOLDER)]
+    if theirs:
+        return theirs[-1]
+    method = getattr(policy, doing.removesuffix("()"), None)
+    code = getattr(method, "__code__", None)
+    return (frames[-1] if frames else ("", 0)) if code is None else (code.co_filename, code.co_firstlineno)
 
 
 @contextlib.contextmanager

@@ -82,7 +82,6 @@ PRINTED = (f"print('{SAYS} hello')", f"sys.stdout.write('{SAYS} x\\n')", f"print
 CHANGED = (
     "torch.set_default_dtype(torch.float16)", "torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')",
     "torch.set_grad_enabled(False)", "torch.set_num_threads(3)",
-    "sys.stdout = open(os.devnull, 'w')", "sys.stderr = open(os.devnull, 'w')",
 )  # fmt: skip
 SEEDED = (
     "torch.manual_seed(3)", "random.seed(3)", "np.random.seed(3)", "np.seterr(all='raise')", "os.chdir('/')",
@@ -204,7 +203,7 @@ def shared() -> dict[str, Any]:
         "threads": torch.get_num_threads(), "autocast": torch.is_autocast_enabled("cpu"), "folder": os.getcwd(),
         **dict(zip(GENERATORS, generators, strict=True)),
         "errors": np.geterr(), "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "precision": torch.get_float32_matmul_precision(), "out": sys.stdout, "err": sys.stderr,
+        "precision": torch.get_float32_matmul_precision(),
         "filters": list(warnings.filters),
     }  # fmt: skip
 
@@ -295,7 +294,7 @@ class Room:
                     found = FAILS if is_line(error) else f"not a line: {error}"
             except PolicyError as error:
                 found = REFUSED if is_line(error) else f"not a line: {error}"
-        quiet = not out.getvalue() and not own_lines(err.getvalue())
+        quiet = not own_lines(out.getvalue()) and not own_lines(err.getvalue())
         return found if quiet else f"printed {out.getvalue()!r}, {err.getvalue()!r}"
 
     def live(self, name: str, tree: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import PHASES, find_prompts, fitting
+from ..common import PHASES, check_failures, find_prompts, fitting
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import say
 from ..options.models import Models
@@ -104,8 +104,10 @@ def bench(
             progress=progress,
         )
     faults = [line for line in lines if line.wrong]
+    failures = [line.failure for line in lines if line.failure is not None]
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
+        check_failures(failures)
         if faults:
             raise typer.Exit(1)
         return
@@ -122,8 +124,12 @@ def bench(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
             f"{FEWEST_TURNS * turn} or more, with as many prompts"
         )
+    for line in lines:
+        if line.recordings:
+            say(f"warning: {line.name}: {line.recordings} calls were recorded as CUDA graphs while it was timed")
     for line in faults:
         say(f"error: {line.name}: {line.wrong} of {len(chosen)} texts are not those of plain decoding, and not by ties")
+    check_failures(failures)
     if faults:
         raise typer.Exit(1)
 
@@ -132,13 +138,15 @@ def show_bench(lines: list[BenchLine], title: str) -> None:
     """Print the table."""
     rows = [
         (
-            line.name,
-            f"{line.tokens_per_s:.1f}",
-            line.ratio.text(2),
-            f"{line.block_efficiency:.2f}" if line.block_efficiency else "",
+            line.name if line.failure is None else f"{line.name} FAILED",
+            f"{line.tokens_per_s:.1f}" if line.failure is None else "-",
+            line.ratio.text(2) if line.failure is None else "-",
+            f"{line.block_efficiency:.2f}" if line.block_efficiency and line.failure is None else "",
             " ".join(
                 f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005
-            ),
+            )
+            if line.failure is None
+            else line.failure.error,
         )
         for line in lines
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +10,7 @@ from ...policies.errors import InputError
 from ...policies.files.text import printable
 from ..common import PHASES, find_prompts, fitting, percent, piped_prompt
 from ..console.output import print_json, progress_bars, table
-from ..console.streams import say
+from ..console.streams import results, say
 from ..options.models import Models
 from ..options.prompts import Chat, Long
 from ..options.sampling import Filters, Structure
@@ -126,10 +125,14 @@ def decode(
         told |= {} if grammar is None else {"incomplete": cut}
         print_json({**tally.summary(), **told, "texts": [g.text for g in generations]})
         return
-    sys.stdout.write("\n" if kept else "")
+    results().write("\n" if kept else "")
     if not quiet:
-        sys.stdout.write("\n")
-        show_tally(tally, f"{rule.shown_name}, {describe(mode)}")
+        results().write("\n")
+        if tally.failure is None:
+            show_tally(tally, f"{rule.shown_name}, {describe(mode)}")
+        else:
+            instead = f"a fixed length instead of {rule.shown_name}"
+            show_tally(tally, f"{instead}, which FAILED ({tally.failure.text}); {describe(mode)}")
 
 
 class _Shown:
@@ -161,13 +164,13 @@ class _Shown:
 
     def _write(self) -> None:
         while self._now < len(self._ended):
-            sys.stdout.write(self._waiting[self._now])
+            results().write(self._waiting[self._now])
             self._waiting[self._now] = ""
             if not self._ended[self._now]:
                 break
             self._now += 1
-            sys.stdout.write("\n\n" if self._now < len(self._ended) else "")
-        sys.stdout.flush()
+            results().write("\n\n" if self._now < len(self._ended) else "")
+        results().flush()
 
 
 def show_tally(tally: Tally, title: str) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.file_proxy import FileProxy
 
 from ..console.interrupt import Interrupted
 from ..console.output import output, print_json, progress_bars, table
+from ..console.streams import results
 from ..options.config import config_saved
 from ..options.models import quiet_libraries
 from ..options.shared import Json, Overwrite, Quiet, Seed, Temperature, Verification
@@ -77,9 +79,10 @@ def demo(
 
 
 def _print_line(line: str) -> None:
-    """Print above the progress bars: rich redirects standard output, but not other consoles."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    """Print a line of result; in a terminal above the progress bars, for which rich replaces `sys.stdout`."""
+    stream = sys.stdout if isinstance(sys.stdout, FileProxy) and results().isatty() else results()
+    stream.write(line + "\n")
+    stream.flush()
 
 
 def _ignore(line: str) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from ...policies.errors import TraceError
 from ..console.output import print_json
-from ..console.streams import say
+from ..console.streams import results, say
 from ..options.shared import Json
 
 _NAMED = 8
@@ -35,4 +35,4 @@ def merge(
     if json:
         print_json(checked.facts())
     else:
-        typer.echo(f"{trace}: complete, {checked.rows} rows; the index is written")
+        typer.echo(f"{trace}: complete, {checked.rows} rows; the index is written", file=results())

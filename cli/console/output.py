@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import sys
 import threading
 import time
 import warnings
@@ -29,7 +28,7 @@ from rich.text import Text
 
 from ...policies.files.text import printable
 from ...policies.progress import Progress, silent
-from .streams import say
+from .streams import results, say
 
 _PLAIN_EVERY_S = 5.0
 
@@ -161,8 +160,8 @@ def next_step(*words: object) -> None:
 
 def output() -> Console:
     """Return the console of standard output; where it is no terminal, lines are not wrapped."""
-    console = _Output(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else _Output(highlight=False, markup=False, width=200)
+    console = _Output(file=results(), highlight=False, markup=False, soft_wrap=False)
+    return console if console.is_terminal else _Output(file=results(), highlight=False, markup=False, width=200)
 
 
 class _Output(Console):
@@ -175,7 +174,7 @@ class _Output(Console):
 
 def print_json(value: Any) -> None:
     """Print one line of JSON."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    results().write(json.dumps(value) + "\n")
 
 
 def one_line_warnings() -> None:

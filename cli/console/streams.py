@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from ...policies.errors import InputError
@@ -43,6 +44,26 @@ def prepare() -> None:
             raw = _Output(sys.stdout.fileno(), "w", closefd=False)
             lines = sys.stdout.line_buffering
             sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), sys.stdout.encoding, "replace", line_buffering=lines)
+
+
+_results: TextIO | None = None
+
+
+def results() -> TextIO:
+    """Return the stream for results: the standard output that the command was started with."""
+    return _results or sys.stdout
+
+
+@contextlib.contextmanager
+def only_results_on_stdout() -> Iterator[None]:
+    """Redirect `sys.stdout` to standard error within the block, so that prints of plugins do not mix with `results()`."""
+    global _results
+    before = _results, sys.stdout, sys.stderr
+    _results, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        _results, sys.stdout, sys.stderr = before
 
 
 class _Output(io.FileIO):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..common import batch_sizes
+from ..common import batch_sizes, check_failures
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
 from ..options.sampling import Filters
@@ -108,10 +108,12 @@ def evaluate(
         )
     if json:
         print_json(report.to_dict())
+        check_failures(report.failed)
         return
     show_report(report)
     page = out / "report.html"
     output().print(f"The page: {page} (the same as report.md, report.json, report.csv, report.png beside it)")
+    check_failures(report.failed)
 
 
 def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
@@ -143,7 +145,8 @@ def show_report(report: Report) -> None:
     sampled = sampling_text(facts["temperature"], facts["shaping"])
     title = f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}"
     heads, *rows = policy_rows(report)
-    table(title, heads, rows)
+    failed = [[f"{failure.policy} FAILED", *["-"] * (len(heads) - 1)] for failure in report.failed]
+    table(title, heads, [*rows, *failed])
     not_observed = ["-"] * (len(report.fixed) - 1 - len(report.acceptance))
     by_length = [
         ("tokens/s, fixed length", *(f"{rate:.0f}" for rate in report.fixed)),

@@ -18,6 +18,7 @@ import torch
 from ...decode.candidates import Candidates
 from ...decode.drafters import find_drafter
 from ...decode.drafters.base import carries
+from ...decode.drafters.known import drafts_in_turn
 from ...decode.loop import Request, Speculator
 from ...decode.models.hidden import hidden_widths
 from ...decode.models.pair import Pair
@@ -28,7 +29,7 @@ from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ...policies.features import ANCHOR_FEATURES
 from ...policies.features.hidden_states import check_hidden
 from ..live import Recorder, Row
-from ..schema import NO_TOKEN
+from ..schema import NO_TOKEN, READS
 from ..shards import BATCH
 from ..work import Work
 from .unroll import node_features
@@ -124,6 +125,7 @@ class PositionsCollector:
         widths = hidden_widths(pair, check_hidden(hidden), drafter)
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
         self._depth, self._hidden = tree.deepest, tuple(widths)
+        self._in_turn = (READS,) if drafts_in_turn(pair.drafter) else ()
         self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
         # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
@@ -162,7 +164,7 @@ class PositionsCollector:
     def _columns(self, one: Work, rows: Sequence[Row], text: Generation, last: int) -> Mapping[str, Any]:
         names = (
             *self.features, *ANCHOR_FEATURES, *self._hidden, "draft_prob", "target_prob", "overlap", "accepted",
-            "labelled", "accepted_length", "anchor",
+            "labelled", "accepted_length", "anchor", *self._in_turn,
         )  # fmt: skip
         columns = one.columns(len(rows), last) | {key: np.stack([row[key] for row in rows]) for key in names}
         tokens, drawn = (np.stack([row[key] for row in rows]) for key in ("tokens", "drawn"))

@@ -20,7 +20,7 @@ from ...decode.policy.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
 from ..explore import Exploring
-from ..schema import TIMES
+from ..schema import READS, TIMES
 from ..work import Work
 
 ANCHORS = ("anchor_token", "before_token")
@@ -224,6 +224,7 @@ class RoundRecorder:
             "committed": np.array([end - one.context for one, end in zip(rounds, ends, strict=True)]),
             "decisions": np.array([one.sent.decisions for one in rounds]),
             "backlog": np.array([one.sent.backlog for one in rounds]),
+            READS: np.ones(count, dtype=bool),  # an engine's drafter does not tell
         }
         columns |= dict(zip(ANCHORS, np.array([one.before for one in rounds], dtype=np.float32).T, strict=True))
         columns |= {name: features[:, :, at] for at, name in enumerate(self._columns.names)}

@@ -146,7 +146,7 @@ class ThroughVLLM:
         prompts = [{"prompt_token_ids": one.tokens} for one in batch]
         outputs = engine.generate(prompts, params, use_tqdm=False)
         assert _HANDED.proposer is not None and _HANDED.proposer.drafting is not None
-        _HANDED.proposer.drafting.check_drafter()
+        _HANDED.proposer.drafting.check_failed()
         recorder = _HANDED.proposer.recorder
         texts = recorder.take()
         chunks = []

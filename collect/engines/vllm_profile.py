@@ -309,7 +309,7 @@ class _Run:
         proposer.timer.timed, proposer.timer.streams, proposer.timer.policy = timed, streams, policy.cost_name
         proposer.drafting.use(policy)
         self._engine.generate(self._texts(self._lengths[0], streams, number), self._params, use_tqdm=False)
-        proposer.drafting.check_drafter()
+        proposer.drafting.check_failed()
         proposer.drafting.use(proposer.script)
         proposer.timer.policy = None
         return timed if number else {}
@@ -334,5 +334,5 @@ class _Run:
                 self._engine.generate(texts, self._one, use_tqdm=False)
                 spent = time.perf_counter() - begun - (proposer.drafting.spent.all_s - before)
                 timed[Key(PREFILL, side, (length,))].append(spent)
-        proposer.drafting.check_drafter()
+        proposer.drafting.check_failed()
         return timed if number else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
+from ...policies.plugin_code import Failure
 from ...policies.progress import Progress, shown
 from ..loop import Speculator
 from ..models.pair import Pair
@@ -40,6 +42,8 @@ class BenchLine:
         same_text: prompts whose text equals the first method's.
         ties: greedy texts of a lossless policy that leave the first method's at a tie of the two best tokens.
         wrong: those that leave it for no such reason.
+        recordings: calls that were recorded as CUDA graphs while the method was timed, which takes longer than making them.
+        failure: of the policy; the figures are then in part or wholly those of a fixed length, and not reported.
     """
 
     name: str
@@ -50,10 +54,17 @@ class BenchLine:
     same_text: int
     ties: int = 0
     wrong: int = 0
+    recordings: int = 0
+    failure: Failure | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the line as plain values; `low` and `high` are the ratio's interval."""
-        return {**asdict(self), "ratio": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high}
+        """Return the line as plain values; `low` and `high` are the ratio's interval. A policy that failed has no speed."""
+        values = {**asdict(self), "ratio": self.ratio.value, "low": self.ratio.low, "high": self.ratio.high}
+        values["failed"] = values.pop("failure") is not None
+        if self.failure is not None:
+            values |= dict.fromkeys(("tokens_per_s", "ratio", "low", "high", "block_efficiency", "shares"))
+            values |= self.failure.to_dict()
+        return values
 
 
 def bench(
@@ -104,10 +115,12 @@ def bench(
                 )
             )  # fmt: skip
             names.append(setting.name)
-    texts = run_alternating(runs, prompts, seed=seed, batch=batch, progress=progress)
+    recordings = Counter[int]()
+    texts = run_alternating(runs, prompts, seed=seed, batch=batch, recordings=recordings, progress=progress)
     turn = texts_a_turn(batch)
     read = [tuple(tokens) for _, tokens in prompts]
     lines = [bench_line(name, row, texts[0], turn, read) for name, row in zip(names, texts, strict=True)]
+    lines = [replace(line, recordings=recordings[at]) for at, line in enumerate(lines)]
     if settings.temperature == 0.0:
         for at, run in enumerate(runs):
             if isinstance(run, Speculator) and run.mode.lossless:
@@ -129,7 +142,7 @@ def bench_line(
     total = sum(tally.shares().values())
     shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
     same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
-    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same)
+    return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same, failure=tally.failure)
 
 
 def speed_ratio(

@@ -144,6 +144,14 @@ class Carries(Protocol):
         """Forget all texts, as when it was made."""
 
 
+@runtime_checkable
+class Chooses(Protocol):
+    """A drafter that leaves each round to one of several, of which the last alone may have anything to read."""
+
+    def reads(self, stream: int) -> bool:
+        """Whether the one that drafts the round of a stream reads the text; known once the roots were fed."""
+
+
 def carries(drafter: Drafter) -> bool:
     """Whether a drafter passes what it knows from text to text."""
     return isinstance(drafter, Carries) and drafter.carries

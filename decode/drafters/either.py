@@ -10,7 +10,7 @@ import torch
 from ...policies.contract import Array
 from ..candidates import Candidates
 from ..models.pair import Pair
-from .base import Bounded, Carries, Drafter, Prepares, Proposal, carries
+from .base import Bounded, Carries, Chooses, Drafter, Prepares, Proposal, carries
 
 SURE = 0.5
 """Chance of the likeliest next token from which on the first drafter takes a round (`train.drafters.choice` fits it)."""
@@ -66,8 +66,14 @@ class EitherDrafter:
         self._other.committed(stream, tokens, states)
 
     def backlog(self) -> Array:
-        """Return the other one's: the first one reads for nothing."""
+        """Return the other one's: the first one, which `reads` tells, has none."""
         return self._other.backlog()
+
+    def reads(self, stream: int) -> bool:
+        """See `Chooses`."""
+        if self._sure[stream]:
+            return False
+        return self._other.reads(stream) if isinstance(self._other, Chooses) else True
 
     def propose(
         self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]

@@ -24,7 +24,8 @@ from ...policies.contract import (
 )
 from ...policies.features import Layout
 from ...policies.features.history import History
-from ..policy.runner import tell_failed
+from ...policies.plugin_code import Failure
+from ..policy.runner import warn_failed
 from ..topology import chain
 
 
@@ -41,6 +42,7 @@ class Asking:
 
     Attributes:
         policy: the one that is asked.
+        failure: of the one given; None = it has not failed.
         first, trims, selects: of it; `selects` whether it chooses among what was drafted.
         layout, topology: of its features, and the chain that is drafted.
         listens: it is told what came of drafts, or reads features of it.
@@ -55,6 +57,7 @@ class Asking:
         # Rows do not share arrays between steps: a state's width may say how deep a round has come.
         self._kept: list[tuple[State, int]] = [(None, 0)] * rows
         self._state: State = None
+        self.failure: Failure | None = None
         self._use(policy.limited(depth))
         # Texts bring keys of their own (`renew`); a policy that carries its state keeps these.
         every = np.arange(rows, dtype=np.int64)
@@ -155,8 +158,9 @@ class Asking:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Say once what failed and go on with the fixed fallback length."""
-        tell_failed(self.policy, error, f"{self._fallback} tokens a step")
+        """Warn once and go on with the fixed fallback length."""
+        self.failure = Failure.of(self.policy, error)
+        warn_failed(self.failure, f"{self._fallback} tokens a step")
         self._use(FixedLength(self._fallback))
         # What the one before remembers means nothing to its successor.
         self._kept, self._state = [(None, 0)] * self._rows, None

@@ -90,9 +90,16 @@ class Drafting:
         """The policy that is asked."""
         return self.asking.policy
 
-    def check_drafter(self) -> None:
-        """Raise `InputError` where the drafter has failed: what is drafted by none is no trace or profile of it."""
+    def check_failed(self) -> None:
+        """Raise if drafter or policy has failed: what another drafted is no trace or profile of them.
+
+        Raises:
+            InputError: the drafter has failed.
+            PolicyFailure: the policy has failed.
+        """
         self._draft.check()
+        if self.asking.failure is not None:
+            raise self.asking.failure.as_error("nothing was recorded from there on")
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
         """Return a draft for each text, possibly empty.

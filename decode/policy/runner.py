@@ -25,7 +25,7 @@ from ...policies.errors import SpecstopWarning
 from ...policies.features.history import HISTORY_FEATURES, History
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.plugin_code import reason
+from ...policies.plugin_code import Failure
 from ..drafted import Finished
 from .drift_monitor import best_fixed, describe, make_watch
 
@@ -117,10 +117,9 @@ def outcome(made: Finished, seconds: Array) -> RoundOutcome:
     return RoundOutcome(made.active, found.drafted, found.verified, made.accepted, made.cut & made.active, seconds)
 
 
-def tell_failed(policy: StopPolicy, error: Exception, instead: str) -> None:
+def warn_failed(failure: Failure, instead: str) -> None:
     """Warn that a policy has failed, and what is drafted instead of what it says."""
-    cause = reason(error).removeprefix(f"{policy.name}: ")
-    text = f"policy {policy.name} failed ({cause}); drafting {instead} from here on"
+    text = f"policy {failure.policy} failed ({failure.text}); drafting {instead} from here on"
     warnings.warn(text, SpecstopWarning, stacklevel=3)
 
 
@@ -136,6 +135,7 @@ class MonitoredRunner(PolicyRunner):
         streams: S.
 
     Attributes:
+        failure: of the user's policy since it was last asked anew (`renew`); None = it has not failed.
         replaced: called with a policy that takes over.
         elapsed: seconds since the round began, for a policy that reads the clock.
     """
@@ -154,6 +154,7 @@ class MonitoredRunner(PolicyRunner):
         self._given, self._chain, self._fallback, self._mode = policy, chain, fallback, mode
         self._watch = make_watch(policy, mode, chain)
         self._warned = self._begun = False
+        self.failure: Failure | None = None
         self.replaced: Callable[[StopPolicy], None] = lambda policy: None
         self.elapsed: Callable[[], float] = lambda: 0.0
 
@@ -167,7 +168,7 @@ class MonitoredRunner(PolicyRunner):
             self._use(self._given)
             self.replaced(self._given)
         self._watch = make_watch(self.policy, self._mode, self._chain)
-        self._begun = False
+        self._begun, self.failure = False, None
 
     def restart(self) -> None:
         """Begin all streams anew with the next texts, unless the policy carries its state: a run may have been cut off."""
@@ -244,8 +245,9 @@ class MonitoredRunner(PolicyRunner):
 
     def _fail(self, error: Exception) -> None:
         """Warn once and go on with the fixed fallback length."""
+        self.failure = Failure.of(self.policy, error)
         if not self._warned:
-            tell_failed(self.policy, error, f"{self._fallback} tokens a round")
+            warn_failed(self.failure, f"{self._fallback} tokens a round")
         self._warned = True
         self._watch = None
         self._replace(FixedLength(self._fallback))

@@ -47,6 +47,8 @@ def decision_case(
         seconds: dict[Key, list[float]] = defaultdict(list)
         some = [prompts[(number * streams + at) % len(prompts)] for at in range(streams)]
         texts = speculator.run([Request(prompt, number) for prompt in some])
+        if failure := next((text.failure for text in texts if text.failure is not None), None):
+            raise failure.as_error("its decisions cannot be timed")
         # A text by itself is asked about in the round that ends it as in any other.
         for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             asked = [r.decisions for r in parts]

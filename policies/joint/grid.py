@@ -96,8 +96,8 @@ class SingleStreamCosts:
 
     def _colder(self, streams: ArrayLike, context: float, seconds: Callable[[CostTable], float]) -> Array:
         """Return the seconds of a step that on cold caches costs one stream so much."""
-        (more,) = self.profile.between(context, lambda table: (seconds(table) - table.later_s,))
-        return np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + more, 0.0)
+        cold, warm = self.profile.between(context, lambda table: (seconds(table), table.later_s))
+        return np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + cold - warm, 0.0)
 
     def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""

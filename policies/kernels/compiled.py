@@ -8,15 +8,70 @@ version in the middle of a round: with the signature given, numba refuses it ins
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite
 import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.typeinfer import register_dispatcher
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+CONSTANTS = ("splitmix.py", "features/definitions.py", "features/summary.py")
+"""Modules outside this package, by their path in `policies`, whose constants are compiled into kernels."""
+
+KEPT = 4
+"""Cache folders of other versions that are kept beside that of this one."""
+
 UNORDERED = {"reassoc", "nsz", "nnan"}
 """What lets the compiler compare the numbers of a row in several lanes; infinities keep their meaning, as masked logits."""
+
+
+@functools.cache
+def cache_key() -> str:
+    """Return a hash of all kernel sources and of the compiler's version.
+
+    Raises:
+        OSError: a source file cannot be read.
+    """
+    package = Path(__file__).parent
+    sources = [*package.rglob("*.py"), *(package.parent / name for name in CONSTANTS)]
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(sources):
+        digest.update(f"{path.relative_to(package.parent)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache of one function, in a subfolder of the folder that numba chooses.
+
+    Numba discards a cached kernel if its own source file has changed, but not if a function or constant of another file that
+    was compiled into it has. Subfolders are named by all sources, so that two versions do not share files either.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        folder = Path(self._cache_path) / f"specstop-{cache_key()}"
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_stale_folders(folder)
+        self._cache_path = str(folder)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+
+
+def _remove_stale_folders(current: Path) -> None:
+    """Remove the oldest cache folders of other versions, except the latest `KEPT`."""
+    with contextlib.suppress(OSError):  # another process may remove the same ones
+        others = sorted(set(current.parent.glob("specstop-*")) - {current}, key=lambda path: path.stat().st_mtime)
+        for folder in others[:-KEPT]:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def kernel(signature: str) -> Callable[[_Function], _Function]:
@@ -26,8 +81,15 @@ def kernel(signature: str) -> Callable[[_Function], _Function]:
         # numpy's rules of division: 1 / 0 is infinite and 0 / 0 NaN (`acceptance.note_odds` counts on it). By Python's rules
         # each division is a test that may raise, and such a loop is not worked out several numbers at a time.
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        if getattr(numba.config, "DISABLE_JIT", False):
+            return function
         try:
-            return cast(_Function, numba.njit(signature, cache=True, **options)(function))
+            dispatcher = numba.njit(**options)(function)
+            dispatcher._cache = KernelCache(function)
+            with register_dispatcher(dispatcher):
+                dispatcher.compile(signature)
+            dispatcher.disable_compile()
+            return cast(_Function, dispatcher)
         except (RuntimeError, OSError):  # no folder that can be written: compiled anew in each process
             return cast(_Function, numba.njit(signature, **options)(function))
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from .batch import BatchCosts
 from .tables import ChainCosts, CostTable, Price, at_context, filled_up
@@ -54,10 +55,13 @@ class Costs:
         return len(self.low.verify_s) - 1
 
     def between(self, context: float, of: Callable[[CostTable], Sequence[float]]) -> list[float]:
-        """Return what `of` takes from the tables, at a context length; beyond those measured, as at the nearest one."""
-        span = self.high.context - self.low.context
-        share = min(max((context - self.low.context) / span, 0.0), 1.0) if span else 0.0
-        return [(1.0 - share) * a + share * b for a, b in zip(of(self.low), of(self.high), strict=True)]
+        """Return seconds that `of` takes from the tables, at a context length (`at_context`)."""
+        low, high = (np.array(of(side), dtype=np.float64) for side in (self.low, self.high))
+        out: list[float] = self._at_context(low, high, context).tolist()
+        return out
+
+    def _at_context(self, low: Array, high: Array, context: ArrayLike) -> Array:
+        return at_context(low, high, (self.low.context, self.high.context), context)
 
     def decision(self, name: str) -> Price:
         """Return what decisions of the policy whose `cost_name` is `name` cost; nothing where they were not measured."""
@@ -99,15 +103,14 @@ class Costs:
             calls = self._calls(drafted, self._padded[verified], backlog)  # chains alone are filled up by the loop
         if self.plain_outside_s is not None:
             outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
-        low, high = calls  # at the two contexts measured
-        out: Array = at_context(low, high, (self.low.context, self.high.context), context) + outside + decided
+        low, high = calls
+        out: Array = self._at_context(low, high, context) + outside + decided
         return out
 
     def first_draft_s(self, context: Array) -> Array:
         """Return [R] float64 seconds of a round's first draft step that reads one token, at contexts [R]."""
         low, high = self._first_step(np.ones(1, dtype=np.int64))
-        out: Array = at_context(low, high, (self.low.context, self.high.context), context)
-        return out
+        return self._at_context(low, high, context)
 
     def _first_step(self, backlog: Array) -> Array:
         """Return [2, S] seconds of the first draft step of a round, at the two contexts."""

@@ -18,6 +18,9 @@ Points = tuple[tuple[int, float], ...]
 STALL = 3.0
 """Times their median that timings count for at most: what takes longer happened to the machine, not to the model."""
 
+_MOST_STEPS = 100
+"""Iterations of non-negative least squares for each unknown; a few are usual."""
+
 ENOUGH = 10
 """Timings from which on an average is as good as any: groups of more weigh no more."""
 
@@ -38,27 +41,23 @@ def typical(seconds: ArrayLike) -> float:
 
 
 def line(groups: Sequence[tuple[Sequence[float], ArrayLike]], enough: int | None = ENOUGH) -> list[float]:
-    """Return the coefficients [C], none below 0, that the averages of groups are nearest to.
+    """Return the coefficients [C], none below 0, that the averages of groups are nearest to: non-negative least squares.
 
     Args:
         groups: (counts [C], timings) of rounds that consisted of the same.
         enough: larger groups weigh more, up to so many timings; None = without bound.
     """
+    from scipy.optimize import nnls  # slow to import, and only needed where costs are estimated
+
     weight = np.sqrt([np.size(values) if enough is None else min(np.size(values), enough) for _, values in groups])
     x = np.array([counts for counts, _ in groups], dtype=np.float64) * weight[:, None]  # [G, C]
     y = np.array([typical(values) for _, values in groups]) * weight
-    # Non-negative least squares, the simple form: the most negative column is left out and the rest fitted anew. The weights'
+    # Tokens come in thousands, rounds one by one: columns of one length make a well-conditioned problem of it. The weights'
     # roots stand in x and y, since squares are summed.
-    columns = list(range(x.shape[1]))
-    while columns:
-        found, *_ = np.linalg.lstsq(x[:, columns], y, rcond=None)
-        if (found >= 0).all():
-            break
-        columns.pop(int(found.argmin()))
-    out = [0.0] * x.shape[1]
-    for column, value in zip(columns, found if columns else [], strict=True):
-        out[column] = float(value)
-    return out
+    length = np.linalg.norm(x, axis=0)
+    length[length == 0.0] = 1.0
+    found, _ = nnls(x / length, y, maxiter=_MOST_STEPS * x.shape[1])
+    return [float(value) for value in found / length]
 
 
 def rising(sides: Sequence[Groups]) -> list[Points]:
@@ -137,7 +136,7 @@ def pooled(sides: Sequence[Groups]) -> dict[tuple[int, ...], np.ndarray[tuple[in
 
 
 def _sum(sizes: Sequence[int], knots: Sequence[int], known: Sequence[float]) -> float:
-    return float(np.interp(sizes, knots, known).sum())
+    return float(along(list(zip(knots, known, strict=True)), sizes).sum())
 
 
 def _knots(most: int) -> list[int]:

@@ -128,7 +128,10 @@ class ChainCosts:
 
 
 def at_context(low: Array, high: Array, contexts: tuple[float, float], context: ArrayLike) -> Array:
-    """Return seconds at `context`, given those at the two contexts measured; beyond them never less than a quarter."""
+    """Return seconds at `context`, on the line through those at the two contexts measured.
+
+    The line goes on beyond them, but seconds never fall below a quarter of the smaller ones: so they stay above 0.
+    """
     span = contexts[1] - contexts[0]
     weight = (np.asarray(context, dtype=np.float64) - contexts[0]) / span if span else 0.0
     # Outside its two points a line may fall to 0 and below, and rates divide by seconds.

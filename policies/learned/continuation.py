@@ -34,6 +34,9 @@ class ContinuationPolicy(LearnedPolicy):
     A rule that remembers shows the head two depths at once: what is seen here, and what was seen where the policy was asked
     before in this round (0 at its first decision). One token says little of the run that it stands in; two say more, and the
     numbers are there already. The state is what is remembered of the last depth, [S, B, M] float32.
+
+    Raises:
+        PolicyError: the head reads hidden states.
     """
 
     def __init__(
@@ -46,6 +49,11 @@ class ContinuationPolicy(LearnedPolicy):
         facts: Facts | None = None,
     ) -> None:
         super().__init__(name, features, head, Calibrator(), Calibrator(), rule, max_depth, facts)
+        if self.hidden:
+            raise PolicyError(
+                f"{name}: expected a head of scalar features for the rule continuation, not one that reads "
+                f"{', '.join(self.hidden)}; choose another head or rule"
+            )
         self._margin = rule.margin
         self._memory = np.array(remembered(self.features) if rule.remembers else [], dtype=np.int64)
 

@@ -29,7 +29,7 @@ from specstop.policies.contract import (
     checked_start,
 )
 from specstop.policies.errors import PolicyError, PolicyFailure
-from specstop.policies.plugin_code import Contained, loading, own, reason
+from specstop.policies.plugin_code import loading, own, reason
 from specstop.policies.testing import keys, make_outcome, make_step, make_tree
 
 
@@ -124,22 +124,37 @@ def test_a_plugin_within_a_policy_of_ours_is_contained_too() -> None:
         checked_start(bandit, 1, keys([0]))
 
 
-def test_what_it_prints_goes_to_standard_error() -> None:
-    for call in calls(Plugin(lambda: sys.stdout.write("noise\n"))).values():
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            call()
-            sys.stdout.write("result\n")
-        assert (out.getvalue(), err.getvalue()) == ("result\n", "noise\n")
+def test_a_call_leaves_output_streams_alone() -> None:
+    """They belong to the process: another thread may print, or replace them, in the middle of a call."""
+    before, seen = (sys.stdout, sys.stderr), []
+    for call in calls(Plugin(lambda: seen.append((sys.stdout, sys.stderr)))).values():
+        call()
+    with loading("--policy", "making it"):
+        seen.append((sys.stdout, sys.stderr))
+    assert seen == [before] * 5
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        calls(Plugin(lambda: sys.stdout.write("noise\n")))["keep"]()
+    assert out.getvalue() == "noise\n"
 
 
-def test_threads_that_overlap_leave_standard_output_where_it_was() -> None:
-    one, other, out = Contained("one", "x"), Contained("other", "x"), sys.stdout
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    other.__exit__(None, None, None)
-    assert sys.stdout is out
+def test_a_failure_has_the_place_in_the_policys_own_code() -> None:
+    """Also of an error that a library raised, and of an answer that breaks the contract."""
+    own_lines = range(deep.__code__.co_firstlineno, deep.__code__.co_firstlineno + 4)
+    for deed in (raising(ValueError("x")), deep):
+        with pytest.raises(PolicyFailure) as caught:
+            calls(Plugin(deed))["keep"]()
+        assert caught.value.file == __file__
+    assert caught.value.line in own_lines
+    wrong = type("Wrong", (Plugin,), {"keep": lambda self, step, state: None})()
+    with pytest.raises(PolicyFailure) as caught:
+        calls(wrong)["keep"]()
+    assert (caught.value.file, caught.value.line) == (__file__, type(wrong).keep.__code__.co_firstlineno)
+
+
+def deep() -> None:
+    np.zeros((2, 3)) @ np.zeros((2, 3))
+    # nothing below is called
 
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
@@ -147,8 +162,6 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "default device": (torch.get_default_device, lambda: torch.set_default_device("meta")),
     "gradients": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
     "threads": (torch.get_num_threads, lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
-    "standard output": (lambda: sys.stdout, lambda: setattr(sys, "stdout", io.StringIO())),
-    "standard error": (lambda: sys.stderr, lambda: setattr(sys, "stderr", io.StringIO())),
 }
 
 STATES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
-from ...decode.drafters.base import READS_NOTHING
 from ...decode.drafters.either import ROUNDING
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
@@ -151,8 +149,7 @@ class TextRounds:
 
     Attributes:
         tokens, prompt_tokens: [S] of each text.
-        rounds: [R] of both drafters, with the backlog of the first one.
-        backlog: [R] of the other one.
+        rounds: [R] of both drafters; those of the first one read nothing.
         by_first: [R] bool, rounds that the first one drafts.
         is_asked: whether the first one is called in the rounds of the other too, which takes its first draft step.
     """
@@ -160,17 +157,13 @@ class TextRounds:
     tokens: Tensor
     prompt_tokens: Tensor
     rounds: Rounds
-    backlog: Tensor
     by_first: Tensor
     is_asked: bool
 
     def seconds(self, profiles: tuple[Profile, Profile], paces: tuple[float, float] = (1.0, 1.0)) -> Tensor:
         """Return [S] float64 seconds of each text under the profiles of the two drafters, each slowed down by a factor."""
         rounds = self.rounds
-        mine, theirs = (
-            rounds.seconds(profiles[0]),
-            dataclasses.replace(rounds, backlog=self.backlog).seconds(profiles[1]),
-        )
+        mine, theirs = (rounds.seconds(profile) for profile in profiles)
         seconds = torch.where(self.by_first, paces[0] * mine, paces[1] * theirs)
         if self.is_asked:
             in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))
@@ -201,27 +194,12 @@ def play_texts(
         is_asked: see `TextRounds`.
     """
     depth = min(arrays.depth, *(profile.max_depth for profile in profiles))
-    played = play(arrays, policy.limited(depth), profiles[1])
+    played = play(dataclasses.replace(arrays, reads=~mine), policy.limited(depth), profiles[1])
     rounds = played.rounds
     by_first = mine[torch.from_numpy(arrays.find(rounds.sequence.numpy(), rounds.anchor.numpy()))]
-    reads = arrays.header.facts.get("reading") != READS_NOTHING
-    backlog = _unread(rounds, by_first) if reads else rounds.backlog
-    return TextRounds(played.result.tokens, arrays.prompt_tokens, rounds, backlog, by_first, is_asked)
+    return TextRounds(played.result.tokens, arrays.prompt_tokens, rounds, by_first, is_asked)
 
 
 def everywhere(arrays: TraceArrays, first: bool) -> Tensor:
     """Return [N] bool, all rounds of one drafter."""
     return torch.full((len(arrays.accepted),), first)
-
-
-def _unread(rounds: Rounds, by_first: Tensor) -> Tensor:
-    """Return [R], the tokens that the other drafter has not read: those of the first one's rounds add up."""
-    sequence, context, backlog, drafted = (
-        values.numpy() for values in (rounds.sequence, rounds.context, rounds.backlog, rounds.drafted)
-    )
-    # Where it did not draft in the round before, it still lacks what it lacked then, and what that round committed.
-    # In order, for each row builds on the one before.
-    read, unread = ~by_first.numpy() & (drafted > 0), backlog.copy()
-    for at in np.flatnonzero((sequence[1:] == sequence[:-1]) & ~read[:-1]) + 1:
-        unread[at] = unread[at - 1] + context[at] - context[at - 1]
-    return torch.from_numpy(unread)

@@ -8,7 +8,6 @@ instead (`by_batch`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from ...policies.errors import InputError, TraceError
 from ...policies.latency.batch import BatchCosts
 from ...policies.latency.profile import Profile
+from ...policies.latency.robust_fits import Points, along
 from ...policies.latency.tables import CostTable
 from ..heads.rows import split_prompts
 from ..replay.traces.arrays import TraceArrays
@@ -143,13 +143,13 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
     points = [(n + 1, fixed) for n, (fixed, _) in enumerate(verify)]
     wide = dict(profile.low.tree_verify_s), dict(profile.high.tree_verify_s)
     beyond = sorted(n for n in wide[0] if n in wide[1] and n > profile.max_depth)
-    weights = _Line([*points, *((n + 1, parts(wide[0][n], wide[1][n])[0]) for n in beyond)])
+    weights = (*points, *((n + 1, parts(wide[0][n], wide[1][n])[0]) for n in beyond))
     growth = _draft_growth(profile, weights, batch)
 
     def scaled(table: CostTable) -> CostTable:
         shares = [
             # All requests' rows share the pass over the weights; each reads its own cache.
-            weights.rise(batch * (n + 1), n + 1, fixed) / batch + slope * table.context
+            _risen(weights, batch * (n + 1), n + 1, fixed) / batch + slope * table.context
             for n, (fixed, slope) in enumerate(verify)
         ]
 
@@ -193,29 +193,17 @@ def _measured_share(profile: Profile, costs: BatchCosts, batch: int) -> Profile:
     )
 
 
-class _Line:
-    """Seconds by rows: between the points linear, beyond them as they rise over all."""
-
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        self._x, self._y = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
-        rows = self._x[-1] - self._x[0]
-        self._slope = max(float(self._y[-1] - self._y[0]) / rows, 0.0) if rows else 0.0
-
-    def __call__(self, rows: float) -> float:
-        inside = float(np.interp(rows, self._x, self._y))
-        return inside + self._slope * max(rows - float(self._x[-1]), 0.0)
-
-    def rise(self, rows: int, known: int, seconds: float) -> float:
-        """Return the seconds of `rows` where those of `known` rows are `seconds`; never less than these."""
-        return max(seconds + self(rows) - self(known), seconds)
+def _risen(points: Points, rows: int, known: int, seconds: float) -> float:
+    """Return the seconds of `rows` where those of `known` rows are `seconds`, by the rise of a curve; at least `seconds`."""
+    before, after = along(points, (known, rows))
+    return max(seconds + float(after - before), seconds)
 
 
-def _draft_growth(profile: Profile, weights: _Line, batch: int) -> float:
+def _draft_growth(profile: Profile, weights: Points, batch: int) -> float:
     """Return how much longer a draft pass of `batch` rows takes than one of a single row."""
     rows = profile.low.tree_draft_s
-    line = _Line(rows) if len(rows) > 1 else weights
-    one = line(1)
-    return max(line(batch) / one, 1.0) if one > 0 else 1.0
+    one, many = along(rows if len(rows) > 1 else weights, (1, batch))
+    return max(float(many / one), 1.0) if one > 0 else 1.0
 
 
 def is_extrapolated(profile: Profile, batch: int, rows: int) -> bool:

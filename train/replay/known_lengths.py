@@ -92,12 +92,12 @@ class KnownLengths(TraceSource):
     def play(self, drafted: Array, verified: Array) -> Array:
         """Play the round that has begun and return [R] accepted tokens; what EOS and the limit forbid is cut."""
         drafted = np.minimum(drafted, self._bound[self.row])
-        # Of a chain, `verify` and `commit` read no more of `Drafted` than these two.
+        # Of a chain, no more of `Drafted` is read here than these two.
         found: Any = _Lengths(drafted, np.minimum(verified, drafted))
         # Read before `commit`, which moves anchor and backlog on.
-        before = (
-            self.run, self.sequence, self.anchor, self.context(), drafted, found.verified, self.backlog
-        )  # fmt: skip
+        unread = self.drafted_unread(found)
+        backlog = self.backlog if unread is None else np.where(unread, 0, self.backlog)
+        before = self.run, self.sequence, self.anchor, self.context(), drafted, found.verified, backlog
         on = self.active
         accepted = self.verify(found)
         committed, _ = self.commit(found)

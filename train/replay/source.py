@@ -61,6 +61,7 @@ class TraceSource:
         self._turn = np.zeros(len(queues), dtype=np.int64)
         # By kind of drafter (`drafters.base.READS_PATH`); a trace that does not say is one of a draft model.
         self._reading = arrays.header.facts.get("reading", "path")
+        self._reads = None if arrays.reads is None else arrays.reads.numpy()
         self.sequence = queues[:, 0]
         self.anchor = self._first_anchor[self.sequence]
         self.backlog = self._unread_text(self.context())
@@ -199,6 +200,13 @@ class TraceSource:
         parent, depth = (np.tile(values, (len(sent), 1)) for values in (tree.node_parents, tree.node_depths))
         return DraftTree(tokens, parent, depth, drawn.copy())
 
+    def drafted_unread(self, found: Drafted) -> Array | None:
+        """See `decode.rounds.RoundSource`."""
+        if self._reads is None:
+            return None
+        out: Array = ~self._reads[self.row] & (found.drafted > 0)
+        return out
+
     def verify(self, found: Drafted) -> Array:
         """See `decode.rounds.RoundSource`; candidates that a live run did not draft are a `TraceError`."""
         arrays, tree = self.arrays, self.topology
@@ -241,12 +249,15 @@ class TraceSource:
         left = self._text[self.sequence] - self.anchor
         # An end of text or the limit takes the target's own token, and what was accepted beyond.
         committed = np.minimum(self._taken + 1, left) * self.active
-        self.backlog = np.where(self.active, self._left_unread(committed, found.drafted > 0), self.backlog)
+        drafting = found.drafted > 0
+        if self._reads is not None:
+            drafting = drafting & self._reads[self.row]
+        self.backlog = np.where(self.active, self._left_unread(committed, drafting), self.backlog)
         self.anchor = self.anchor + committed
         return committed, committed >= left
 
     def _left_unread(self, committed: Array, drafting: Array) -> Array:
-        """Return what the draft has to read before the next round; where it did not draft, what it had to and more."""
+        """Return what the draft has to read before the next round; where another one drafted, what it had to and more."""
         if self._reading == "nothing":
             return np.zeros_like(committed)
         # A draft model has read what was fed of the accepted path, and what was rejected is forgotten. One that reads all on

@@ -1,4 +1,4 @@
-"""Which traces and policies can be evaluated together."""
+"""Which traces and policies can be evaluated together, and which policies fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.sampling import Shaping
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
-from ...policies.errors import SpecstopWarning, TraceError
+from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
+from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
+from ...policies.plugin_code import Failure, own
+from ..replay.log import play
+from ..replay.rounds import evaluate_rounds
+from ..replay.traces.arrays import TraceArrays
 from .records import HF_DEFAULT, TUNED
 from .whatif.records import check_apart_names
 
@@ -77,3 +82,18 @@ def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) 
             f"{option}: {trace.folder} was sampled with the filter {found}, not {asked}; "
             "collect traces with the options that will be served"
         )
+
+
+def failure_of(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Failure | None:
+    """Return the failure of a plugin's policy in a replay; None if there is none, or the policy is one of specstop."""
+    if own(policy):
+        return None
+    shorter = policy.limited(min(arrays.depth, profile.max_depth))
+    try:
+        if arrays.header.collector == "live":
+            evaluate_rounds(arrays, shorter, profile)
+        else:
+            play(arrays, shorter, profile)
+    except PolicyFailure as error:
+        return Failure.of(policy, error)
+    return None

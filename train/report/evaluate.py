@@ -33,7 +33,7 @@ from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import require_disjoint_prompts, tell_other_rounds
 from .answer import answer, contradicted, doubts, findings, noise_findings, remedy
 from .batches import Arrivals, by_batch, check_batches
-from .checks import check_fit, check_together
+from .checks import check_fit, check_together, failure_of
 from .clusters import Clusters, check_cluster, choose_clusters, dominant_cluster
 from .decision_costs import copies, lacking_line, with_prices
 from .details import Material, details, stop_costs
@@ -116,6 +116,7 @@ def evaluate(
             or an achievable estimate or batches are requested for traces that are not dense chains.
         InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
             `arrivals`; no policy is called `primary`; there are no groups to resample.
+        PolicyFailure: the primary policy raises an error; another one that does is left out (`Report.failed`).
     """
     check_cluster(cluster)
     primary = _primary(primary, policies)
@@ -133,6 +134,10 @@ def evaluate(
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
     require_disjoint_prompts(arrays, tuning, policies, allow=allow_overlap)
     check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
+    failed = {policy.shown_name: failure for policy in policies if (failure := failure_of(policy, arrays, profile))}
+    if primary in failed:
+        raise failed[primary].as_error("it is the primary policy")
+    policies = [policy for policy in policies if policy.shown_name not in failed]
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
     profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)
@@ -162,7 +167,8 @@ def evaluate(
     if transfer is not None:
         report.details["transfer"] = transfer.to_dict()
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))
-    report = dataclasses.replace(report, findings=found)
+    found = (*(f"policy {name} FAILED ({one.text}); it is left out" for name, one in failed.items()), *found)
+    report = dataclasses.replace(report, findings=found, failed=tuple(failed.values()))
     if folder is not None:
         write_report(report, folder, overwrite=overwrite, decisions=copies(lacking))
     return report

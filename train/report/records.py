@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...decode.compare.intervals import FEWEST, Ratio
+from ...policies.plugin_code import Failure
 
 REPORT_SCHEMA = 2
 DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"
@@ -117,6 +118,7 @@ class Report:
         answer: what to do; None where no policy was compared.
         findings: what a reader must look into.
         caveats: of reports on single rounds.
+        failed: policies that were left out because they failed.
         details: plain JSON values by section, see `details.details`; empty where they were not asked for.
     """
 
@@ -129,6 +131,7 @@ class Report:
     findings: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
+    failed: tuple[Failure, ...] = ()
 
     def line(self, name: str) -> Line:
         """Return the line called `name`."""
@@ -139,4 +142,5 @@ class Report:
         raw = dataclasses.asdict(self)
         if self.answer is not None:
             raw["answer"]["deploy"] = self.answer.deploy
+        raw["failed"] = [failure.to_dict() for failure in self.failed]
         return {"schema": REPORT_SCHEMA, "kind": "report", **raw}

@@ -26,8 +26,9 @@ from ..reading.two_sided import TwoSidedModel
 from .memory import Answer, FixedLayer, Memory, RecordedCall, RecordedPacked, keep_memory, take_memory
 from .recorder import Recorded, Recorder, filled_up
 
-MOST_TOKENS = 64
-"""Longest call that is recorded. Longer ones, and prompts, come in all lengths and gain little."""
+MOST_TOKENS, EXACT_TOKENS = 1024, 64
+"""Longest call that is recorded, and longest chain that is recorded as it is: longer ones are filled up (`filled_up`).
+Prompts come in all lengths and gain little, and so does what is longer still."""
 
 LEAST_SEEN = 256
 """Slots that attention reads at least; each next size is twice the last, so that a long text takes few recordings."""
@@ -35,6 +36,8 @@ LEAST_SEEN = 256
 
 class CudaGraphModel(CachedModel):
     """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens after others when they come for the second time.
+
+    The least recently used recordings are dropped where there are too many (`Memory.evict`).
 
     Args:
         model, capacity, vocabulary, hidden, device, reading: as of `CachedModel`; the capacity is rounded up.
@@ -98,11 +101,17 @@ class CudaGraphModel(CachedModel):
         if start == 0 or count > MOST_TOKENS or self.streams > 1 or not self._records:
             return super().read(tokens, rows, mask, positions, stream)
         end = start + count
-        # Trees come in all sizes: what fills one up is written behind it, where nothing is seen.
-        wide = filled_up(count) if mask is not None and rows == 0 else count
-        wide = wide if start + wide <= self.capacity else count
+        # Trees and long calls come in all sizes: what fills one up is written behind it, where nothing is seen.
+        long = count > EXACT_TOKENS
+        wide = filled_up(count) if long or (mask is not None and rows == 0) else count
+        if start + wide > self.capacity:
+            if long:
+                return super().read(tokens, rows, mask, positions, stream)
+            wide = count
         call = self._call(wide, rows, min(_seen(start + wide), self.capacity), mask is not None)
         call.tokens[:, :count] = self._known(tokens)
+        if isinstance(call.rows, Tensor):
+            call.rows.copy_(self._positions[0, count - rows : count])
         call.start.fill_(start)
         if call.mask is not None and call.positions is not None:
             assert mask is not None
@@ -161,9 +170,7 @@ class CudaGraphModel(CachedModel):
         seen = min(_seen(packing.seen), self.capacity)
         # All that shapes depend on, and whether queries are spread out or fill the rectangle as they are.
         key = (call.tokens.shape[1], packing.rows, packing.count, wanted, seen, packing.place is None)
-        if key not in self._memory.packed:
-            self._memory.packed[key] = RecordedPacked.like(call, mask, seen)
-        made = self._memory.packed[key]
+        made = self._memory.recorded(self._memory.packed, key, lambda: RecordedPacked.like(call, mask, seen))
         made.take(call, mask)
         logits, states = self._answer(made, lambda: self._forward_packed(made))
         return logits.clone(), None if states is None else states.clone()
@@ -173,21 +180,27 @@ class CudaGraphModel(CachedModel):
 
     def _call(self, count: int, rows: int, seen: int, told: bool) -> RecordedCall:
         """Return the calls of a shape, `told` what they see or reading on."""
-        key = (count, rows, seen, told)
-        if key not in self._memory.calls:
-            device = self.view.original.device
+        device = self.view.original.device
+
+        def build() -> RecordedCall:
             tokens, positions = torch.zeros(2, 1, count, dtype=torch.int64, device=device)
             call = RecordedCall(tokens, torch.zeros((), dtype=torch.int64, device=device), rows, seen)
+            if rows and count > EXACT_TOKENS:  # its last rows may fill it up
+                call.rows = torch.zeros(rows, dtype=torch.int64, device=device)
             if told:
                 call.mask = torch.zeros(1, 1, count, seen, dtype=torch.bool, device=device)
                 call.positions = positions
-            self._memory.calls[key] = call
-        return self._memory.calls[key]
+            return call
+
+        return self._memory.recorded(self._memory.calls, (count, rows, seen, told), build)
 
     def _answer(self, call: Recorded[Answer], forward: Callable[[], Answer]) -> Answer:
         """Make a call; the first one recorded for an earlier `CudaGraphModel` is compared with what the model says now."""
         memory = self._memory
         answer = call.answer(memory.recorder, forward)
+        if not call.size:  # a new shape
+            call.size = sum(part.nbytes for part in answer if part is not None)
+            memory.evict()
         if memory.unchecked and call.inherited:
             # An adapter switched on or off, a hook: nothing tells but the logits.
             now = forward()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from transformers import PreTrainedModel
 from ..kv_cache import KVCache, KVLayer, token_bytes
 from ..packed import PackedCall
 from .recorder import Recorded, Recorder
+
+Key = TypeVar("Key")
+Call = TypeVar("Call", bound=Recorded[Any])
 
 Answer = tuple[Tensor, Tensor | None]
 """Logits and, if asked for, the last hidden states."""
@@ -59,7 +63,7 @@ class RecordedCall(Recorded[Answer]):
 
     tokens: Tensor  # [B, n]
     start: Tensor  # []
-    rows: int
+    rows: int | Tensor  # how many of the last ones, or which
     seen: int
     mask: Tensor | None = None
     positions: Tensor | None = None
@@ -104,6 +108,7 @@ class Memory:
     """Buffers and recordings. They outlive a `CudaGraphModel`, for the next one of the same model; they refer to neither.
 
     Attributes:
+        calls, packed: recorded calls by shape, the latest used last.
         kind: what else they depend on.
         positions, position_at: see `CachedModel`.
         unchecked: the model may have changed since they were recorded.
@@ -137,6 +142,21 @@ class Memory:
         """Tokens that it has room for."""
         return self.capacity * self.kv.streams
 
+    def recorded(self, table: dict[Key, Call], key: Key, build: Callable[[], Call]) -> Call:
+        """Return the calls of a shape in `calls` or `packed`, made by `build` if there are none, as the latest used."""
+        call = table.pop(key) if key in table else build()
+        table[key] = call
+        return call
+
+    def evict(self) -> None:
+        """Forget the least recently used calls beyond `MOST_CALLS`, and those whose tensors take more than their share."""
+        room = SHARE_RECORDED * _device_bytes(self.positions.device)
+        tables: tuple[dict[Any, Any], ...] = (self.calls, self.packed)
+        size = sum(call.size for table in tables for call in table.values())
+        while (count := sum(map(len, tables))) > 1 and (count > MOST_CALLS or size > room):
+            table = max(tables, key=len)
+            size -= table.pop(next(iter(table))).size
+
     def serves(self, kind: tuple[object, ...], capacity: int, streams: int) -> bool:
         """Whether it can be used for so many streams; a batch can be smaller than the one it was made for."""
         enough = self.kv.streams == 1 if streams == 1 else self.kv.streams >= streams
@@ -148,6 +168,10 @@ KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKey
 
 _KEEPING = threading.RLock()
 """Held while `KEPT` is changed. Python frees a loop, which leaves its memory here, in whichever thread it happens to be."""
+
+MOST_CALLS, SHARE_RECORDED = 256, 0.05
+"""Recorded calls of a memory, and the share of the device that the tensors they keep may take. A chain takes two dozen for
+each size of attention; each keeps the logits of all its rows."""
 
 MOST_KEPT, SHARE_KEPT = 4, 0.125
 """Memories of a model that are kept, and the share of the device that those beside the latest may take: runs that take turns,
@@ -194,6 +218,9 @@ def _shrink(kept: list[Memory], model: PreTrainedModel) -> None:
 
 def _room(device: torch.device) -> float:
     """Return the bytes that memories beside the latest may take."""
-    if device.type != "cuda":
-        return math.inf
-    return SHARE_KEPT * float(torch.cuda.get_device_properties(device).total_memory)
+    return SHARE_KEPT * _device_bytes(device)
+
+
+def _device_bytes(device: torch.device) -> float:
+    """Return the memory of a GPU; elsewhere there is no bound."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf

@@ -77,6 +77,7 @@ class Recorded(Generic[Out]):
     used: bool = False
     play: Callable[[], Out] | None = None
     inherited: bool = False  # recorded for an earlier `CudaGraphModel`
+    size: int = 0  # bytes of the tensors that it keeps
 
     def answer(self, recorder: Recorder, forward: Callable[[], Out]) -> Out:
         """Make a call, whose tensors the next one of this shape writes to again."""
@@ -88,5 +89,11 @@ class Recorded(Generic[Out]):
 
 
 def filled_up(count: int) -> int:
-    """Return the next of the few sizes that are recorded: of tokens in a call, of rows that are read."""
-    return 1 << (count - 1).bit_length() if count <= 8 else -(-count // 8) * 8
+    """Return the next of the few sizes that are recorded, of tokens in a call or of rows that are read.
+
+    Powers of two up to 8, steps of 8 up to 64, and beyond them four sizes between a power of two and the next.
+    """
+    if count <= 8:
+        return 1 << (count - 1).bit_length()
+    step = max(8, 1 << ((count - 1).bit_length() - 3))
+    return -(-count // step) * step

@@ -29,7 +29,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
-from specstop.policies.errors import PolicyError, TraceError
+from specstop.policies.errors import PolicyError, PolicyFailure, TraceError
 from specstop.policies.features.hidden_states import HIDDEN_STATES
 from trace_rows import numpy_rows
 
@@ -275,16 +275,13 @@ def test_a_carrying_policy_resumed_is_one_undisturbed(
     assert len(set(drawn)) > 3
 
 
-def test_a_policy_that_failed_in_one_shard_is_asked_again_in_the_next(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path
-) -> None:
+def test_a_policy_that_fails_ends_the_collection(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     class Fails(Confidence):
         def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             raise RuntimeError("now")
 
-    with pytest.warns(match="failed"):
-        trace = run(pair, prompts, tmp_path, hidden=(), collector="live", policy=Fails(0.4, DEPTH), shards=3)
-    assert all(table["decisions"][0].as_py() > 0 for table in trace.shards() if table.num_rows)
+    with pytest.warns(match="failed"), pytest.raises(PolicyFailure, match=r"failed .*now"):
+        run(pair, prompts, tmp_path, hidden=(), collector="live", policy=Fails(0.4, DEPTH), shards=3)
 
 
 def test_the_default_of_other_policies_is_many_shards(pair: Pair, prompts: list[Prompt]) -> None:

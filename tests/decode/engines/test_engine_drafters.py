@@ -121,7 +121,7 @@ def test_an_engine_outlives_its_drafter(pair: Pair, requests: list[Request], at:
     lengths = [len(draft) for _, draft in tool.asked]
     assert any(lengths) and not any(lengths[-40:])
     with pytest.raises(InputError, match=r"the drafter failed \(.*out of words.*\); nothing was recorded"):
-        tool.drafting.check_drafter()  # as `collect` and `profile` do
+        tool.drafting.check_failed()  # as `collect` and `profile` do
 
 
 def load(drafter: str, folder: Path, draft: str = "") -> tuple[object, int]:

@@ -195,7 +195,7 @@ def test_padding_on_the_left_takes_no_further_calls(kind: str, name: str, calls:
 
 def test_a_model_whose_prompts_are_read_in_both_directions_is_refused_by_name() -> None:
     model = prompts.model("paligemma")
-    with pytest.raises(PairError, match="PaliGemmaForConditionalGeneration.*tokens after it"):
+    with pytest.raises(PairError, match=r"PaliGemmaForConditionalGeneration.*tokens after it"):
         ours(model, prompts.images("paligemma"), DRAFTING[0])
 
 

@@ -23,9 +23,9 @@ from specstop.decode import (
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda import graph as graph_module
+from specstop.decode.models.cuda import graph as graph_module, memory as memory_module
 from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
-from specstop.decode.models.cuda.recorder import Recorder
+from specstop.decode.models.cuda.recorder import Recorder, filled_up
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
@@ -422,6 +422,92 @@ def test_streams_side_by_side_are_recorded(model: PreTrainedModel, graphs: Graph
         logits.append(out)
     same(*logits)
     assert graphs.recorded == 6  # three shapes, and twice as many slots to attend to for the longer texts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_long_calls_are_recorded_too(model: PreTrainedModel, graphs: Graphs, rows: int) -> None:
+    """Chains and trees of more tokens than are recorded one by one are filled up to a few sizes."""
+    tree, generator = parse_tree("6,6,2"), torch.Generator().manual_seed(3)
+    counts = (70, 79, 71, 80, 66, 75)
+    outs = []
+    for cache in (CachedModel(model, 700, VOCABULARY), CudaGraphModel(model, 700, VOCABULARY, recorder=recorder)):
+        generator.manual_seed(3)
+        out = [cache.read(torch.randint(1, VOCABULARY, (1, 30), generator=generator), 1)]
+        for count in counts:
+            base = cache.length
+            out.append(cache.read(torch.randint(1, VOCABULARY, (1, count), generator=generator), rows))
+            cache.roll_back(base + 2)
+            tokens = torch.randint(1, VOCABULARY, (1, len(tree)), generator=generator)[0].tolist()
+            out.append(cache.read_tree(tokens, TreeRows(tree, base + 2, [], list(range(len(tree))))))
+            cache.roll_back(base + 5)
+        outs.append(out)
+    same(*outs)
+    assert len(tree) > 64 and graphs.recorded >= 2 and graphs.played >= 6
+
+
+@torch.no_grad()
+def test_what_fits_no_longer_when_it_is_filled_up_is_read_as_it_is(model: PreTrainedModel, graphs: Graphs) -> None:
+    outs = []
+    for cache in (CachedModel(model, 128, VOCABULARY), CudaGraphModel(model, 128, VOCABULARY, recorder=recorder)):
+        out = [cache.read(torch.full((1, 10), 3), 1)]
+        for _ in range(3):
+            out.append(cache.read(torch.arange(1, 40)[None].repeat(1, 3)[:, : cache.capacity - 10], 2))
+            cache.roll_back(10)
+        outs.append(out)
+    same(*outs)
+
+
+def test_sizes_rise_in_few_steps() -> None:
+    sizes = [filled_up(count) for count in range(1, 1025)]
+    assert sizes == sorted(sizes) and all(size >= count for count, size in enumerate(sizes, 1))
+    assert all(size <= 1.25 * count for count, size in enumerate(sizes, 1) if count > 32)
+    assert len(set(sizes)) < 32 and sizes[-1] == 1024
+
+
+@torch.no_grad()
+def test_recordings_are_bounded_and_the_least_used_go_first(
+    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "MOST_CALLS", 4)
+    cache, reference = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder), CachedModel(model, 120, VOCABULARY)
+    for one in (cache, reference):
+        one.read(torch.full((1, 5), 3), 1)
+
+    def check(count: int) -> int:
+        before, tokens = graphs.recorded, torch.full((1, count), 7)
+        for _ in range(2):
+            torch.testing.assert_close(cache.read(tokens), reference.read(tokens))
+            for one in (cache, reference):
+                one.roll_back(5)
+            assert len(cache._memory.calls) <= 4
+        return graphs.recorded - before
+
+    assert [check(count) for count in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert check(1) == 0  # the latest used now
+    assert check(5) == 1  # in the place of 2
+    assert [check(count) for count in (1, 3, 4, 5)] == [0, 0, 0, 0]
+    assert check(2) == 1
+
+
+@torch.no_grad()
+def test_recordings_of_batches_are_bounded_by_their_memory(
+    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, reference = (
+        CudaGraphModel(model, 60, VOCABULARY, False, 2, recorder),
+        CachedModel(model, 60, VOCABULARY, False, 2),
+    )
+    row = VOCABULARY * torch.float64.itemsize
+    monkeypatch.setattr(memory_module, "_device_bytes", lambda device: 6 * row / memory_module.SHARE_RECORDED)
+    for one in (cache, reference):
+        one.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])
+    for step in range(4):
+        for count in (1, 2):
+            parts = [Part(0, [3 + step] * count), Part(1, [5 + step] * count)]
+            same([cache.read_parts(parts)], [reference.read_parts(parts)])
+            assert sum(call.size for call in cache._memory.packed.values()) <= 6 * row
+    assert graphs.recorded > 0
 
 
 def test_the_cpu_takes_the_growing_cache(pair: Pair) -> None:

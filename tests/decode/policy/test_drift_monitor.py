@@ -6,7 +6,6 @@ import dataclasses
 import math
 import random
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -149,7 +148,8 @@ def test_the_warning_says_which_method_failed_and_why(
     with pytest.warns(SpecstopWarning) as seen:
         Speculator(pair, broken(name), Settings(0.0, NEW, 4)).generate(prompt_ids[3])
     (told,) = (str(w.message) for w in seen)
-    assert told == f"policy plugin failed ({why}); drafting 4 tokens a round from here on"
+    assert told.startswith(f"policy plugin failed ({why}, at ") and ".py:" in told
+    assert told.endswith("; drafting 4 tokens a round from here on")
 
 
 @pytest.mark.parametrize("by_signal", [True, False])
@@ -163,18 +163,6 @@ def test_ctrl_c_stops_the_program_wherever_it_falls(pair: Pair, prompt_ids: list
         policy = type("Interrupted", (Plugin,), {method: interrupted})()
         with pytest.raises(KeyboardInterrupt):
             Speculator(pair, policy, Settings(0.0, NEW, 4)).generate(prompt_ids[3])
-
-
-def test_what_a_policy_prints_while_deciding_goes_to_standard_error(
-    pair: Pair, prompt_ids: list[list[int]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def prints(self: Any, step: DraftStep, state: State) -> Any:
-        sys.stdout.write("noise\n")
-        return step.alive, state
-
-    Speculator(pair, type("Prints", (Plugin,), {"keep": prints})(), Settings(0.0, NEW, 4)).generate(prompt_ids[3])
-    out, err = capsys.readouterr()
-    assert out == "" and set(err.splitlines()) == {"noise"}
 
 
 def test_a_policy_that_failed_can_be_asked_again(pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -309,19 +309,27 @@ def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
 
 def test_a_gpu_is_warmed_up_until_calls_are_played(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     run, numbers = CalibrationRun(pair, [[3, 4, 5]], depth=2, temperature=0.0, new_tokens=4), list[int]()
+    recorded = set[int]()
 
     def rounds(number: int) -> dict[Any, Any]:
         numbers.append(number)
-        Recorded.fresh += number < 3  # nothing new from the third on
+        Recorded.fresh += len(numbers) in recorded
         run._contexts[0].append(1.0)
         return {}
 
     monkeypatch.setattr(run, "_rounds", rounds)
-    for run.on_host in (True, False):
+    for run.on_host, recording, expected in (
+        (True, {1, 2}, [0, 1]),
+        (False, {1, 2, 3}, [0, 1, 2, 3, 1]),  # nothing is new in the fourth
+        (False, {1, 3}, [0, 1, 1, 1]),  # and a timed one that records is timed again
+    ):
+        recorded = recording
+        numbers.clear()
+        run._contexts[0].clear()
         for number in (0, 1):
             run.cases()["rounds"](number)
-    assert numbers == [0, 1, 0, 1, 2, 3, 1]
-    assert len(run._contexts[0]) == 4, "those of more warm-ups are forgotten"
+        assert numbers == expected
+        assert len(run._contexts[0]) == 2, "those of more warm-ups and of what is timed again are forgotten"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from random_heads import random_head
 from specstop.policies.errors import PolicyError
-from specstop.policies.rules.chains import Derived, Threshold, build_rule, derived_thresholds
+from specstop.policies.learned.continuation import ContinuationPolicy
+from specstop.policies.rules.chains import Continuation, Derived, Threshold, build_rule, derived_thresholds
 from told_head import kept_by
 
 
@@ -96,3 +98,10 @@ def test_times_are_of_rising_sizes_and_above_0(times: list[tuple[int, float]]) -
 def test_a_mangled_rule_is_refused(raw: Any, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         build_rule(raw)
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_head_of_hidden_states_is_refused_at_once(remembers: bool) -> None:
+    names, head = random_head("resnet of both")
+    with pytest.raises(PolicyError, match="continuation, not one that reads draft_hidden, target_hidden"):
+        ContinuationPolicy("c", names, head, Continuation(0.0, 1, remembers), 4)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ....collect.schema import UNKNOWN, Header
+from ....collect.schema import READS, UNKNOWN, Header
 from ....collect.store.folder import Trace
 from ....collect.work import stream_name
 from ....decode.topology import Topology
@@ -46,6 +46,7 @@ class TraceArrays:
         columns: [N] of each ANCHOR feature and [N, K] of each node feature.
         path: [N, K] bool, accepted nodes; None for chains, where the accepted length says it.
         drawn: [N, K] bool, nodes that a live run drafted; None = all.
+        reads: [N] bool, rounds whose drafter reads the text, of two drafters of which one does not; None = all.
         anchors: [N], where a trace has not every anchor; None = they follow one another.
         extra: other columns that were asked for.
         hidden: hidden states, read when they are first asked for.
@@ -69,6 +70,7 @@ class TraceArrays:
     columns: dict[str, Tensor] = field(default_factory=dict)
     path: Tensor | None = None
     drawn: Tensor | None = None
+    reads: Tensor | None = None
     anchors: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[str, StoredHidden] = field(default_factory=dict)
@@ -196,7 +198,7 @@ NAMES = ("prompt_ids", "samples", "text_hashes", "groups")
 """Fields of `TraceArrays` that are lists by sequence."""
 
 BY_SEQUENCE = ("keys", "rows", "first_anchor", "prompt_tokens", "text_tokens")
-BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "anchors")
+BY_ROW = ("accepted", "tokens", "ends", "cut", "path", "drawn", "reads", "anchors")
 """Fields of `TraceArrays` that are tensors by sequence, and those by row."""
 
 _FAR = 1 << 32
@@ -255,6 +257,8 @@ def trace_arrays(
         kinds |= {"accepted": bool, "drawn": bool}
     elif not header.tree.is_chain:
         kinds["accepted"] = bool
+    if header.drafts_in_turn:
+        kinds[READS] = bool
     # Side by side in memory: replay looks up all columns of a node at once.
     block = np.empty((len(order.of), len(header.topology), len(node_names)), dtype=np.float32)
     into = {name: block[..., at] for at, name in enumerate(node_names)}
@@ -293,6 +297,7 @@ def trace_arrays(
         columns={name: read[name] for name in (*anchor_names, *node_names)},
         path=read.get("accepted"),
         drawn=read.get("drawn"),
+        reads=read.get(READS),
         anchors=None if order.follows else torch.from_numpy(order.anchor),
         extra={name: torch.from_numpy(made) for name, made in more.items()},
         hidden={n: StoredHidden(trace, n, index) for n in header.hidden if hidden is None or n in hidden},
