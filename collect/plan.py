@@ -15,7 +15,7 @@ from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
-from ..decode.verify.sampling import UNCHANGED, Shaping, check_processors
+from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping, check_processors
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -63,7 +63,7 @@ def plan_run(
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
-    shaping: Shaping = UNCHANGED,
+    shaping: Shaping = MODEL_DEFAULTS,
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,
@@ -121,6 +121,8 @@ def plan_run(
     _check_prompts(prompts, completions, long)
     given = tuple(prompts)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
+    settings = settings.for_pair(pair)
+    shaping = settings.shaping
     settings = settings if policy is None else settings.for_policy(policy)
     topology = settings.topology
     asked = len(prompts)

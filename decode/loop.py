@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from .policy.reader import Logits
 from .policy.runner import MonitoredRunner
 from .records import Generation, Round
 from .rounds import play_round
-from .settings import Settings, Stopwatch
+from .settings import Settings, Stopwatch, shaping_of
 from .stream import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
 from .verify.noise import Source
@@ -89,7 +89,7 @@ class Speculator:
         check_policy(policy)
         check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
-        self.pair, self.settings, self.profile = pair, settings or Settings(), profile
+        self.pair, self.settings, self.profile = pair, (settings or Settings()).for_pair(pair), profile
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
@@ -263,6 +263,9 @@ class Speculator:
                 continue
             number, request = waiting.pop()
             begin = watch.now()
+            if request.shaping is not None:
+                shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
+                request = replace(request, shaping=shaping)
             text = self._source.open(stream, request)
             running[stream] = _Running(number, request, text, watch.now() - begin, [])
             rows.append(stream)

@@ -123,8 +123,9 @@ class ModelSource:
         """
         settings, device, prompt, read = self.settings, self.pair.device, list(request.prompt), request.read
         padding = list(request.padding)
-        seen = len(padding) + len(prompt)
-        processors = (request.shaping or settings.shaping).build(settings.temperature, seen, tuple(self.eos), device)
+        seen = [*padding, *prompt]
+        shaping = request.shaping or settings.shaping
+        processors = shaping.build(settings.temperature, len(seen), tuple(self.eos), device, seen)
         if read is None:
             self.target.roll_back(0, number)
             logits = self.target.read(upload([prompt], device), rows=1, stream=number)[0]

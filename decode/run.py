@@ -58,7 +58,7 @@ def decode(
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
     policy, drafter = with_costs(policy, profile), drafter or pair.drafter
-    settings = (settings or Settings()).for_policy(policy)
+    settings = (settings or Settings()).for_pair(pair).for_policy(policy)
     tell_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
     tell_if_unmeasured(profile, [policy], settings, drafter)
     names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]

@@ -16,6 +16,7 @@ from ..policies.learned.trees import TreeGain
 from ..policies.limits import check_limits
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
+from .verify.model_defaults import SAMPLING, model_defaults
 from .verify.sampling import Shaping
 from .weak import weak_method
 
@@ -59,10 +60,33 @@ class Settings:
         """The tree that rounds may draft, no deeper than `max_depth`."""
         return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
 
+    def for_pair(self, pair: Pair) -> Settings:
+        """Return the settings with the sampling defaults of the pair's target where the shaping leaves it to them.
+
+        Raises:
+            InputError: a default cannot be applied.
+        """
+        return replace(self, shaping=shaping_of(pair, self.shaping, self.max_new_tokens))
+
     def for_policy(self, policy: StopPolicy) -> Settings:
         """Return the settings with the tree whose nodes a policy was trained to choose, where they name none."""
         own = tree_of(policy)
         return self if own is None or self.tree is not None else replace(self, tree=own.name)
+
+
+def shaping_of(pair: Pair, shaping: Shaping, max_new_tokens: int | None = None) -> Shaping:
+    """Return a shaping with the defaults of the pair's target; see `Shaping.filled`."""
+    return shaping.filled(model_defaults(pair.target.generation_config), max_new_tokens)
+
+
+def inherited_text(pair: Pair, settings: Settings) -> str:
+    """Return which sampling defaults of the pair's target a run has, in words; "" if there are none."""
+    applied = settings.for_pair(pair).shaping.fields()
+    if settings.temperature == 0:
+        applied = {name: value for name, value in applied.items() if name not in SAMPLING}
+    defaults = model_defaults(pair.target.generation_config) if settings.shaping.model_defaults else {}
+    words = [f"{name}={value!s:.60}" for name, value in sorted(defaults.items()) if applied.get(name) == value]
+    return f"the target's generation_config sets {', '.join(words)}" if words else ""
 
 
 def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:

@@ -82,7 +82,8 @@ def bench(
     """
     if not prompts:
         raise InputError("bench: expected at least one prompt")
-    settings, policies = settings or Settings(), [with_costs(policy, profile) for policy in policies]
+    settings = (settings or Settings()).for_pair(pair)
+    policies = [with_costs(policy, profile) for policy in policies]
     runs: list[Runner] = [Speculator(pair, FixedLength(0), settings, profile, batch=batch)]
     for policy in policies:
         own = settings.for_policy(policy)

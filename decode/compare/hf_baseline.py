@@ -20,7 +20,9 @@ from ..models.pair import Pair
 from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
-from ..verify.sampling import UNCHANGED, Shaping
+from ..settings import shaping_of
+from ..verify.model_defaults import APPLIED, SAMPLING
+from ..verify.sampling import MODEL_DEFAULTS, Shaping
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Assisted:
         temperature: float,
         max_new_tokens: int,
         ignore_eos: bool = False,
-        shaping: Shaping = UNCHANGED,
+        shaping: Shaping = MODEL_DEFAULTS,
         batch: int = 1,
     ) -> None:
         models = (pair.target, pair.draft_model if setting.tokens else pair.target)
@@ -89,16 +91,11 @@ class Assisted:
         self.name = setting.name
         self._pair, self._setting, self._batch = pair, setting, batch
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            # Also where they are off: left out, top_k would be the library's own default, 50.
-            self._options |= {"temperature": temperature, "top_k": shaping.top_k, "top_p": shaping.top_p}
-            self._options |= {"min_p": shaping.min_p} if shaping.min_p else {}
-        self._options |= {
-            "repetition_penalty": shaping.repetition_penalty,
-            "no_repeat_ngram_size": shaping.no_repeat_ngram,
-            "min_new_tokens": shaping.min_new_tokens or None,
-            "logits_processor": LogitsProcessorList(shaping.processors),
-        }
+        shaping = shaping_of(pair, shaping, max_new_tokens)
+        # Also what is off: left out, it would be the model's own or the library's default.
+        self._options |= {**dict.fromkeys(APPLIED), **shaping.fields()}
+        self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(SAMPLING)
+        self._options["logits_processor"] = LogitsProcessorList(shaping.processors)
         if ignore_eos:
             self._options["eos_token_id"] = None
 

@@ -39,7 +39,7 @@ from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
 from ..verify.noise import stream_key
-from ..verify.sampling import Shaping
+from ..verify.sampling import UNCHANGED, Shaping
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 from .arguments import check_adapters, check_config, check_dropped, check_inputs
 from .prefill import Prefill
@@ -189,11 +189,11 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
     """Return the processors, and the temperature beside them: 0, or 1 where it is among them already."""
     made = tuple(processors or ())
     if not sampling:
-        return Shaping(processors=made), 0.0
+        return dataclasses.replace(UNCHANGED, processors=made), 0.0
     # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`).
     if len(made) == 1 and isinstance(made[0], TemperatureLogitsWarper):
-        return Shaping(), float(made[0].temperature)
-    return Shaping(processors=made), 1.0
+        return UNCHANGED, float(made[0].temperature)
+    return dataclasses.replace(UNCHANGED, processors=made), 1.0
 
 
 def _of_row(shaping: Shaping, row: int) -> Shaping:

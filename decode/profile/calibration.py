@@ -29,7 +29,7 @@ from ..models.cuda.recorder import Recorded
 from ..models.pair import Pair
 from ..records import Generation
 from ..settings import Settings
-from ..verify.sampling import UNCHANGED, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, Shaping
 from .batches import BatchRun
 from .carry_over import ROUND, Before, charged
 from .decisions import decision_cases
@@ -63,7 +63,7 @@ def measure_profile(
     progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
-    shaping: Shaping = UNCHANGED,
+    shaping: Shaping = MODEL_DEFAULTS,
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
@@ -141,13 +141,13 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
-        shaping: Shaping = UNCHANGED,
+        shaping: Shaping = MODEL_DEFAULTS,
         batch: Sequence[int] = (),
         verification: str = "auto",
     ) -> None:
         self.settings = Settings(
             temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
-        )
+        ).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)

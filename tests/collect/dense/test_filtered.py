@@ -21,7 +21,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping, told
+from specstop.decode.verify.sampling import UNCHANGED, Shaping, told
 from specstop.decode.verify.trained_for import tell_if_untrained
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
@@ -141,8 +141,8 @@ def test_traces_of_different_filters_are_not_one(pair: Pair, prompts: list[Promp
 
 def test_options_come_back_from_their_facts() -> None:
     shaping = Shaping(3, 0.9, 0.01, 1.4, 2, 9)
-    assert Shaping.of(shaping.facts) == shaping
-    assert Shaping.of({}) == Shaping() and Shaping().facts == {}
+    assert Shaping.of(shaping.facts).facts == shaping.facts
+    assert Shaping.of({}) == UNCHANGED and Shaping().facts == {}
     for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "--top-p"),
                            ({"processors": ["Banning"]}, "processors cannot be restored")):  # fmt: skip
         with pytest.raises(InputError, match=message):
