@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ..decode.models.pair import Pair
 from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
-from ..policies.contract import StopPolicy
 from ..policies.latency.profile import Profile
 from ..policies.progress import Progress, shown
+from ..policies.storage.registry import PolicySpec
 from .dense.completions import Completions
 from .plan import plan_run
 from .prompts.read import Prompt
@@ -35,7 +35,7 @@ def collect(
     repair: bool = False,
     progress: Progress = shown,
     collector: str = "dense",
-    policy: StopPolicy | None = None,
+    policy: PolicySpec | None = None,
     verification: str = "auto",
     explore: float = 0.0,
     mix: float = 0.0,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..policies import kernels
+from ..policies.arguments import check_token_ids
 from ..policies.checking import check_policy
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -229,6 +230,7 @@ class Speculator:
         source = self._source
         source.settings = self.settings
         self._runner.restart()
+        check_token_ids([getattr(request, "prompt", request) for request in requests])
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
         longest = max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..policies.arguments import check_token_ids
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import download
 from .models.finite import broken
@@ -68,6 +69,7 @@ def plain_texts(
     Raises:
         PairError: the target gives logits that are not finite.
     """
+    check_token_ids(prompts)
     device, batch = pair.device, len(prompts)
     model = open_cache(
         pair.target, max(map(len, prompts)) + max_new_tokens, pair.vocabulary, hidden, batch, device=device

@@ -20,9 +20,9 @@ from ...decode.models.compact import CompactModel
 from ...decode.models.hidden import hidden_width
 from ...decode.models.kv_cache import token_bytes
 from ...decode.models.pair import Pair
+from ...decode.settings import shaping_of
 from ...decode.topology import Topology, chain
 from ...decode.verify.given_text import DrawsAt
-from ...decode.settings import shaping_of
 from ...decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, TREE_FEATURES

@@ -93,7 +93,7 @@ class Assisted:
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         shaping = shaping_of(pair, shaping, max_new_tokens)
         # Also what is off: left out, it would be the model's own or the library's default.
-        self._options |= {**dict.fromkeys(APPLIED), **shaping.fields()}
+        self._options |= {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
         self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(SAMPLING)
         self._options["logits_processor"] = LogitsProcessorList(shaping.processors)
         if ignore_eos:

@@ -31,6 +31,7 @@ from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
+from ...policies.limits import is_within
 from ...policies.storage.registry import load_policy
 from ..drafters.find import find_drafter
 from ..drafters.known import check_drafter, needs_draft
@@ -190,8 +191,13 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
     made = tuple(processors or ())
     if not sampling:
         return dataclasses.replace(UNCHANGED, processors=made), 0.0
-    # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`).
-    if len(made) == 1 and isinstance(made[0], TemperatureLogitsWarper):
+    # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`); one that `Settings`
+    # refuses stays a processor, so that the same temperatures are accepted with and without others.
+    if (
+        len(made) == 1
+        and isinstance(made[0], TemperatureLogitsWarper)
+        and is_within("temperature", made[0].temperature)
+    ):
         return UNCHANGED, float(made[0].temperature)
     return dataclasses.replace(UNCHANGED, processors=made), 1.0
 

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...policies.arguments import check_token_ids
 from ...policies.baselines.fixed import FixedLength
-from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
+from ...policies.storage.registry import PolicySpec, as_policies
 from ..drafters.depths import tell_if_cut
 from ..loop import Speculator
 from ..models.cuda.recorder import Recorded
@@ -56,7 +57,7 @@ def measure_profile(
     *,
     depth: int = 10,
     temperature: float = 0.0,
-    policies: Sequence[StopPolicy] = (),
+    policies: PolicySpec | Sequence[PolicySpec] = (),
     new_tokens: int = NEW_TOKENS,
     effort: Effort | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -89,6 +90,7 @@ def measure_profile(
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
     """
+    check_token_ids(prompts)
     check_limits(depth=depth, temperature=temperature)
     check_limit("depth", depth, least=1)
     tell_if_cut(pair, depth, tree)
@@ -102,7 +104,7 @@ def measure_profile(
     run = calibration(new_tokens=new_tokens)
     cases = {  # by `cost_name`: of policies that share one the last is timed, for all
         **run.cases(),
-        **run.warmed(decision_cases(pair, policies, prompts, run.settings, sizes=batch)),
+        **run.warmed(decision_cases(pair, as_policies(policies), prompts, run.settings, sizes=batch)),
     }
     return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
 

@@ -198,7 +198,7 @@ def library_processors(
             config, length, None if isinstance(prompt, int) else prompt[None], None, others, str(device), {}
         )
     except (ValueError, TypeError) as error:
-        raise InputError(f"the target's generation_config: {' '.join(str(error).split())}; mend it") from None
+        raise InputError(f"{' '.join(str(error).split())}") from None
     return made
 
 

@@ -57,6 +57,7 @@ _TRUNCATING = (
 _OF_ROWS = (*_TRUNCATING, TemperatureLogitsWarper)
 """Those that look at the logits alone, not at the tokens before."""
 
+
 @dataclass(frozen=True)
 class Shaping:
     """How the distribution that is sampled from differs from the target's softmax, beside the temperature.
@@ -124,7 +125,12 @@ class Shaping:
         own = {name: fields.pop(field, None) for name, field in _OPTIONS.items()}
         if "forced_eos_token_id" in fields and max_new_tokens is not None:
             fields[_LIMIT] = max_new_tokens
-        return replace(self, **own, others=fields, model_defaults=False)
+        try:
+            filled = replace(self, **own, others=fields, model_defaults=False)
+            filled.build(1.0, 1, (0,), torch.device("cpu"), (0,))
+        except InputError as error:
+            raise InputError(f"the target's generation_config: {error}") from None
+        return filled
 
     def fields(self) -> dict[str, Any]:
         """Return what differs from plain sampling by the names of `GenerationConfig`, without `processors`."""

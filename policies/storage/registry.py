@@ -6,12 +6,13 @@ A folder may be put under the rule for batches: `folder?rule=batch`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 from .. import baselines, joint
+from ..arguments import as_list
 from ..baselines.bandit import Bandit
 from ..builtins import BUILTINS as BUILTINS, builtin
 from ..checking import check_policy
@@ -68,6 +69,20 @@ def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
     policy = _of_spec(str(spec), plain)
     object.__setattr__(policy, "label", str(spec))  # a plugin may be a frozen dataclass
     return policy
+
+
+PolicySpec = StopPolicy | str | Path
+"""A policy, or what `load_policy` reads."""
+
+
+def as_policy(policy: PolicySpec) -> StopPolicy:
+    """Return a policy, or the one that a spec or a folder names."""
+    return load_policy(policy) if isinstance(policy, str | Path) else policy
+
+
+def as_policies(policies: PolicySpec | Sequence[PolicySpec]) -> list[StopPolicy]:
+    """Return policies that are given as such or named; one by itself is a list of one."""
+    return [as_policy(policy) for policy in as_list(policies, StopPolicy)]
 
 
 def _of_spec(text: str, plain: bool) -> StopPolicy:

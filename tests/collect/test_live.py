@@ -99,7 +99,7 @@ def test_a_live_trace_replays_as_the_run_it_is_of(
         policy = NoTime()
     trace = run(pair, prompts, tmp_path, tree, temperature, collector="live", policy=policy)
     replayed = replay(trace_arrays(trace), policy, profile)
-    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree))
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree, verification="match"))
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
         lines = replayed.log[replayed.log[:, 0] == s, 1:].tolist()
@@ -260,7 +260,7 @@ def test_the_loop_is_not_disturbed_by_being_watched(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     rows = by_anchor(run(pair, prompts, tmp_path, TREE, 0.7, collector="live", policy=Confidence(0.4, DEPTH)))
-    speculator = Speculator(pair, Confidence(0.4, DEPTH), Settings(0.7, NEW, DEPTH, tree=TREE))
+    speculator = Speculator(pair, Confidence(0.4, DEPTH), Settings(0.7, NEW, DEPTH, tree=TREE, verification="match"))
     for s, ids in enumerate(prompt_ids):
         for r in speculator.generate(ids, stream_key(0, prompts[s].id)).rounds:
             row = rows.pop((s, r.anchor))

@@ -56,7 +56,7 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
 ) -> None:
     batch = [Work(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
     for temperature in (0.0, 0.7):
-        settings = Settings(temperature, NEW, DEPTH, tree=tree)
+        settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
         unroller = Unroller(pair, settings.topology, temperature, hidden=(TARGET_HIDDEN,))
         expected = dense_rows(pair, unroller, batch, NEW)
         made = PositionsCollector(pair, settings, (TARGET_HIDDEN,)).rows(batch)
@@ -92,7 +92,7 @@ def test_texts_side_by_side_give_the_rows_of_each_alone(
     alone = with_drafter(pair, f"{kind}:{folders / trained}" if (folders / trained).exists() else kind)
     # Of unlike lengths, so that the places of their rounds never agree.
     work = [Work(i, f"p{i}", "g", ids[i % 3 :], stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:5])]
-    settings = Settings(temperature, NEW, DEPTH, tree=tree)
+    settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
     single, several = (PositionsCollector(alone, settings, (TARGET_HIDDEN,), memory) for memory in (1, 1 << 28))
     assert (single.batch, several.batch) == (1, 16)
     expected, made = single.rows(work), several.rows(work)
@@ -113,7 +113,7 @@ def test_so_many_texts_are_side_by_side_as_the_memory_holds(
     suffix = with_drafter(pair, "suffix")
 
     def batch(temperature: float, tree: str | None, memory: int, **shaping: float) -> int:
-        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=Shaping(**shaping))
+        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=Shaping(**shaping), verification="match")
         return PositionsCollector(suffix, settings, (), memory).batch
 
     row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
@@ -159,7 +159,9 @@ def test_replay_is_what_the_loop_does(
     for policy in (
         (FixedLength(3), Confidence(0.3)) if tree else (FixedLength(2), Confidence(0.3), TEST_POLICIES["trimming"])
     ):
-        speculator = Speculator(alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree))
+        speculator = Speculator(
+            alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
+        )
         live, unread = [], []
         for prompt, ids in zip(prompts[1:3], prompt_ids[1:3], strict=True):
             made = speculator.generate(ids, stream_key(0, prompt.id))

@@ -165,7 +165,7 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     lengths = [min(len(texts[name]), NEW) for name in arrays.prompt_ids]
     assert arrays.rows.tolist() == [length - 1 for length in lengths], "all but the token that prefill gives"
     assert arrays.anchors is None
-    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping)
+    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping, verification="match")
     rounds = 0
     for policy in (FixedLength(DEPTH), TEST_POLICIES["trimming"]):
         log = replay(arrays, policy, profile).log
@@ -185,7 +185,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     assert pair.tokenizer is not None
     few, options = Shaping(top_k=6), {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW}
     named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in asked]
-    settings = Settings(TEMPERATURE, NEW, shaping=few)
+    settings = Settings(TEMPERATURE, NEW, shaping=few, verification="match")
     hole, impossible = {}, 0
     with torch.inference_mode():
         for name, prompt in named:
@@ -212,7 +212,7 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
     assert pair.tokenizer is not None
     many = make_prompts(60, "many", 41)
     named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in many]
-    settings = Settings(TEMPERATURE, NEW)
+    settings = Settings(TEMPERATURE, NEW, verification="match")
     found = {}
     for temperature in (0.4, TEMPERATURE, 1.4):
         texts = {name: write(pair, ids, NEW, temperature, Shaping(), at) for at, (name, ids) in enumerate(named)}
@@ -252,7 +252,7 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     sums = np.array([off[[owner == name for owner, _ in parts]].sum() for name, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
     encoded = list(zip(prompts, [ids for _, ids in named], strict=True))
-    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P), encoded, texts, 12)
+    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P, verification="match"), encoded, texts, 12)
     assert (found.mean, found.standard_error) == pytest.approx((values.mean(), error), rel=1e-9)
     assert (found.texts, found.tokens) == (9, len(values))
 

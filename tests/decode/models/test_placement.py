@@ -40,7 +40,7 @@ SPREAD = {
 
 
 def texts(pair: Pair, batch: int = 1, tree: str | None = None, length: int = 10) -> list[list[int]]:
-    speculator = Speculator(pair, FixedLength(3), Settings(0.7, length, tree=tree), batch=batch)
+    speculator = Speculator(pair, FixedLength(3), Settings(0.7, length, tree=tree, verification="match"), batch=batch)
     return [list(one.tokens) for one in speculator.run([Request([3, 4, 5], key) for key in range(3)])]
 
 

@@ -104,7 +104,7 @@ def test_every_field_of_the_installed_transformers_is_classified() -> None:
 def test_greedy_text_is_that_of_generate(
     plain_pair: Pair, prompt_ids: list[list[int]], name: str, tree: str | None
 ) -> None:
-    prompts = prompt_ids[::3]
+    prompts = prompt_ids
     fields = BOTH if name == "together" else {name: GREEDY[name]}
     with configured(plain_pair, **fields):
         expected = generated(plain_pair, prompts)
@@ -124,7 +124,7 @@ def test_sampling_is_from_what_the_librarys_processors_leave(
     fields = BOTH if name == "together" else {name: (GREEDY | SAMPLED)[name]}
     prompt, handed = prompt_ids[4], []
 
-    def take(model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **_: Any) -> Any:  # fmt: skip
+    def take(model: Any, input_ids: Any, logits_processor: Any, **others: Any) -> Any:
         handed.extend(logits_processor)
         return input_ids
 
@@ -135,7 +135,7 @@ def test_sampling_is_from_what_the_librarys_processors_leave(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=0.7, max_new_tokens=NEW,
             custom_generate=take, **options,
         )  # fmt: skip
-        shaping = Settings(0.7, NEW).for_pair(plain_pair).shaping
+        shaping = Settings(0.7, NEW, verification="match").for_pair(plain_pair).shaping
     made = shaping.build(0.7, len(prompt), (EOS,), torch.device("cpu"), prompt)
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for more in ([], [9], [9, 10, *range(20, 43)]):
@@ -160,7 +160,7 @@ def test_greedy_decoding_leaves_the_fields_of_sampling_aside(
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_without_defaults_no_processor_is_built(plain_pair: Pair, temperature: float) -> None:
     with configured(plain_pair, do_sample=True, temperature=0.6, max_length=40):
-        shaping = Settings(temperature, 4).for_pair(plain_pair).shaping
+        shaping = Settings(temperature, 4, verification="match").for_pair(plain_pair).shaping
     assert shaping.facts == {} and not shaping.build(temperature, 3, (EOS,), torch.device("cpu"), [3, 4, 5])
 
 
@@ -212,8 +212,8 @@ def test_another_way_of_decoding_is_left_out_with_a_warning(plain_pair: Pair, na
 
 
 def test_a_value_that_transformers_refuses_names_the_file(plain_pair: Pair) -> None:
-    with configured(plain_pair, suppress_tokens="all", repetition_penalty=-1.0):
-        with pytest.raises(InputError, match="generation_config"):
+    for fields in ({"suppress_tokens": "all"}, {"repetition_penalty": -1.0}, {"bad_words_ids": [[-1]]}):
+        with configured(plain_pair, **fields), pytest.raises(InputError, match="generation_config"):
             decode(plain_pair, "w7 w9", FixedLength(2))
 
 

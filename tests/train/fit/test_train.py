@@ -121,7 +121,7 @@ def test_a_trained_policy_decodes_the_targets_text_as_replayed(
     ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
     keys = [stream_key(0, p.id) for p in prompts]
     new = sides[1].header.max_new_tokens
-    speculator = Speculator(pair, policy, Settings(0.7, new))
+    speculator = Speculator(pair, policy, Settings(0.7, new, verification="match"))
     generations = [speculator.generate(i, k) for i, k in zip(ids, keys, strict=True)]
     assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, new, 0.7).tokens
     arrays = trace_arrays(sides[1])

@@ -94,7 +94,7 @@ def test_the_live_loop_plays_what_replay_says(
     assert isinstance(policy, TreeGain)
     policy = policy.with_rule(policy.rule.changed(rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
     played = replay(trace_arrays(forest[temperature]), policy, profile)
-    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE), profile)
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE, verification="match"), profile)
     sizes = set()
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
@@ -120,7 +120,7 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
     trained: dict[float, Trained], pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
     policy, prompts = trained[0.7].policy, [("p0", prompt_ids[0])]
-    own, chained = Settings(0.7, NEW), Settings(0.7, NEW, tree="chain:3")
+    own, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
     assert own.for_policy(policy).tree == TREE and own.for_policy(FixedLength(3)) == own
     assert chained.for_policy(policy) == chained
     with warnings.catch_warnings():

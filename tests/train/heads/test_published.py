@@ -100,7 +100,10 @@ def test_a_policy_on_hidden_states_decodes_as_it_replays(
     prompts = make_prompts(6, "held", 22)
     ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
     keys = [stream_key(0, p.id) for p in prompts]
-    generations = [Speculator(pair, policy, Settings(0.7, NEW)).generate(i, k) for i, k in zip(ids, keys, strict=True)]
+    generations = [
+        Speculator(pair, policy, Settings(0.7, NEW, verification="match")).generate(i, k)
+        for i, k in zip(ids, keys, strict=True)
+    ]
     assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, NEW, 0.7).tokens
     arrays = trace_arrays(hidden[1])
     log = replay(arrays, policy, costs).log.tolist()

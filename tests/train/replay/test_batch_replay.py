@@ -128,7 +128,9 @@ def same_as_live(
         def end(number: int, text: Generation, stream: int, ended: list[tuple[int, int]] = ended) -> None:
             ended.append((number, stream))
 
-        live = Speculator(pair, policy, Settings(temperature, NEW), timed, batch=batch).run(asked, on_end=end)
+        live = Speculator(pair, policy, Settings(temperature, NEW, verification="match"), timed, batch=batch).run(
+            asked, on_end=end
+        )
         streams = dict(ended)
         made = replay_batch(held, policy, timed, batch, at_once(len(asked)))
         for number, text in enumerate(live):

@@ -42,7 +42,7 @@ def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile
 
     def run(policy: StopPolicy, temperature: float) -> list[Generation]:
         if (policy.name, temperature) not in done:
-            speculator = Speculator(pair, policy, Settings(temperature, NEW), profile)
+            speculator = Speculator(pair, policy, Settings(temperature, NEW, verification="match"), profile)
             done[policy.name, temperature] = [
                 speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)
             ]

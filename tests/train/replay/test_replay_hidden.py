@@ -89,7 +89,9 @@ def test_rounds_are_those_of_the_live_loop(
 ) -> None:  # fmt: skip
     arrays = trace_arrays(collected(tree, temperature))
     for policy in POLICIES.values():
-        speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREES[tree]), profile)
+        speculator = Speculator(
+            pair, policy, Settings(temperature, NEW, tree=TREES[tree], verification="match"), profile
+        )
         live = [speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)]
         assert speculator.policy is policy, "it did not fail"
         assert rounds_of(replay(arrays, policy, profile)) == rounds(live)
