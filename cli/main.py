@@ -58,7 +58,7 @@ def _answer() -> tuple[int, str]:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except SpecstopError as error:
-        return 2, str(error)
+        return 2, error.command_line
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
     except OSError as error:

@@ -184,7 +184,7 @@ def plan_run(
 def _check_prompts(prompts: Sequence[Prompt], completions: Completions | None, long: str) -> None:
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
-    if isinstance(prompts, str) or not all(isinstance(prompt, Prompt) for prompt in prompts):
+    if not all(isinstance(prompt, Prompt) for prompt in prompts):  # the letters of a text are none either
         raise InputError("prompts: expected a list of Prompt(id, text), as read_prompts returns it")
     distinct = DistinctPrompts()
     for number, prompt in enumerate(prompts, 1):

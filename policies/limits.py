@@ -153,7 +153,7 @@ def check_limit(name: str, value: Any, least: int | None = None) -> None:
     limit = LIMITS[name]
     wanted = limit.wanted(value, int(limit.least) if least is None else least)
     if wanted:
-        raise InputError(f"`{name}`: expected {wanted}, not {_shown(value)}")
+        raise InputError(f"--{name.replace('_', '-')}: expected {wanted}, not {_shown(value)}")
 
 
 def is_within(name: str, value: Any) -> bool:

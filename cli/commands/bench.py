@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import PHASES, find_prompts, fitting
+from ..common import PHASES, find_prompts, fitting, say_defaults
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import say
 from ..options.models import Models
@@ -88,6 +88,9 @@ def bench(
             if library:
                 plain = pair.engines == ("plain", "plain")
                 stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)
+        if not quiet:
+            say_defaults(pair, settings)
+        settings = settings.for_pair(pair)
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,
@@ -103,7 +106,7 @@ def bench(
     if json:
         print_json({"engines": pair.engines, "lines": [line.to_dict() for line in lines]})
         return
-    sampled = sampling_text(temperature, shaping.facts)
+    sampled = sampling_text(temperature, settings.shaping.facts)
     side = f", {batch} texts side by side" if batch > 1 else ""
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")

@@ -139,8 +139,8 @@ def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         if name not in APPLIED and name not in LEFT_OUT and value is not None:
             raise InputError(
-                f"the target's generation_config sets {name}={value!s:.60}, which cannot be applied here; pass "
-                "`model_defaults=False` to decode without the model's sampling defaults"
+                f"the target's generation_config sets {name}={value!s:.60}, which cannot be applied here; give "
+                "--no-model-defaults to decode without the model's sampling defaults"
             )
     if left := [f"{name}={fields[name]!s:.60}" for name in LEFT_OUT if fields.get(name) is not None]:
         warnings.warn(
@@ -194,7 +194,8 @@ def library_processors(
     else:
         config.max_length = length + limit
     try:
-        made: LogitsProcessorList = Builder()._get_logits_processor(  # type: ignore[no-untyped-call]
+        build: Any = Builder()._get_logits_processor
+        made: LogitsProcessorList = build(
             config, length, None if isinstance(prompt, int) else prompt[None], None, others, str(device), {}
         )
     except (ValueError, TypeError) as error:

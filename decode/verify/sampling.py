@@ -129,7 +129,7 @@ class Shaping:
             filled = replace(self, **own, others=fields, model_defaults=False)
             filled.build(1.0, 1, (0,), torch.device("cpu"), (0,))
         except InputError as error:
-            raise InputError(f"the target's generation_config: {error}") from None
+            raise InputError(f"the target's generation_config: {error.command_line}") from None
         return filled
 
     def fields(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def _under_options(policy: LearnedPolicy, arguments: dict[str, Any], text: str) 
     try:
         return for_batches(policy, send, Profile.load(profile) if profile else None)
     except InputError as error:
-        raise PolicyError(f"--policy: {text!r}: {str(error).removeprefix('--profile: ')}") from None
+        raise PolicyError(f"--policy: {text!r}: {error.command_line.removeprefix('--profile: ')}") from None
 
 
 def _usage(point: EntryPoint) -> str:
@@ -155,4 +155,4 @@ def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> S
     try:
         return check_policy(policy)
     except PolicyError as error:
-        raise PolicyError(f"{where}: {error}") from None
+        raise PolicyError(f"{where}: {error.command_line}") from None

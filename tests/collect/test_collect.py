@@ -208,7 +208,7 @@ def test_a_run_goes_on_with_the_same_settings_profile_and_completions_only(
     assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=load_policy("confidence?max_depth=3"))
     with pytest.raises(TraceError, match="another policy;"):
         collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 2))
-    with pytest.raises(TraceError, match=r"--resume: .* another batch;"):
+    with pytest.raises(TraceError, match=r"resume: .* another batch;"):
         collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), batch=2)
     assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), batch=1)
     with pytest.raises(TraceError, match="another profile;"):

@@ -262,5 +262,5 @@ def test_decode_takes_a_batch_and_streams_each_text(pair: Pair, prompts: list, t
     )
     assert [g.text for g in made] == [g.text for g in alone]
     assert len(seen) == 4 and all(text.strip() for text in shown)
-    with pytest.raises(InputError, match="--batch: expected"):
+    with pytest.raises(InputError, match="batch: expected"):
         decode(whole, texts, FixedLength(2), batch=0)

@@ -249,11 +249,11 @@ def test_nothing_is_drafted_below_an_end_of_text(pair: Pair, prompt_ids: list[li
 
 def test_stop_strings_need_text_and_a_tokenizer(pair: Pair) -> None:
     assert stop_strings(pair, []) == ()
-    with pytest.raises(InputError, match=r"--stop: this pair's tokenizer cannot be searched for strings"):
+    with pytest.raises(InputError, match=r"stops: this pair's tokenizer cannot be searched for strings"):
         stop_strings(pair, ["w7"])  # of whole words
     for models, strings in ((pair, ["w7", ""]), (join(pair.target, pair.draft), ["w7"])):
         with pytest.raises(
-            InputError, match=r"--stop: expected strings that are not empty, and a pair with a tokenizer"
+            InputError, match=r"stops: expected strings that are not empty, and a pair with a tokenizer"
         ):
             stop_strings(models, strings)
 

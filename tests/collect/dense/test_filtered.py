@@ -143,7 +143,7 @@ def test_options_come_back_from_their_facts() -> None:
     shaping = Shaping(3, 0.9, 0.01, 1.4, 2, 9)
     assert Shaping.of(shaping.facts).facts == shaping.facts
     assert Shaping.of({}) == UNCHANGED and Shaping().facts == {}
-    for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "--top-p"),
+    for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "top_p"),
                            ({"processors": ["Banning"]}, "processors cannot be restored")):  # fmt: skip
         with pytest.raises(InputError, match=message):
             Shaping.of(facts)
@@ -194,7 +194,7 @@ def test_other_filters_and_temperatures_are_told_of(
                        policy=FixedLength(3), explore=0.5)  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
         estimate_offline(explored, policy, full_profile)
-    with pytest.raises(TraceError, match=r"--traces: .*plain was sampled with the filter none, not top-p 0.8"):
+    with pytest.raises(TraceError, match=r"traces: .*plain was sampled with the filter none, not top-p 0.8"):
         evaluate(other, full_profile, shaping=TOP_P)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -193,10 +193,10 @@ def test_the_rows_of_a_shard_depend_on_its_own_texts(pair: Pair, tmp_path: Path,
 
 def test_what_takes_a_draft_model_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     alone = with_drafter(pair, "suffix")
-    with pytest.raises(InputError, match="--mix: expected a draft model, not --drafter suffix"):
+    with pytest.raises(InputError, match="mix: expected a draft model, not `drafter` suffix"):
         collect(alone, prompts, tmp_path / "a", depth=1, mix=0.2, max_new_tokens=NEW)
     with pytest.raises(
-        InputError, match="--drafter suffix: dense traces of it are of match verification, without --completions"
+        InputError, match="drafter suffix: dense traces of it are of match verification, without `completions`"
     ):
         collect(
             alone, prompts, tmp_path / "b", depth=2, max_new_tokens=NEW, completions={p.id: "w7 w8 w9" for p in prompts}
@@ -249,6 +249,6 @@ def test_a_drafter_without_states_is_named(
     alone = with_drafter(pair, f"{kind}:{folders / kind}" if (folders / kind).exists() else kind)
     options = {"depth": 2, "max_new_tokens": NEW, "collector": collector, "hidden": [DRAFT_HIDDEN]}
     with pytest.raises(
-        PolicyError, match=r"--hidden: reads draft_hidden, which \w+Drafter has not; .* or leave the draft's states out"
+        PolicyError, match=r"hidden: reads draft_hidden, which \w+Drafter has not; .* or leave the draft's states out"
     ):
         collect(alone, prompts, tmp_path / "c", **options)

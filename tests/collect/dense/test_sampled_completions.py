@@ -221,9 +221,7 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
         )
         if temperature != TEMPERATURE:
             words = {name: pair.tokenizer.decode(text) for name, text in texts.items()}
-            with pytest.raises(
-                InputError, match=r"--completions: these texts were not sampled .* at temperature 0.7: "
-            ):
+            with pytest.raises(InputError, match=r"completions: these texts were not sampled .* at temperature 0.7: "):
                 collect(pair, many, tmp_path / "a", depth=2, temperature=TEMPERATURE, max_new_tokens=NEW,
                         completions=words)  # fmt: skip
     assert not (tmp_path / "a").exists(), "refused before anything is written"
@@ -263,9 +261,9 @@ def test_few_texts_are_taken_with_a_warning_and_odd_ids_are_not(
     options = {"depth": 2, "temperature": TEMPERATURE, "max_new_tokens": 8}
     with pytest.warns(SpecstopWarning, match="3 texts are too few to tell whether they were sampled"):
         collect(pair, asked[:3], tmp_path / "a", completions={p.id: [7, 8, 9, 10, 11] for p in asked[:3]}, **options)
-    with pytest.raises(InputError, match=r"--completions: prompt 'given0' has the token 99; expected ids below 48"):
+    with pytest.raises(InputError, match=r"completions: prompt 'given0' has the token 99; expected ids below 48"):
         collect(pair, asked[:3], tmp_path / "b", completions={p.id: [7, 99] for p in asked[:3]}, **options)
-    with pytest.raises(InputError, match=r"--completions: prompt 'given1' has none"):
+    with pytest.raises(InputError, match=r"completions: prompt 'given1' has none"):
         collect(pair, asked[:3], tmp_path / "b", completions={"given0": [7, 8, 9]}, **options)
 
 
@@ -275,5 +273,5 @@ def test_completions_are_read_as_text_or_token_ids(tmp_path: Path) -> None:
     read = read_prompts(file, columns=Columns(completion="out"))
     assert [p.completion for p in read] == ["w8 w9", (8, 9)]
     file.write_text('{"id": "a", "prompt": "w7", "out": [8, "w9"]}\n')
-    with pytest.raises(InputError, match=r"--completions: .*line 1: .*a list of token ids"):
+    with pytest.raises(InputError, match=r"completions: .*line 1: .*a list of token ids"):
         read_prompts(file, columns=Columns(completion="out"))

@@ -55,7 +55,7 @@ def test_a_machine_without_vllm_is_told(
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.delenv("VLLM_LOGGING_STREAM", raising=False)
-    with pytest.raises(InputError, match=r"--through vllm: vLLM cannot be imported .*install it beside specstop"):
+    with pytest.raises(InputError, match=r"through vllm: vLLM cannot be imported .*install it beside specstop"):
         collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
     assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr", "the output is JSON where that is asked for"
 

@@ -241,7 +241,7 @@ def test_each_sample_is_labelled_by_its_completion(pair: Pair, tmp_path: Path, t
         assert all((one["accepted"] == chunks[sample.sample]["accepted"]).all() for one in expected)
     changed = plan_run(pair, samples, completions={**completions, (prompt.id, "s1"): [7, 8, 9]}, **options)
     assert changed.header.differences(plan.header) == ["completions"]
-    with pytest.raises(InputError, match=f"--completions: sample 's1' of prompt {prompt.id!r} has none"):
+    with pytest.raises(InputError, match=f"completions: sample 's1' of prompt {prompt.id!r} has none"):
         plan_run(pair, samples, completions={prompt.id: [7, 8], (prompt.id, "s0"): [7, 8]}, **options)
 
 

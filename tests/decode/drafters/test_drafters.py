@@ -171,7 +171,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     ],
 )
 def test_options_are_of_their_kind(pair: Pair, name: str, why: str) -> None:
-    with pytest.raises(InputError, match=f"^--drafter.*{re.escape(why)}$"):
+    with pytest.raises(InputError, match=f"^drafter.*{re.escape(why)}$"):
         find_drafter(name, pair)
 
 
@@ -316,7 +316,7 @@ def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: 
     assert alone.draft is None and alone.vocabulary == pair.vocabulary and alone.eos == pair.eos
     made = generate(alone, prompts, FixedLength(4), Settings(0.7, NEW, verification="match"), LookupDrafter(alone))
     assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
-    with pytest.raises(InputError, match="this needs a draft model: give --draft"):
+    with pytest.raises(InputError, match="this needs a draft model: give `draft`"):
         Speculator(alone, FixedLength(4))
 
 

@@ -354,5 +354,5 @@ def test_only_learned_policies_on_chains_are_watched() -> None:
         (Confidence(), "warn", True),
     ):
         assert make_watch(policy, mode, chain) is None
-    with pytest.raises(InputError, match="--drift: expected one of off, warn, fallback, not 'on'"):
+    with pytest.raises(InputError, match="drift: expected one of off, warn, fallback, not 'on'"):
         make_watch(Confidence(), "on", True)

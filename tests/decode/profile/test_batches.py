@@ -129,7 +129,7 @@ def test_a_round_costs_what_it_took(pair: Pair, profile: Profile) -> None:
 
 
 def test_sizes_that_are_none_are_refused(pair: Pair) -> None:
-    with pytest.raises(InputError, match="--batch: expected 1 or more, not 0"):
+    with pytest.raises(InputError, match="batch: expected 1 or more, not 0"):
         measure_profile(pair, PROMPTS, depth=1, batch=(0, 2))
 
 

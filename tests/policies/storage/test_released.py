@@ -142,7 +142,7 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
     policy = load_policy_folder(tmp_path / "b")
     assert (policy.name, policy.max_depth, policy.rule.to_dict()["threshold"]) == ("mine", 9, 0.5)
     assert policy.facts.provenance["rejection weight taken out"] == 6.0
-    with pytest.raises(InputError, match=r"--rejection-weight: d.pt is of the layout dynasd-hard"):
+    with pytest.raises(InputError, match=r"rejection_weight: d.pt is of the layout dynasd-hard"):
         import_weights(saved(DecisionModel(11, 4, 1), tmp_path / "d.pt"), tmp_path / "c", rejection_weight=6.0)
 
 
@@ -287,7 +287,7 @@ def test_missing_files_and_full_folders_are_refused(tmp_path: Path) -> None:
     path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "mine").write_text("keep")
-    with pytest.raises(InputError, match=r"not empty.*--overwrite"):
+    with pytest.raises(InputError, match=r"not empty.*`overwrite`"):
         import_weights(path, tmp_path / "p")
     with pytest.raises(InputError, match="mine is not among the files that specstop wrote there"):
         import_weights(path, tmp_path / "p", overwrite=True)

@@ -272,5 +272,5 @@ def test_a_row_that_cannot_be_is_refused(
     """An accepted length of -1 would commit nothing, for ever."""
     trace = traces[0.0]
     rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
-    with pytest.raises(TraceError, match=f"--traces: .* {message}.*; collect it again"):
+    with pytest.raises(TraceError, match=f"traces: .* {message}.*; collect it again"):
         trace_arrays(Trace(trace.folder, trace.header, rows))

@@ -212,9 +212,9 @@ def test_what_a_trace_does_not_hold_is_refused(
     traces: dict[float, Trace], collected: Collected, profile: Profile
 ) -> None:
     arrays = trace_arrays(traces[0.7])
-    with pytest.raises(TraceError, match=r"draft_hidden, target_hidden\), .* collect it with --hidden draft,target"):
+    with pytest.raises(TraceError, match=r"draft_hidden, target_hidden\), .* collect it with `hidden` draft,target"):
         replay(arrays, ReadsStates(), profile)
-    with pytest.raises(TraceError, match="the trace has no draft_hidden; collect it again with --hidden draft"):
+    with pytest.raises(TraceError, match="the trace has no draft_hidden; collect it again with `hidden` draft"):
         trace_arrays(traces[0.7], hidden=["draft_hidden"])
     with pytest.raises(TraceError, match="no target_hidden"):
         fit_rows(arrays, ["top1"], visits(arrays, [replay(arrays, FixedLength(2), profile)]), ["target_hidden"])

@@ -91,7 +91,7 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
             nodes = likeliest_nodes(some, count, DEPTH)
             assert len(nodes) == on_subtree(some, nodes).tree.nodes == count
     assert likeliest_nodes(arrays, 1, DEPTH) == [0]
-    with pytest.raises(InputError, match="--nodes: expected at most"):
+    with pytest.raises(InputError, match="nodes: expected at most"):
         likeliest_nodes(arrays, arrays.tree.nodes, 1)
 
 
