@@ -13,7 +13,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--(no-)?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--(no-(?!repeat-))?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """An option of the command line, or a command in backticks, which stays as it is."""
 
 _PARAMETERS = {"for": "host", "param": "params", "stop": "stops"}
