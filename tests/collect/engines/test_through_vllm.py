@@ -21,11 +21,11 @@ from specstop.policies.storage.registry import load_policy
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"through": "vlm"}, InputError, "--through: expected vllm, not 'vlm'"),
-        ({"tree": "2,2"}, InputError, "--through vllm: expected chains"),
-        ({"mix": 0.5}, InputError, "--through vllm: expected chains"),
-        ({"hidden": ["draft_hidden"]}, InputError, "--through vllm: expected chains"),
-        ({"verification": "rejection"}, InputError, "--through vllm: expected chains"),
+        ({"through": "vlm"}, InputError, "through: expected vllm, not 'vlm'"),
+        ({"tree": "2,2"}, InputError, "through vllm: expected chains"),
+        ({"mix": 0.5}, InputError, "through vllm: expected chains"),
+        ({"hidden": ["draft_hidden"]}, InputError, "through vllm: expected chains"),
+        ({"verification": "rejection"}, InputError, "through vllm: expected chains"),
     ],
 )
 def test_what_is_not_for_engines_is_refused(

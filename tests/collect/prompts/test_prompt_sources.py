@@ -142,14 +142,14 @@ def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
         (
             {"promt": "a"},
             Columns(),
-            "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with --column",
+            "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with `column`",
         ),
         ({"prompt": "a"}, Columns("text"), '.*string "text", but it has prompt; collect takes another one with'),
-        ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with --group"),
+        ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with `group`"),
         (
             {"prompt": "a"},
             Columns(completion="answer"),
-            '--completions: .*line 1: expected a non-empty string "answer"',
+            'completions: .*line 1: expected a non-empty string "answer"',
         ),
         ({"prompt": []}, Columns(), "line 1: expected an object"),
         ({"prompt": [3]}, Columns(), "line 1: expected an object"),

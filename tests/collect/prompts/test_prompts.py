@@ -199,9 +199,9 @@ def test_a_repeated_text_without_ids_is_refused_with_the_way_out(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"side": "tset"}, "--side: expected train or test, not 'tset' .did you mean 'test'"),
-        ({"test_share": 1.0}, "--test-share: expected more than 0 and less than 1"),
-        ({"limit": 0}, "--limit: expected 1 or more"),
+        ({"side": "tset"}, "side: expected train or test, not 'tset' .did you mean 'test'"),
+        ({"test_share": 1.0}, "test_share: expected more than 0 and less than 1"),
+        ({"limit": 0}, "limit: expected 1 or more"),
     ],
 )
 def test_a_choice_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:

@@ -157,7 +157,7 @@ def warned(path: Path) -> list[str]:
 def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:
     records = [record("a"), record("b"), record("c", "b"), record("d"), record("e"), record("c", "b", sample="x")]
     (message,) = warned(write(tmp_path, records))
-    assert message.startswith("3 prompts repeat the text of an earlier one; ") and "--deduplicate" in message
+    assert message.startswith("3 prompts repeat the text of an earlier one; ") and "deduplicate" in message
     (message,) = warned(write(tmp_path, records[:3]))
     assert message.startswith("1 prompt repeats the text of an earlier one; ")
     assert warned(write(tmp_path, [records[0], records[2]])) == []

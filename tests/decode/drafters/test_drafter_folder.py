@@ -137,7 +137,7 @@ def test_a_broken_folder_is_refused_in_one_line(pair: Pair, tmp_path: Path, name
     with pytest.raises(InputError) as error:
         load_drafter(folder)
     message = str(error.value)
-    assert message.startswith(f"--drafter: {folder}: ") and "\n" not in message
+    assert message.startswith(f"drafter: {folder}: ") and "\n" not in message
     assert why in message
 
 

@@ -147,7 +147,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     assert lookup._longest == 7
     trained = "medusa:PATH, hydra:PATH, ctc:PATH, ctc-released:PATH, layer:PATH"
     names = f"model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as suffix+model"
-    expected = f"--drafter: expected {names}, not "
+    expected = f"drafter: expected {names}, not "
     for name in ("lookup:", "model:3", "medusa", "medusa?x=1", "suffix+modle", ""):
         with pytest.raises(InputError, match=re.escape(expected)) as error:
             find_drafter(name, pair)

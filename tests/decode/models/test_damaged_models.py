@@ -170,7 +170,7 @@ def test_a_damaged_model_is_one_line_that_names_what_is_amiss(folder: Path, name
     with pytest.raises(PairError, match=message) as caught:
         load_pair(folder / "target", folder / "draft", dtype="float64")
     line = str(caught.value)
-    assert line.startswith(f"--{role}: cannot load ") and line.isprintable() and len(line) < 600
+    assert line.startswith(f"{role}: cannot load ") and line.isprintable() and len(line) < 600
     assert not (folder / "ran").exists(), "nothing of a pickle runs"
 
 

@@ -264,10 +264,10 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "medusa"}, "--layout: expected auto, dynasd-soft, dynasd-hard, specdec, not 'medusa'"),
-        ({"depth": 0}, "--depth: expected 1 to 1024, not 0"),
+        ({"layout": "medusa"}, "layout: expected auto, dynasd-soft, dynasd-hard, specdec, not 'medusa'"),
+        ({"depth": 0}, "depth: expected 1 to 1024, not 0"),
         ({"threshold": 1.5}, "between 0 and 1"),
-        ({"rejection_weight": 0.0}, "--rejection-weight: expected a number above 0"),
+        ({"rejection_weight": 0.0}, "rejection_weight: expected a number above 0"),
     ],
     ids=str,
 )
