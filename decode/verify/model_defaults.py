@@ -194,8 +194,8 @@ def library_processors(
     else:
         config.max_length = length + limit
     try:
-        build: Any = Builder()._get_logits_processor
-        made: LogitsProcessorList = build(
+        builder: Any = Builder()
+        made: LogitsProcessorList = builder._get_logits_processor(
             config, length, None if isinstance(prompt, int) else prompt[None], None, others, str(device), {}
         )
     except (ValueError, TypeError) as error:
