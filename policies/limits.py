@@ -64,43 +64,43 @@ _TINY = 2.0**-53
 
 LIMITS: Mapping[str, Limit | Range] = {
     "batch": Limit(1, 1 << 12),
-    "batch_size": Limit(1, 1 << 24),
+    "batch-size": Limit(1, 1 << 24),
     "budget": Range(_TINY, 1e6, "seconds above 0"),
     "depth": Limit(0, MOST_ROWS - 1),
     "draws": Limit(1, 1024),
     "epochs": Limit(1, 100_000),
     "explore": Range(0, 1, "a share between 0 and 1"),
-    "report_share": Range(0, 1, "a share between 0 and 1"),
+    "report-share": Range(0, 1, "a share between 0 and 1"),
     "fallback": Limit(0, MOST_ROWS - 1),
     "folds": Limit(2, 1000),
-    "learning_rate": Range(1e-9, 10, "more than 0, from 1e-9 to 10"),
+    "learning-rate": Range(1e-9, 10, "more than 0, from 1e-9 to 10"),
     "limit": Limit(1, _SEED),
-    "max_batch": Limit(1, 1 << 16),
-    "max_depth": Limit(0, MOST_ROWS - 1),
-    "max_new_tokens": Limit(1, _TOKENS),
+    "max-batch": Limit(1, 1 << 16),
+    "max-depth": Limit(0, MOST_ROWS - 1),
+    "max-new-tokens": Limit(1, _TOKENS),
     "memory": Limit(1, 1 << 20, " MiB"),
-    "min_new_tokens": Limit(0, _TOKENS),
-    "min_p": Range(0, 1, "between 0 and 1"),
+    "min-new-tokens": Limit(0, _TOKENS),
+    "min-p": Range(0, 1, "between 0 and 1"),
     "mix": Range(0, 1, "a share between 0 and 1"),
-    "no_repeat_ngram": Limit(0, _TOKENS),
+    "no-repeat-ngram": Limit(0, _TOKENS),
     "passes": Limit(1, 100),
-    "rejection_weight": Range(1e-6, 1e6, "a number above 0, from 1e-6 to 1e6"),
+    "rejection-weight": Range(1e-6, 1e6, "a number above 0, from 1e-6 to 1e6"),
     "repeats": Limit(1, 1000),
-    "repetition_penalty": Range(0.01, 100, "above 0, from 0.01 to 100"),
+    "repetition-penalty": Range(0.01, 100, "above 0, from 0.01 to 100"),
     "seed": Limit(0, _SEED),
     "shards": Limit(1, 99_999),  # five digits in the names of the files
-    "shuffle_seed": Limit(0, _SEED),
-    "split_seed": Limit(0, _SEED),
+    "shuffle-seed": Limit(0, _SEED),
+    "split-seed": Limit(0, _SEED),
     # Logits divided by less leave the range of half precision, and a float32 row turns into infinities.
     "temperature": Range(0.01, 100, "0 or more: 0 is greedy, others from 0.01 to 100", zero=True),
-    "test_share": Range(_TINY, 1 - _TINY, "more than 0 and less than 1"),
+    "test-share": Range(_TINY, 1 - _TINY, "more than 0 and less than 1"),
     "threshold": Range(0, 1, "between 0 and 1"),
-    "top_k": Limit(0, _SEED),
-    "top_p": Range(_TINY, 1, "above 0 and at most 1"),
+    "top-k": Limit(0, _SEED),
+    "top-p": Range(_TINY, 1, "above 0 and at most 1"),
     "tune": Limit(1, 100_000, " trial"),
-    "tune_folds": Limit(2, 1000),
+    "tune-folds": Limit(2, 1000),
 }
-"""By the name of the parameter."""
+"""By the name of the option."""
 
 _SHARE = Range(_TINY, 1, "a share above 0, at most 1")
 
@@ -113,7 +113,7 @@ PARAMS: Mapping[str, Limit | Range] = {
     "eta": Range(1e-6, 1, "above 0, from 1e-6 to 1"),
     "lambda": Range(0, 1e9, "from 0 to 1e9"),
     "layers": Limit(1, 32),
-    "learning_rate": LIMITS["learning_rate"],
+    "learning_rate": LIMITS["learning-rate"],
     "max_depth": Limit(1, 10),  # trees are kept complete
     "min_child_weight": Range(0, 1e9, "from 0 to 1e9"),
     "subsample": _SHARE,
@@ -153,17 +153,18 @@ def check_limit(name: str, value: Any, least: int | None = None) -> None:
     limit = LIMITS[name]
     wanted = limit.wanted(value, int(limit.least) if least is None else least)
     if wanted:
-        raise InputError(f"--{name.replace('_', '-')}: expected {wanted}, not {_shown(value)}")
+        raise InputError(f"--{name}: expected {wanted}, not {_shown(value)}")
 
 
 def is_within(name: str, value: Any) -> bool:
-    """Whether a number is one that `check_limit` accepts."""
+    """Whether `check_limit` accepts a number."""
     return not LIMITS[name].wanted(value, int(LIMITS[name].least))
 
 
 def check_limits(**values: Any) -> None:
-    """Check several by their names; those that are None or have no limits are left out."""
-    for name, value in values.items():
+    """Check several, by their names with underscores; those that are None or have no limits are left out."""
+    for key, value in values.items():
+        name = key.replace("_", "-")
         if value is not None and name in LIMITS:
             check_limit(name, value)
 

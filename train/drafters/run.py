@@ -139,7 +139,7 @@ def check_asked(
     """Refuse what `train_drafter` can refuse before models are loaded; see there."""
     check_limits(depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     check_limit("depth", depth, least=1)
-    check_limit("max_new_tokens", max_new_tokens, least=depth + 3)
+    check_limit("max-new-tokens", max_new_tokens, least=depth + 3)
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
     claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
