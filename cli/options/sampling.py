@@ -33,6 +33,7 @@ class Filters:
         bool,
         typer.Option(
             "--model-defaults/--no-model-defaults",
+            rich_help_panel="The target's defaults",  # so that its length takes no room from other names
             help="Apply what the target's generation_config.json sets of these and other such fields.",
         ),
     ] = True

@@ -83,17 +83,17 @@ def test_functions_refuse_the_same_temperatures(temperature: float, pair: Pair, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Settings(max_depth=100_000), "--depth: expected at most 1023, not 100000"),
-        (lambda: Settings(max_new_tokens=HUGE), "--max-new-tokens: expected at most 1048576"),
-        (lambda: Settings(max_new_tokens=2.5), "--max-new-tokens: expected a whole number of 1 or more, not 2.5"),
-        (lambda: Settings(max_depth=True), "--depth: expected a whole number of 0 or more, not True"),
-        (lambda: Settings("0.7", verification="match"), "--temperature: expected 0 or more.*, not '0.7'"),
-        (lambda: Shaping(repetition_penalty=1e-45), "--repetition-penalty: expected above 0"),
-        (lambda: Shaping(top_k=10**5000), "--top-k: expected at most 2147483647, not a number of more than 40 digits"),
-        (lambda: Choice(split_seed=-1), "--split-seed: expected 0 or more, not -1"),
-        (lambda: Choice(test_share=1.0), "--test-share: expected more than 0 and less than 1, not 1.0"),
-        (lambda: FitOptions(learning_rate=0.0), "--learning-rate: expected more than 0"),
-        (lambda: FitOptions(batch_size=0), "--batch-size: expected 1 or more, not 0"),
+        (lambda: Settings(max_depth=100_000), "max_depth: expected at most 1023, not 100000"),
+        (lambda: Settings(max_new_tokens=HUGE), "max_new_tokens: expected at most 1048576"),
+        (lambda: Settings(max_new_tokens=2.5), "max_new_tokens: expected a whole number of 1 or more, not 2.5"),
+        (lambda: Settings(max_depth=True), "max_depth: expected a whole number of 0 or more, not True"),
+        (lambda: Settings("0.7", verification="match"), "temperature: expected 0 or more.*, not '0.7'"),
+        (lambda: Shaping(repetition_penalty=1e-45), "repetition_penalty: expected above 0"),
+        (lambda: Shaping(top_k=10**5000), "top_k: expected at most 2147483647, not a number of more than 40 digits"),
+        (lambda: Choice(split_seed=-1), "split_seed: expected 0 or more, not -1"),
+        (lambda: Choice(test_share=1.0), "test_share: expected more than 0 and less than 1, not 1.0"),
+        (lambda: FitOptions(learning_rate=0.0), "learning_rate: expected more than 0"),
+        (lambda: FitOptions(batch_size=0), "batch_size: expected 1 or more, not 0"),
     ],
 )
 def test_functions_refuse_numbers_out_of_range(make: Any, message: str) -> None:
@@ -104,12 +104,12 @@ def test_functions_refuse_numbers_out_of_range(make: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 100_000}, "--depth: expected at most 1023"),
-        ({"depth": 0}, "--depth: expected 1 or more, not 0"),
-        ({"shards": 3, "max_new_tokens": 8}, "--shards: expected at most 2, one for each prompt, not 3"),
-        ({"max_new_tokens": 1}, "--max-new-tokens: expected 2 or more, not 1"),
-        ({"memory": 0}, "--memory: expected 1 MiB or more, not 0"),
-        ({"seed": 2**31}, "--seed: expected at most 2147483647"),
+        ({"depth": 100_000}, "depth: expected at most 1023"),
+        ({"depth": 0}, "depth: expected 1 or more, not 0"),
+        ({"shards": 3, "max_new_tokens": 8}, "shards: expected at most 2, one for each prompt, not 3"),
+        ({"max_new_tokens": 1}, "max_new_tokens: expected 2 or more, not 1"),
+        ({"memory": 0}, "memory: expected 1 MiB or more, not 0"),
+        ({"seed": 2**31}, "seed: expected at most 2147483647"),
     ],
 )
 def test_collect_refuses_them_as_its_command_does(

@@ -234,12 +234,12 @@ def test_a_policy_of_another_model_is_refused_whether_it_explores_or_not(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collector": "alive"}, "--collector"),
-        ({"policy": FixedLength(2)}, "--collector live"),
-        ({"explore": 0.5}, "--collector live"),
-        ({"collector": "live", "explore": 1.5}, "--explore"),
-        ({"collector": "live", "mix": 0.2}, "--mix"),
-        ({"mix": 0.2}, "--depth 1"),
+        ({"collector": "alive"}, "collector"),
+        ({"policy": FixedLength(2)}, "`collector` live"),
+        ({"explore": 0.5}, "`collector` live"),
+        ({"collector": "live", "explore": 1.5}, "explore"),
+        ({"collector": "live", "mix": 0.2}, "mix"),
+        ({"mix": 0.2}, "`depth` 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

@@ -165,7 +165,7 @@ def test_completions_need_no_noise(pair: Pair, prompts: list[Prompt], drawn: dic
         ({"verification": "block", "draws": 0}, "draws: expected 1 or more"),
         ({"verification": "rejection", "off_text": "approximate"}, "off_text approximate: for `verification` block"),
         ({"verification": "block", "off_text": "none"}, "off_text: expected exact or approximate"),
-        ({"collector": "live", "draws": 2}, "--draws, --off-text and --memory: for the dense collector"),
+        ({"collector": "live", "draws": 2}, "draws, off_text and memory: for the dense collector"),
         ({"verification": "rejection", "depth": 1, "mix": 0.2}, "mix: expected .* match verification"),
     ],
 )

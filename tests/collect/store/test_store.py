@@ -168,7 +168,7 @@ def test_a_failed_write_leaves_no_shard_and_a_full_disk_says_how_to_go_on(
     before = {str(p) for p in tmp_path.rglob("*")}
     monkeypatch.setattr(pq, "write_table", half)
     expected, message = (
-        (TraceError, r"no space is left .* 1 of 2 shards are finished and stay; free about 1 MB .* --resume")
+        (TraceError, r"no space is left .* 1 of 2 shards are finished and stay; free about 1 MB .* `resume`")
         if number == errno.ENOSPC
         else (OSError, "as it happens")
     )

@@ -212,12 +212,12 @@ def test_loggers_by_name(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"logger": "cvs", "checkpoints": True}, r"unknown logger 'cvs' \(did you mean 'csv'\?\)"),
-        ({"logger": "csv"}, "give a work folder with --checkpoints"),
+        ({"logger": "csv"}, "give a work folder with `checkpoints`"),
         ({"logger": "wandb", "checkpoints": True}, "logger wandb: "),
-        ({"accelerator": "gpuu"}, "--accelerator, --devices, --precision: .*gpuu"),
+        ({"accelerator": "gpuu"}, "accelerator, devices, precision: .*gpuu"),
         ({"devices": "0,x"}, "devices: expected 1, or which one"),
         ({"devices": "2"}, "devices: expected one device, not 2"),
-        ({"precision": "17"}, "--accelerator, --devices, --precision: .*17"),
+        ({"precision": "17"}, "accelerator, devices, precision: .*17"),
     ],
     ids=["typo", "no folder", "not installed", "accelerator", "devices", "two devices", "precision"],
 )

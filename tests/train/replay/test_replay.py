@@ -196,7 +196,7 @@ class Hidden(FixedLength):
         ),
         (Confidence(), "recorded to depth"),
         (Clocked(2), "the clock"),
-        (Hidden(2), r"reads hidden states \(draft_hidden\), which the trace was recorded without; .* --hidden draft"),
+        (Hidden(2), r"reads hidden states \(draft_hidden\), which the trace was recorded without; .* `hidden` draft"),
     ],
     ids=["deeper", "default confidence", "clock", "hidden states"],
 )
