@@ -197,7 +197,7 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
         train(sides[0], full_profile, rule="continuation", head="tokens", features=("drawn_token",))
     with pytest.raises(InputError, match="mixed: the rule continuation is fitted on the rounds of `traces`"):
         train(sides[0], full_profile, rule="continuation", head="xgboost", mixed=sides[1])
-    for option, unused in (("epochs", {"epochs": 3}), ("param", {"params": {"trees": 300}})):
+    for option, unused in (("epochs", {"epochs": 3}), ("params", {"params": {"trees": 300}})):
         with pytest.raises(InputError, match=f"{option}: the rule continuation"):
             train(sides[0], full_profile, rule="continuation", fit=FitOptions(**unused))
     for rule in ("continuation", "gain"):
