@@ -324,7 +324,7 @@ def test_loops_in_several_threads_have_recordings_of_their_own(
 
     def texts(size: int) -> list[tuple[int, ...]]:
         requests = [Request(ids, key) for key, ids in enumerate(prompt_ids[:4])]
-        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12), batch=size).run(requests)
+        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12, verification="match"), batch=size).run(requests)
         return [text.tokens for text in made]
 
     expected = texts(1)

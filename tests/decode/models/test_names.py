@@ -112,9 +112,7 @@ def test_a_pair_that_cannot_fit_is_refused_before_it_is_loaded(
     load_pair(target, draft)
     load_pair(target, draft, dtype="bfloat16")
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * weights * 4 - 1)
-    with pytest.raises(
-        PairError, match=r"target and draft: float32 .*GB .*available.*`dtype` bfloat16.*`device_map`"
-    ):
+    with pytest.raises(PairError, match=r"target and draft: float32 .*GB .*available.*`dtype` bfloat16.*`device_map`"):
         load_pair(target, draft)
     load_pair(target, draft, dtype="bfloat16")
     load_pair(target)
