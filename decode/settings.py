@@ -85,7 +85,7 @@ class Settings:
 
 def shaping_of(pair: Pair, shaping: Shaping, max_new_tokens: int | None = None) -> Shaping:
     """Return a shaping with the defaults of the pair's target; see `Shaping.filled`."""
-    return shaping.filled(_defaults(pair), max_new_tokens)
+    return shaping.filled(_defaults(pair), max_new_tokens) if shaping.model_defaults else shaping
 
 
 def _defaults(pair: Pair) -> dict[str, Any]:
