@@ -201,7 +201,7 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
         with pytest.raises(InputError, match=f"{option}: the rule continuation"):
             train(sides[0], full_profile, rule="continuation", fit=FitOptions(**unused))
     for rule in ("continuation", "gain"):
-        with pytest.raises(InputError, match=f"no_cross_fit: the rule {rule}"):
+        with pytest.raises(InputError, match=f"cross_fit=False: the rule {rule}"):
             train(sides[0], full_profile, rule=rule, cross_fit=False)
 
 
