@@ -103,7 +103,7 @@ def measured(pair: Pair, where: Path, temperature: float, tokens: int, effort: E
             pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=facts(pair), verification="match",
             progress=progress,
         )  # fmt: skip
-    settings = Settings(temperature, tokens, DEPTH)
+    settings = Settings(temperature, tokens, DEPTH, verification="match")
     return profile.with_measured_decisions(
         loop_decisions(pair, list(rule_defaults(DEPTH).values()), ids, settings, profile)
     )

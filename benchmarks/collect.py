@@ -70,7 +70,7 @@ def main() -> int:
 def speeds(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, bars: Bars) -> None:
     """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
     unroller, bushy = (Unroller(pair, tree, temperature) for tree in (chain(DEPTH), parse_tree(TREE)))
-    live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH))
+    live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH, verification="match"))
     ratios, ratios_tree, dense_s, live_s, dense_rate, live_rate = ([] for _ in range(6))
     warm = work[:2]
     dense_rows(pair, unroller, warm, 16)
@@ -133,7 +133,9 @@ def agreement(pair: Pair, work: Sequence[Work], tokens: int, temperature: float,
     """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
     topology = chain(DEPTH) if tree is None else parse_tree(tree)
     live = LiveCollector(
-        pair, FixedLength(topology.deepest), Settings(temperature, tokens, topology.deepest, tree=tree)
+        pair,
+        FixedLength(topology.deepest),
+        Settings(temperature, tokens, topology.deepest, tree=tree, verification="match"),
     )
     dense = dense_rows(pair, Unroller(pair, topology, temperature), work, tokens)
     known = {(int(c["sequence"][0]), int(a)): (c, at) for c in dense for at, a in enumerate(c["anchor"])}

@@ -92,10 +92,14 @@ def measure(
 ) -> dict[str, Any]:
     """Return the figures of one pair at one temperature, and print them; `least` is the bar beside assisted generation."""
     names = ["plain", *(f"fixed:{k}" for k in LENGTHS), *TREES, PLAIN.name, *(s.name for s in SETTINGS)]
-    runs: list[Any] = [Speculator(pair, FixedLength(k), Settings(temperature, tokens)) for k in (0, *LENGTHS)]
+    runs: list[Any] = [
+        Speculator(pair, FixedLength(k), Settings(temperature, tokens, verification="match")) for k in (0, *LENGTHS)
+    ]
     for tree in TREES:
         depth = parse_tree(tree).deepest
-        runs.append(Speculator(pair, FixedLength(depth), Settings(temperature, tokens, tree=tree)))
+        runs.append(
+            Speculator(pair, FixedLength(depth), Settings(temperature, tokens, tree=tree, verification="match"))
+        )
     runs += [Assisted(stock, setting, temperature, tokens) for setting in (PLAIN, *SETTINGS)]
     texts = contest(dict(zip(names, runs, strict=True)), prompts, progress)
     lines = {name: bench_line(name, row, texts["plain"][: len(row)]) for name, row in texts.items()}
@@ -148,7 +152,7 @@ def contest(runs: dict[str, Any], prompts: Prompts, progress: Any) -> dict[str, 
 def floor(pair: Pair, prompts: Prompts, temperature: float, tokens: int, shape: Topology, name: str) -> float:
     """Return the time of the same forwards alone over that of the loop, text by text in alternation."""
     depth = int(name.partition(":")[2]) if shape.is_chain else shape.deepest
-    settings = Settings(temperature, tokens, tree=None if shape.is_chain else name)
+    settings = Settings(temperature, tokens, tree=None if shape.is_chain else name, verification="match")
     loop, bare = Speculator(pair, FixedLength(depth), settings), Bare(pair, shape)
     loop_s = bare_s = 0.0
     for number, (prompt_id, prompt) in enumerate(prompts[:1] + prompts):
@@ -210,7 +214,7 @@ def memory(pair: Pair, prompt: list[int], bars: Bars) -> dict[str, float]:
     peaks, rounds = [], []
     for length in (8, 8, 0):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        settings = Settings(0.7, LONG - len(prompt) - 16, ignore_eos=True)
+        settings = Settings(0.7, LONG - len(prompt) - 16, ignore_eos=True, verification="match")
         rounds.append(len(Speculator(pair, FixedLength(length), settings).generate(prompt, 1).rounds))
         peaks.append(int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) / 1024)
     grown = peaks[2] - peaks[1]

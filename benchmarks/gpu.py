@@ -146,7 +146,7 @@ def equal_texts(pair: Pair, after: torch.Tensor, prompts: Sequence[list[int]], s
         (FixedLength(3), "2,2,1", 0.0),
         (FixedLength(4), None, 0.0),
     ):
-        speculator = Speculator(pair, policy, Settings(temperature, size.tokens, tree=tree))
+        speculator = Speculator(pair, policy, Settings(temperature, size.tokens, tree=tree, verification="match"))
         for prompt in prompts:
             count += 1
             wrong += list(speculator.generate(prompt, 1).tokens) != right_text(after, prompt, size.tokens)
@@ -212,7 +212,7 @@ def waits(pair: Pair, prompt: list[int], size: Size, bars: Bars) -> None:
     """Count what the host waits for and launches in a text, by drafted token and round."""
     found = bars.figures["waits"] = {}
     for policy, temperature in ((FixedLength(4), 0.0), (FixedLength(4), 0.7), (AllFeatures(), 0.7)):
-        speculator = Speculator(pair, policy, Settings(temperature, size.tokens))
+        speculator = Speculator(pair, policy, Settings(temperature, size.tokens, verification="match"))
         for key in range(2):
             speculator.generate(prompt, key)
         with counted(size.device) as count:

@@ -172,7 +172,7 @@ def prepare(
         measured(pair, where, temperature, tokens, effort).save(folder / "profile.json")
     ids = encode(read_prompts(where / "prompts-train.jsonl", 8), pair.tokenizer, pair.readable - tokens)
     profile = Profile.load(folder / "profile.json")
-    settings = Settings(temperature, tokens, DEPTH)
+    settings = Settings(temperature, tokens, DEPTH, verification="match")
     return Place(name, pair, ids, sides["train"], sides["test"], profile, settings, effort)
 
 

@@ -78,7 +78,7 @@ def live(
     at = f"{tree or 'chain'}, T={temperature:g}"
     options = {"temperature": temperature, "max_new_tokens": tokens, "depth": DEPTH, "tree": tree}
     options["verification"] = "match"
-    settings = Settings(temperature, tokens, tree=tree)
+    settings = Settings(temperature, tokens, tree=tree, verification="match")
     held, seen = (
         collect(pair, side, out / f"{at}-{len(side)}".replace(",", "-"), **options) for side in (prompts, other)
     )

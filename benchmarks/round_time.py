@@ -40,7 +40,9 @@ def main() -> int:
     lines = (folder / "prompts-test.jsonl").read_text(encoding="utf-8").splitlines()[:count]
     prompts = [pair.tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
     runs = {
-        (shape, name, temperature): Speculator(pair, policy, Settings(temperature, tokens, DEPTH, tree=tree))
+        (shape, name, temperature): Speculator(
+            pair, policy, Settings(temperature, tokens, DEPTH, tree=tree, verification="match")
+        )
         for shape, tree in (("chain", None), ("tree", TREE))
         for name, policy in POLICIES.items()
         for temperature in TEMPERATURES

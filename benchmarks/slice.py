@@ -83,7 +83,7 @@ def live(offline: Offline, temperature: float, sizes: Sizes, bars: Bars, progres
     policies: list[StopPolicy] = [*rules, *offline.learned]
     arrays = offline.arrays.subset(range(min(sizes.live, offline.arrays.sequences)))
     prompts = [(name, offline.prompts[name]) for name in arrays.prompt_ids]
-    settings = Settings(temperature, sizes.tokens, DEPTH)
+    settings = Settings(temperature, sizes.tokens, DEPTH, verification="match")
     calibration = offline.calibration()
     methods = [Speculator(offline.models, policy, settings, offline.profile) for policy in policies]
     runs = run_alternating(methods, prompts, calibration=calibration, seed=SEED, progress=progress)

@@ -193,7 +193,7 @@ class Run:
 
     def decision(self, policy: LearnedPolicy, tree: str | None) -> Measurements:
         """Return the timings of decisions in the loop: the median of several runs."""
-        settings = Settings(self.temperature, self.tokens, DEPTH, tree=tree)
+        settings = Settings(self.temperature, self.tokens, DEPTH, tree=tree, verification="match")
         runs = [loop_decisions(self.pair, [policy], self.ids, settings) for _ in range(REPEATS)]
         # One that is never asked, as in a tree of a single node, has no price.
         return sorted(runs, key=lambda run: decisions(run.pooled()).get(policy.cost_name, Price()).each)[REPEATS // 2]
@@ -240,7 +240,9 @@ class Run:
         some = self.asked[:count]
         ids = encode(some, self.pair.tokenizer, self.pair.readable - self.tokens)
         runs = [
-            Speculator(self.pair, policy, Settings(self.temperature, self.tokens, DEPTH, tree=drawn))
+            Speculator(
+                self.pair, policy, Settings(self.temperature, self.tokens, DEPTH, tree=drawn, verification="match")
+            )
             for policy, drawn in ((tree, shape), (chain, None))
         ]
         with progress_bars() as progress:

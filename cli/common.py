@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..policies.errors import InputError
 from ..policies.limits import check_limits
+from .console.streams import say
 
 if TYPE_CHECKING:
     from ..collect.prompts.read import Prompt
     from ..decode.models.pair import Pair
+    from ..decode.settings import Settings
     from ..policies.plugin_code import Failure
 
 
@@ -31,6 +33,14 @@ def piped_prompt() -> str | None:
     except UnicodeDecodeError as error:
         raise InputError(f"standard input: expected UTF-8 text: {error}") from None
     return text.removesuffix("\n") if text.strip() else None
+
+
+def say_defaults(pair: Pair, settings: Settings) -> None:
+    """Name the sampling defaults of the target that a run has, on standard error."""
+    from ..decode.settings import inherited_text
+
+    if text := inherited_text(pair, settings):
+        say(f"{text} (--no-model-defaults leaves them out)")
 
 
 def find_prompts(path: Path | None, demo: Path | None, side: str, limit: int | None) -> list[Prompt]:

@@ -60,7 +60,7 @@ def _answer() -> tuple[int, str]:
     except PolicyFailure as error:
         return 2, f"{error}, at {error.file}:{error.line}" if error.file else str(error)
     except SpecstopError as error:
-        return 2, str(error)
+        return 2, error.command_line
     except KeyboardInterrupt:
         return INTERRUPTED, "interrupted"
     except OSError as error:

@@ -226,7 +226,8 @@ def choose_engine_collector(
     if not tree.is_chain or settings.verification not in known or any(other):
         raise InputError(
             f"--through {through}: expected chains of a policy, at a temperature: leave out --tree, --verification, --mix, "
-            "--completions, --hidden, --profile, --draws, --off-text, --memory, and options that change what is sampled from"
+            "--completions, --hidden, --profile, --draws, --off-text, --memory, options that change what is sampled from, "
+            "and give --no-model-defaults where the target's generation_config sets some"
         )
     made = ThroughVLLM(
         *models, policy or FixedLength(tree.deepest), tree.deepest, settings.temperature, settings.max_new_tokens, explore,

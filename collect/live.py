@@ -197,6 +197,7 @@ class LiveCollector:
         profile: Profile | None = None,
     ) -> None:
         check_limits(explore=explore)
+        settings = settings.for_pair(pair)
         policy = with_costs(policy, profile)
         tell_if_unmeasured(profile, [policy], settings, pair.drafter)
         self.tree = settings.topology

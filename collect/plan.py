@@ -15,7 +15,7 @@ from ..decode.models.hidden import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
-from ..decode.verify.sampling import UNCHANGED, Shaping
+from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -23,6 +23,7 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
+from ..policies.storage.registry import PolicySpec, as_policy
 from ..policies.storage.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
@@ -54,7 +55,7 @@ def plan_run(
     shards: int | None = None,
     source: str = "",
     collector: str = "dense",
-    policy: StopPolicy | None = None,
+    policy: PolicySpec | None = None,
     verification: str = "auto",
     explore: float = 0.0,
     mix: float = 0.0,
@@ -63,7 +64,7 @@ def plan_run(
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
-    shaping: Shaping = UNCHANGED,
+    shaping: Shaping = MODEL_DEFAULTS,
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,
@@ -84,7 +85,8 @@ def plan_run(
             one in all for a policy or drafter that passes something from text to text: with each shard it starts anew.
         source: where the prompts are from, for the data card.
         collector: "dense", or "live" for the rounds of the running loop, with their times.
-        policy: of a live run; by default one that drafts to full depth.
+        policy: of a live run: a policy, a spec such as `fixed:4`, or a policy folder; by default one that drafts to full
+            depth.
         verification: of a live run; or whose rounds a dense trace holds: `match`, exact path by path, as is `point` (the
             draft is greedy while the text is sampled); `rejection`, `rejection_replace` or `block`, drawn given the text,
             exact in law. `auto` = the fastest lossless one that can be replayed: `block` for sampled chains of a draft model,
@@ -120,8 +122,10 @@ def plan_run(
     check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
     given = tuple(prompts)
-    shaping = shaping.checked(pair.vocabulary, pair.device)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)
+    settings = settings.for_pair(pair)
+    shaping = settings.shaping
+    policy = None if policy is None else as_policy(policy)
     settings = settings if policy is None else settings.for_policy(policy)
     topology = settings.topology
     asked = len(prompts)
@@ -181,6 +185,8 @@ def plan_run(
 def _check_prompts(prompts: Sequence[Prompt], completions: Completions | None, long: str) -> None:
     if not prompts:
         raise InputError("--prompts: expected at least one prompt")
+    if not all(isinstance(prompt, Prompt) for prompt in prompts):  # the letters of a text are none either
+        raise InputError("prompts: expected a list of Prompt(id, text), as read_prompts returns it")
     distinct = DistinctPrompts()
     for number, prompt in enumerate(prompts, 1):
         distinct.add(prompt.id, prompt.sample, (prompt.system, prompt.text), f"prompt number {number}")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..decode.models.pair import Pair
-from ..decode.verify.sampling import UNCHANGED, Shaping
-from ..policies.contract import StopPolicy
+from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ..policies.latency.profile import Profile
 from ..policies.progress import Progress, shown
+from ..policies.storage.registry import PolicySpec
 from .dense.completions import Completions
 from .plan import plan_run
 from .prompts.read import Prompt
@@ -35,7 +35,7 @@ def collect(
     repair: bool = False,
     progress: Progress = shown,
     collector: str = "dense",
-    policy: StopPolicy | None = None,
+    policy: PolicySpec | None = None,
     verification: str = "auto",
     explore: float = 0.0,
     mix: float = 0.0,
@@ -44,7 +44,7 @@ def collect(
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
-    shaping: Shaping = UNCHANGED,
+    shaping: Shaping = MODEL_DEFAULTS,
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..policies import kernels
+from ..policies.arguments import check_token_ids
 from ..policies.checking import check_policy
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
@@ -35,7 +36,7 @@ from .policy.reader import Logits
 from .policy.runner import MonitoredRunner
 from .records import Generation, Round
 from .rounds import play_round
-from .settings import Settings, Stopwatch
+from .settings import Settings, Stopwatch, shaping_of
 from .stream import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
 from .verify.noise import Source
@@ -89,9 +90,7 @@ class Speculator:
         check_policy(policy)
         check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
-        settings = settings or Settings()
-        settings = replace(settings, shaping=settings.shaping.checked(pair.vocabulary, pair.device))
-        self.pair, self.settings, self.profile = pair, settings, profile
+        self.pair, self.settings, self.profile = pair, (settings or Settings()).for_pair(pair), profile
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
         check_mode(self.mode, policy, tree)
@@ -231,6 +230,7 @@ class Speculator:
         source = self._source
         source.settings = self.settings
         self._runner.restart()
+        check_token_ids([getattr(request, "prompt", request) for request in requests])
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
         self.pair.check_prompts(request.prompt for request in requests)
@@ -266,6 +266,9 @@ class Speculator:
                 continue
             number, request = waiting.pop()
             begin = watch.now()
+            if request.shaping is not None:
+                shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
+                request = replace(request, shaping=shaping)
             text = self._source.open(stream, request)
             running[stream] = _Running(number, request, text, watch.now() - begin, [])
             rows.append(stream)

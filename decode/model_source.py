@@ -132,8 +132,9 @@ class ModelSource:
         """
         settings, device, prompt, read = self.settings, self.pair.device, list(request.prompt), request.read
         padding = list(request.padding)
-        seen = len(padding) + len(prompt)
-        processors = (request.shaping or settings.shaping).build(settings.temperature, seen, tuple(self.eos), device)
+        seen = [*padding, *prompt]
+        shaping = request.shaping or settings.shaping
+        processors = shaping.build(settings.temperature, len(seen), tuple(self.eos), device, seen)
         if read is None:
             self.target.roll_back(0, number)
             logits = self.target.read(upload([prompt], device), rows=1, stream=number)[0]
@@ -249,7 +250,8 @@ class ModelSource:
         proposal = self.feed(asked, places)
         raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
         sampled, untruncated = sampled_rows(asked, places, raw)
-        if proposal.ids is not None:  # it may know of no token
+        # The drafter may know of no token, and a grammar may leave none.
+        if proposal.ids is not None or any(own.text.sampler.constrained for own in asked):
             known = torch.isfinite(sampled).any(-1).tolist()
             rows = iter(known)
             asked, places = _feeding(asked, [[place for place in some if next(rows)] for some in places])

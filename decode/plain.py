@@ -9,14 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..policies.arguments import check_token_ids
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import download
 from .models.finite import broken
 from .models.hidden import hidden_width, stored
 from .models.packed import Part
 from .models.pair import Pair
+from .settings import shaping_of
 from .verify.noise import gumbel, own_tokens
-from .verify.sampling import UNCHANGED, BatchSampler, Shaping, require_token
+from .verify.sampling import MODEL_DEFAULTS, BatchSampler, Shaping, require_token
 
 ENDED_EVERY = 8
 """Steps on a device after which it is asked whether all texts have ended: the host would wait each time."""
@@ -49,7 +51,7 @@ def plain_texts(
     ignore_eos: bool = False,
     hidden: bool = False,
     noise: bool = False,
-    shaping: Shaping = UNCHANGED,
+    shaping: Shaping = MODEL_DEFAULTS,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 
@@ -68,6 +70,7 @@ def plain_texts(
         PairError: the target gives logits that are not finite.
         InputError: a processor cannot be called for any prefix, or a grammar and other options leave no token.
     """
+    check_token_ids(prompts)
     device, batch = pair.device, len(prompts)
     pair.check_prompts(prompts)
     pair.check_length(max(map(len, prompts)) + max_new_tokens)
@@ -76,8 +79,8 @@ def plain_texts(
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     stream = torch.tensor(list(keys), device=device)[:, None]  # [B, 1]
     ends = () if ignore_eos else pair.eos
-    shaping = shaping.checked(pair.vocabulary, pair.device)
-    sampler = BatchSampler(shaping, temperature, [len(prompt) for prompt in prompts], ends, device)
+    shaping = shaping_of(pair, shaping, max_new_tokens)
+    sampler = BatchSampler(shaping, temperature, prompts, ends, device)
     texts = _Texts.begin(pair, ends, (batch, max_new_tokens), hidden, noise and temperature > 0)
     logits = texts.rows.new_zeros(batch, pair.vocabulary)
     logits[:] = model.read_parts([Part(at, prompt, 1) for at, prompt in enumerate(prompts)])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from ..policies.arguments import as_list
 from ..policies.checking import with_costs
-from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
+from ..policies.storage.registry import PolicySpec, as_policy
 from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair
@@ -20,8 +21,8 @@ from .verify.trained_for import tell_if_unmeasured, tell_if_untrained
 
 def decode(
     pair: Pair,
-    prompts: Sequence[str | Sequence[int]],
-    policy: StopPolicy,
+    prompts: str | Sequence[str | Sequence[int]],
+    policy: PolicySpec,
     *,
     settings: Settings | None = None,
     ids: Sequence[str] | None = None,
@@ -36,10 +37,10 @@ def decode(
 
     Args:
         pair: with a tokenizer.
-        prompts: texts, or their token ids.
-        policy: when to stop drafting.
+        prompts: texts, or their token ids; a text by itself is one prompt.
+        policy: when to stop drafting: a policy, a spec such as `fixed:4`, or a policy folder.
         settings: temperature, limits, verification, tree, processors, stops.
-        ids: of the prompts, part of the key of their noise; by default their numbers.
+        ids: one for each prompt, part of the key of their noise; by default their numbers.
         seed: the other part; without effect at temperature 0.
         profile: see `Speculator`.
         drafter: proposes the candidates (`find_drafter`); the pair's by default.
@@ -53,15 +54,23 @@ def decode(
         The texts in the order of the prompts; in a batch the seconds of each are its share.
 
     Raises:
-        InputError: a prompt is empty or too long.
+        InputError: a prompt is empty or too long, or a default of the model cannot be applied.
+        PolicyError: no such policy.
     """
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
-    policy, drafter = with_costs(policy, profile), drafter or pair.drafter
-    settings = (settings or Settings()).for_policy(policy)
+    prompts = as_list(prompts)
+    if (odd := next((prompt for prompt in prompts if isinstance(prompt, int)), None)) is not None:
+        raise InputError(
+            f"prompts: expected texts or lists of token ids, not the number {odd}; pass [ids] for one prompt"
+        )
+    policy, drafter = with_costs(as_policy(policy), profile), drafter or pair.drafter
+    settings = (settings or Settings()).for_pair(pair).for_policy(policy)
     tell_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
     tell_if_unmeasured(profile, [policy], settings, drafter)
-    names = list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+    names = as_list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+    if len(names) != len(prompts):
+        raise InputError(f"ids: expected one for each of {len(prompts)} prompts, not {len(names)}")
     speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)
     read = pair.tokenizer
     requests = [

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StopStringCriteria
 
+from ..policies.arguments import as_list
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.learned.trees import TreeGain
 from ..policies.limits import check_limits
 from .models.pair import Pair
+from .policy.drift_monitor import check_drift
 from .topology import Topology, chain, parse_tree
+from .verify.model_defaults import SAMPLING, model_defaults
+from .verify.modes import check_mode_name
 from .verify.sampling import Shaping
 from .weak import weak_method
 
@@ -44,25 +48,59 @@ class Settings:
     max_depth: int = 20
     fallback: int = 4
     ignore_eos: bool = False
-    verification: str = "match"
+    verification: str = "auto"
     tree: str | None = None
     shaping: Shaping = field(default_factory=Shaping)
     stops: tuple[StoppingCriteria, ...] = ()
     drift: str = "off"
 
     def __post_init__(self) -> None:
-        check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, depth=self.max_depth)
+        check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, max_depth=self.max_depth)
         check_limits(fallback=self.fallback)
+        check_mode_name(self.verification)
+        check_drift(self.drift)
+        if self.tree is not None:
+            parse_tree(self.tree)
+        if not all(isinstance(criterion, StoppingCriteria) for criterion in self.stops):
+            raise InputError("stops: expected stopping criteria of transformers; `stop_strings` makes one of strings")
 
     @property
     def topology(self) -> Topology:
         """The tree that rounds may draft, no deeper than `max_depth`."""
         return chain(self.max_depth) if self.tree is None else parse_tree(self.tree).limited(self.max_depth)
 
+    def for_pair(self, pair: Pair) -> Settings:
+        """Return the settings with the sampling defaults of the pair's target where the shaping leaves it to them.
+
+        Raises:
+            InputError: a default or a processor cannot be applied.
+        """
+        return replace(self, shaping=shaping_of(pair, self.shaping, self.max_new_tokens))
+
     def for_policy(self, policy: StopPolicy) -> Settings:
         """Return the settings with the tree whose nodes a policy was trained to choose, where they name none."""
         own = tree_of(policy)
         return self if own is None or self.tree is not None else replace(self, tree=own.name)
+
+
+def shaping_of(pair: Pair, shaping: Shaping, max_new_tokens: int | None = None) -> Shaping:
+    """Return a shaping with the defaults of the pair's target (`Shaping.filled`) and checked processors."""
+    filled = shaping.filled(_defaults(pair), max_new_tokens) if shaping.model_defaults else shaping
+    return filled.checked(pair.vocabulary, pair.device)
+
+
+def _defaults(pair: Pair) -> dict[str, Any]:
+    return model_defaults(getattr(pair.target, "generation_config", None))
+
+
+def inherited_text(pair: Pair, settings: Settings) -> str:
+    """Return which sampling defaults of the pair's target a run has, in words; "" if there are none."""
+    applied = settings.for_pair(pair).shaping.fields()
+    if settings.temperature == 0:
+        applied = {name: value for name, value in applied.items() if name not in SAMPLING}
+    defaults = _defaults(pair) if settings.shaping.model_defaults else {}
+    words = [f"{name}={value!s:.60}" for name, value in sorted(defaults.items()) if applied.get(name) == value]
+    return f"the target's generation_config sets {', '.join(words)}" if words else ""
 
 
 def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
@@ -138,12 +176,13 @@ class Stopwatch:
         return event
 
 
-def stop_strings(pair: Pair, strings: Sequence[str]) -> tuple[StoppingCriteria, ...]:
+def stop_strings(pair: Pair, strings: str | Sequence[str]) -> tuple[StoppingCriteria, ...]:
     """Return the criterion that ends a text after any of `strings`; none for none.
 
     Raises:
         InputError: the pair has no tokenizer or one that cannot tell where a string ends, or a string is empty.
     """
+    strings = as_list(strings)
     if not strings:
         return ()
     if pair.tokenizer is None or not all(strings):

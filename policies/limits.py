@@ -76,6 +76,7 @@ LIMITS: Mapping[str, Limit | Range] = {
     "learning-rate": Range(1e-9, 10, "more than 0, from 1e-9 to 10"),
     "limit": Limit(1, _SEED),
     "max-batch": Limit(1, 1 << 16),
+    "max-depth": Limit(0, MOST_ROWS - 1),
     "max-new-tokens": Limit(1, _TOKENS),
     "memory": Limit(1, 1 << 20, " MiB"),
     "min-new-tokens": Limit(0, _TOKENS),
@@ -153,6 +154,11 @@ def check_limit(name: str, value: Any, least: int | None = None) -> None:
     wanted = limit.wanted(value, int(limit.least) if least is None else least)
     if wanted:
         raise InputError(f"--{name}: expected {wanted}, not {_shown(value)}")
+
+
+def is_within(name: str, value: Any) -> bool:
+    """Whether `check_limit` accepts a number."""
+    return not LIMITS[name].wanted(value, int(LIMITS[name].least))
 
 
 def check_limits(**values: Any) -> None:

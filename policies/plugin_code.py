@@ -108,7 +108,7 @@ def own(policy: object) -> bool:
 def reason(error: BaseException) -> str:
     """Return an error as one line; the kind is left out where specstop's own errors say it all."""
     try:
-        text = str(error)
+        text = error.command_line if isinstance(error, SpecstopError) else str(error)
     except Exception:  # its own code runs here too
         text = ""
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:LONGEST]

@@ -118,6 +118,6 @@ def _nodes(ground: Ground, arrays: TraceArrays, profile: Profile) -> TreeChoice:
 def _with_decisions(ground: Ground, drafter: str, setting: Setting, profile: Profile) -> Profile:
     """Return the profile with what a policy's decisions cost in the loop."""
     pair = with_drafter(ground.pair, drafter)
-    settings = Settings(ground.temperature, ground.tokens, ground.depth, tree=setting.tree)
+    settings = Settings(ground.temperature, ground.tokens, ground.depth, tree=setting.tree, verification="match")
     timed = loop_decisions(pair, [setting.policy], ground.ids(ground.fit), settings, effort=ground.effort)
     return profile.with_measured_decisions(timed)

@@ -103,7 +103,10 @@ def beside(ground: Ground, drafters: dict[str, tuple[str, str, Chosen]], first: 
 def per_call(ground: Ground, drafters: dict[str, str]) -> dict[str, tuple[float, float, int]]:
     """Return by name tokens a target call in chains and in the whole tree, and how many texts equal plain decoding."""
     asked = [Request(ids, stream_key(0, p.id)) for p, ids in zip(ground.test, ground.ids(ground.test), strict=True)]
-    shapes = [Settings(ground.temperature, ground.tokens, ground.depth, tree=tree) for tree in (None, ground.tree)]
+    shapes = [
+        Settings(ground.temperature, ground.tokens, ground.depth, tree=tree, verification="match")
+        for tree in (None, ground.tree)
+    ]
     plain = Speculator(ground.pair, FixedLength(0), shapes[0]).run(asked)
     out = {}
     for done, (name, spec) in enumerate(drafters.items()):

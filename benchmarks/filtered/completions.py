@@ -125,7 +125,7 @@ def _refusals(
     place: Place, stock: Pair, prompts: Sequence[Prompt], written: dict[str, list[int]], length: int, bars: Bars
 ) -> dict[str, Any]:
     """Count refused sets: of right texts, and of texts of other temperatures."""
-    settings, size = Settings(TEMPERATURE, place.tokens), max(len(prompts) // SETS, 8)
+    settings, size = Settings(TEMPERATURE, place.tokens, verification="match"), max(len(prompts) // SETS, 8)
     tokens = encode(prompts, place.pair.tokenizer, 1 << 20)
     by_id = {prompt.id: (prompt, ids) for prompt, ids in zip(prompts, tokens, strict=True)}
 

@@ -88,7 +88,7 @@ def same_rounds(
         room: folder that does not exist yet, for the trace.
     """
     assert pair.tokenizer is not None
-    settings = Settings(temperature, tokens, DEPTH, tree=tree, shaping=shaping)
+    settings = Settings(temperature, tokens, DEPTH, tree=tree, shaping=shaping, verification="match")
     trace = collect(
         pair, prompts, room, depth=DEPTH, tree=tree, temperature=temperature, verification="match",
         max_new_tokens=tokens, shaping=shaping,

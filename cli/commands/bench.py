@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import PHASES, check_failures, find_prompts, fitting
+from ..common import PHASES, check_failures, find_prompts, fitting, say_defaults
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import say
 from ..options.models import Models
@@ -91,6 +91,9 @@ def bench(
                 plain = pair.engines == ("plain", "plain")
                 stock = pair if plain else replace(models, engine="plain", drafter="model").open(found)
         settings = replace(settings, shaping=filters.shaping(structure.read(pair)))
+        if not quiet:
+            say_defaults(pair, settings)
+        settings = settings.for_pair(pair)
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,

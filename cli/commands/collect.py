@@ -14,6 +14,7 @@ import typer
 from ...policies.errors import InputError
 from ...policies.files.outputs import RUN_FILE, beside, claim_folder
 from ...policies.progress import Progress
+from ..common import say_defaults
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars
 from ..console.streams import say
@@ -205,6 +206,7 @@ def collect(
     from ...collect.prompts.kept import keep_prompts, kept_prompts, require_stored
     from ...collect.prompts.read import apply_chat_template
     from ...collect.store.folder import PROMPTS_FILE
+    from ...decode.settings import Settings
     from ...policies.storage.registry import load_policy
 
     place = read_place(os.environ)
@@ -237,6 +239,8 @@ def collect(
         read = asked.read(found.demo) if kept is None else kept
         pair = replace(models, device=place.device(models.device)).open(found)
         chosen = apply_chat_template(read, pair.tokenizer) if asked.chat and kept is None else read
+        if not quiet:
+            say_defaults(pair, Settings(temperature, max_new_tokens, shaping=filters.shaping()))
         planned = partial(
             plan_run,
             pair,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from ..console.output import human_bytes, human_seconds, next_step, output, print_json, table
 from ..console.streams import say
 from ..options.config import running_options
+from ..options.sampling import Filters
 from .info import describe_trace, trace_json
 
 if TYPE_CHECKING:
@@ -42,10 +44,14 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
     if (note := facts.get("note on acceptance")) is not None:
         output().print(f"Note: {note}", soft_wrap=True)
     header = trace.header
-    sampled = {"temperature": header.temperature or None, **dict(sorted(header.shaping.items())), "processors": None}
-    # Processors have no option of their own: they are given in Python alone.
-    options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
     asked = running_options()
+    names = [one.name for one in fields(Filters) if one.name != "model_defaults"]
+    given = {name: asked[name] for name in names if asked.get(name) is not None}
+    # Processors, and what the model sets beside these options, have no option of their own.
+    shaped = {name: value for name, value in header.shaping.items() if name in names}
+    sampled = {"temperature": header.temperature or None, **dict(sorted((given | shaped).items()))}
+    options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
+    options += [] if asked.get("model_defaults", True) else ["--no-model-defaults"]
     chat = ["--chat"] if asked.get("chat") else []
     prompts = asked.get("prompts") or "PROMPTS"
     told = [*chat, *options, *_rounds(header, asked.get("through")), "--prompts", prompts]

@@ -8,7 +8,7 @@ import typer
 
 from ...policies.errors import InputError
 from ...policies.files.text import printable
-from ..common import PHASES, find_prompts, fitting, percent, piped_prompt
+from ..common import PHASES, find_prompts, fitting, percent, piped_prompt, say_defaults
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import results, say
 from ..options.models import Models
@@ -99,6 +99,8 @@ def decode(
         stops=stop_strings(pair, stop),
         drift=drift,
     ).for_policy(rule)
+    if not quiet:
+        say_defaults(pair, settings)
     given = {p.id: p.text for p in chosen}  # they are shown as they were given
     kept, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
     mode = resolve_mode(verification, rule, settings.topology, temperature)

@@ -1,4 +1,4 @@
-"""`specstop info`: describe a trace, a policy or drafter folder, or a profile."""
+"""`specstop info`: describe a trace, a policy, drafter or model folder, or a profile."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UNJUDGED = "nothing says how noisy the machine was: the timings of these costs w
 
 
 def info(
-    path: Annotated[Path, typer.Argument(help="The folder of a trace, a policy or a drafter, or a profile.")],
+    path: Annotated[Path, typer.Argument(help="The folder of a trace, a policy, a drafter or a model, or a profile.")],
     json: Json = False,
 ) -> None:
-    """Describe a trace, the folder of a policy or a trained drafter, or a latency profile."""
+    """Describe a trace, the folder of a policy, a trained drafter or a model, or a latency profile."""
     if (path / "header.json").is_file():
         _show_trace(path, json)
         return
@@ -36,11 +36,13 @@ def info(
         facts = _policy(path)
     elif (path / "drafter.json").is_file():
         facts = _drafter(path)
+    elif (path / "config.json").is_file():
+        facts = _model(path)
     elif path.is_file():
         facts = _profile(path)
     else:
         raise InputError(
-            f"expected the folder of a trace, a policy or a drafter, or a profile, but {path} is none of them"
+            f"expected the folder of a trace, a policy, a drafter or a model, or a profile, but {path} is none of them"
         )
     if json:
         print_json(facts)
@@ -247,6 +249,34 @@ def _drafter(path: Path) -> dict[str, Any]:
         ),
         **{f"provenance: {name}": _short(value) for name, value in trained.provenance.items()},
         **{name: value for name, value in metrics.items() if not isinstance(value, list)},
+    }
+
+
+def _model(path: Path) -> dict[str, Any]:
+    """Return what `generation_config.json` of a model says of the texts that it writes."""
+    from transformers import AutoConfig, GenerationConfig
+
+    from ...decode.verify.model_defaults import APPLIED, LEFT_OUT, model_defaults
+    from ...policies.learned.conditions import shaping_text
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        there = (path / "generation_config.json").is_file()
+        defaults = GenerationConfig.from_pretrained(path) if there else GenerationConfig.from_model_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+    fields = model_defaults(defaults)
+    parts = {
+        "sampling defaults": {name: value for name, value in fields.items() if name in APPLIED},
+        "defaults left out": {name: value for name, value in fields.items() if name in LEFT_OUT},
+        "defaults that cannot be applied": {name: fields[name] for name in fields if name not in {*APPLIED, *LEFT_OUT}},
+    }
+    return {
+        "kind": "model",
+        "architecture": ", ".join(config.architectures or []) or config.model_type,
+        "vocabulary": config.get_text_config().vocab_size,
+        "end-of-text tokens": str(defaults.eos_token_id),
+        **{name: shaping_text(part) for name, part in parts.items() if part or name == "sampling defaults"},
     }
 
 

@@ -9,7 +9,7 @@ import typer
 
 from ...policies.errors import InputError, PolicyError
 from ...policies.files.deferral import uninterrupted
-from ..common import batch_sizes, find_prompts, fitting, flat
+from ..common import batch_sizes, find_prompts, fitting, flat, say_defaults
 from ..console.output import next_step, print_json, progress_bars, table
 from ..console.streams import say
 from ..options.config import given_config, save_config
@@ -72,6 +72,7 @@ def profile(
     from ...decode.drafters.known import drafts_in_turn
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
+    from ...decode.settings import Settings
     from ...policies.files.outputs import claim_file, refuse_inputs
     from ...policies.latency.profile import MARK
     from ...policies.storage.registry import load_policy
@@ -96,6 +97,14 @@ def profile(
         rules = [load_policy(spec).limited(depth) for spec in policy]
         chosen = find_prompts(prompts, found.demo, "train", 32)
         pair = models.open(found)
+        settings = Settings(temperature, shaping=shaping)
+        if not quiet:
+            say_defaults(pair, settings)
+        if through is not None and (sets := settings.for_pair(pair).shaping.facts):
+            raise InputError(
+                f"--through vllm: expected no sampling defaults of the target, not {', '.join(sets)}; give "
+                "--no-model-defaults"
+            )
         ids = fitting(chosen, pair, 1, chat, long)[1]
         shared: dict[str, Any] = {
             "depth": depth,
@@ -154,7 +163,7 @@ def _add_policies(
     try:
         rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
     except PolicyError as error:
-        raise PolicyError(str(error).replace("--policy", "--add-policy", 1)) from None
+        raise PolicyError(error.command_line.replace("--policy", "--add-policy", 1)) from None
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         pair = models.open(found)

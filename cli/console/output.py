@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ...policies.errors import SpecstopWarning
 from ...policies.files.text import printable
 from ...policies.progress import Progress, silent
 from .streams import results, say
@@ -188,6 +189,6 @@ def one_line_warnings() -> None:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        say(f"warning: {message}")
+        say(f"warning: {message.command_line if isinstance(message, SpecstopWarning) else message}")
 
     warnings.showwarning = show

@@ -20,18 +20,28 @@ if TYPE_CHECKING:
 class Filters:
     """Options by the names of the fields of `decode.Shaping`."""
 
-    top_k: Annotated[int, typer.Option(help="Sample among this many most likely tokens; 0 = all.")] = 0
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many most likely tokens; 0 = all.")] = None
     top_p: Annotated[
-        float, typer.Option(help="Sample among the most likely tokens that add up to this probability.")
-    ] = 1.0
+        float | None, typer.Option(help="Sample among the most likely tokens that add up to this probability.")
+    ] = None
     min_p: Annotated[
-        float, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")
-    ] = 0.0
+        float | None, typer.Option(help="Leave out tokens less likely than this share of the most likely one.")
+    ] = None
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that the text already has become less likely.")
-    ] = 1.0
-    no_repeat_ngram: Annotated[int, typer.Option(help="Let no n-gram of this length come twice; 0 = allow all.")] = 0
-    min_new_tokens: Annotated[int, typer.Option(help="Do not end a text before this many new tokens.")] = 0
+        float | None, typer.Option(help="Above 1: tokens that the text already has become less likely.")
+    ] = None
+    no_repeat_ngram: Annotated[
+        int | None, typer.Option(help="Let no n-gram of this length come twice; 0 = allow all.")
+    ] = None
+    min_new_tokens: Annotated[int | None, typer.Option(help="Do not end a text before this many new tokens.")] = None
+    model_defaults: Annotated[
+        bool,
+        typer.Option(
+            "--model-defaults/--no-model-defaults",
+            rich_help_panel="The target's defaults",  # so that its length takes no room from other names
+            help="Apply what the target's generation_config.json sets of these and other such fields.",
+        ),
+    ] = True
 
     def shaping(self, grammar: Grammar | None = None) -> Shaping:
         """Return what they make of a distribution, under a grammar if there is one."""

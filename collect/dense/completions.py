@@ -144,7 +144,7 @@ def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = F
 def sampled_rows(pair: Pair, settings: Settings, prompt: Sequence[int], text: Sequence[int], rows: Tensor) -> Tensor:
     """Return [L, V], what each token of the text is sampled from: `target_rows`, processed."""
     temperature = settings.temperature
-    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device), temperature)
+    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device, prompt), temperature)
     return sampler(rows, lambda: [[*prompt, *text[:at]] for at in range(len(text))])
 
 

@@ -50,6 +50,7 @@ def mixed_rows(
         hidden: hidden states to record; the draft's are those after the mixed text as well.
         memory_bytes: for rows as wide as the vocabulary.
     """
+    settings = settings.for_pair(pair)
     temperature, shaping, limit = settings.temperature, settings.shaping, settings.max_new_tokens + 1
     kept = [name for name in hidden if name != DRAFT_HIDDEN]
     unroller = Unroller(pair, 1, temperature, memory_bytes=memory_bytes, hidden=kept, shaping=shaping)
@@ -94,7 +95,7 @@ def _mixed(
     check_rows(logits, "draft")
     # The noise that the samples Y were drawn with, at the same positions.
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
-    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device), temperature)
+    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device, prompt), temperature)
     tokens = ids[0].tolist()
     sampled = sampler(logits, lambda: [tokens[: len(prompt) + 1 + row] for row in range(len(logits))])
     scores = match_scores(sampled, noise)

@@ -46,7 +46,8 @@ class Places:
         self.names, self.text, self.prompt = job.features, anchors.text, anchors.prompt
         self.first, self.last, self.places = first, last, end - first + 1
         device = self.pair.device
-        processors = job.shaping.build(self.temperature, self.prompt, self.pair.eos, device)
+        prompt = self.text[: self.prompt]
+        processors = job.shaping.build(self.temperature, self.prompt, self.pair.eos, device, prompt)
         self.sampler = Sampler(processors, self.temperature)
         self.propose = job.proposer(anchors, first, self.places)
         # Something is proposed after these rows only, so only they have records.

@@ -20,9 +20,10 @@ from ...decode.models.compact import CompactModel
 from ...decode.models.hidden import hidden_width
 from ...decode.models.kv_cache import token_bytes
 from ...decode.models.pair import Pair
+from ...decode.settings import shaping_of
 from ...decode.topology import Topology, chain
 from ...decode.verify.given_text import DrawsAt
-from ...decode.verify.sampling import UNCHANGED, Shaping
+from ...decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, TREE_FEATURES
 from ...policies.features.hidden_states import DRAFT_HIDDEN
@@ -70,13 +71,14 @@ class Unroller:
         memory_bytes: int = MEMORY_BYTES,
         rows: int | None = None,
         hidden: Sequence[str] = (),
-        shaping: Shaping = UNCHANGED,
+        shaping: Shaping = MODEL_DEFAULTS,
         verification: str = "match",
         off_text: str = "exact",
         draws: int = 1,
         choices: Callable[[int, int], DrawsAt] = keyed_draws,
     ) -> None:
         self.pair, self.temperature, self.memory_bytes = pair, temperature, memory_bytes
+        shaping = shaping_of(pair, shaping)
         self.shaping, self.verification, self.draws = shaping, verification, draws
         self.tree = chain(tree) if isinstance(tree, int) else tree
         if max(map(len, self.tree.children)) > pair.vocabulary:

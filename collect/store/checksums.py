@@ -101,7 +101,7 @@ def _foreign(schema: pa.Schema, shard: Path, header: Header) -> str:
     try:
         own = Header.from_json((schema.metadata or {}).get(HEADER_KEY, b"{}"), str(shard))
     except TraceError as error:
-        return str(error)
+        return error.command_line
     if not schema.equals(arrow_schema(header)) or own.differences(header):
         return "it is of another run than header.json"
     return ""

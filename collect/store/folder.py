@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...policies.arguments import as_list
 from ...policies.errors import InputError, TraceError
 from ...policies.features.hidden_states import HIDDEN_STATES
 from ...policies.files.atomic import MANIFEST
@@ -223,14 +224,14 @@ class Trace:
         """Return only these columns of all rows, so that a large trace need not fit into memory whole."""
         # Given, or read before: the cached property keeps them in the same place.
         if "rows" in vars(self):
-            chosen = self.rows if columns is None else self.rows.select_columns(list(columns))
+            chosen = self.rows if columns is None else self.rows.select_columns(as_list(columns))
             return chosen.with_format("arrow")[:]
         tables = list(self.shards(columns))
         return pa.concat_tables(tables) if tables else arrow_schema(self.header).empty_table()
 
     def shards(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Yield the table of each finished shard, one at a time, with these columns or all."""
-        names = None if columns is None else list(columns)
+        names = None if columns is None else as_list(columns)
         return self._read(lambda path: iter([pq.read_table(path, columns=names, memory_map=True)]))
 
     def batches(self, names: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:

@@ -7,13 +7,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...policies.arguments import check_token_ids
 from ...policies.baselines.fixed import FixedLength
 from ...policies.checking import with_costs
-from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.plugin_code import Failure
 from ...policies.progress import Progress, shown
+from ...policies.storage.registry import PolicySpec, as_policies
 from ..loop import Speculator
 from ..models.pair import Pair
 from ..records import Generation, Tally
@@ -70,7 +71,7 @@ class BenchLine:
 def bench(
     pair: Pair,
     prompts: Sequence[tuple[str, Sequence[int]]],
-    policies: Sequence[StopPolicy],
+    policies: PolicySpec | Sequence[PolicySpec],
     *,
     settings: Settings | None = None,
     library: Pair | None = None,
@@ -84,7 +85,7 @@ def bench(
     Args:
         pair: on which policies run.
         prompts: (id, token ids).
-        policies: to compare.
+        policies: to compare: policies, specs such as `fixed:4`, or policy folders.
         settings: shared by all, but for the tree of a policy that has one (`Settings.for_policy`).
         library: the same pair with the engine `plain`; given, transformers' `generate` and, where texts are decoded one by
             one, which is all that they can do, its assisted settings run too.
@@ -94,18 +95,20 @@ def bench(
         progress: see `Progress`.
 
     Raises:
-        InputError: there is no prompt.
+        InputError: there is no prompt, or a default of the model cannot be applied.
     """
     if not prompts:
-        raise InputError("bench: expected at least one prompt")
-    settings, policies = settings or Settings(), [with_costs(policy, profile) for policy in policies]
+        raise InputError("prompts: expected at least one (id, token ids)")
+    check_token_ids([prompt[-1] for prompt in prompts])
+    settings = (settings or Settings()).for_pair(pair)
+    rules = [with_costs(policy, profile) for policy in as_policies(policies)]
     runs: list[Runner] = [Speculator(pair, FixedLength(0), settings, profile, batch=batch)]
-    for policy in policies:
+    for policy in rules:
         own = settings.for_policy(policy)
         tell_if_untrained(policy, own, pair)
         runs.append(Speculator(pair, policy, own, profile, batch=batch))
-    tell_if_unmeasured(profile, policies, settings, pair.drafter)
-    names = ["plain", *(policy.shown_name for policy in policies)]
+    tell_if_unmeasured(profile, rules, settings, pair.drafter)
+    names = ["plain", *(policy.shown_name for policy in rules)]
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
             runs.append(

@@ -20,8 +20,10 @@ from ..models.pair import Pair
 from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
+from ..settings import shaping_of
+from ..verify.model_defaults import APPLIED, SAMPLING
 from ..verify.processors import PerText
-from ..verify.sampling import UNCHANGED, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, Shaping
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Assisted:
         temperature: float,
         max_new_tokens: int,
         ignore_eos: bool = False,
-        shaping: Shaping = UNCHANGED,
+        shaping: Shaping = MODEL_DEFAULTS,
         batch: int = 1,
     ) -> None:
         models = (pair.target, pair.draft_model if setting.tokens else pair.target)
@@ -90,16 +92,11 @@ class Assisted:
         self.name = setting.name
         self._pair, self._setting, self._batch = pair, setting, batch
         self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            # Also where they are off: left out, top_k would be the library's own default, 50.
-            self._options |= {"temperature": temperature, "top_k": shaping.top_k, "top_p": shaping.top_p}
-            self._options |= {"min_p": shaping.min_p} if shaping.min_p else {}
-        self._options |= {
-            "repetition_penalty": shaping.repetition_penalty,
-            "no_repeat_ngram_size": shaping.no_repeat_ngram,
-            "min_new_tokens": shaping.min_new_tokens or None,
-        }
-        self._processors = shaping.checked(pair.vocabulary, pair.device).processors
+        shaping = shaping_of(pair, shaping, max_new_tokens)
+        # Also what is off: left out, it would be the model's own or the library's default.
+        self._options |= {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
+        self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(SAMPLING)
+        self._processors = shaping.processors
         if ignore_eos:
             self._options["eos_token_id"] = None
 

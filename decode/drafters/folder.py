@@ -156,7 +156,7 @@ def _strictly(path: str | Path, read: Callable[[Path], T]) -> T:
             raise InputError("expected the folder of a drafter, which does not exist")
         return read(folder)
     except (InputError, PolicyError) as error:
-        raise InputError(f"--drafter: {path}: {error}") from None
+        raise InputError(f"--drafter: {path}: {error.command_line}") from None
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"--drafter: {path}: {DRAFTER_FILE} lacks or mangles {reason}") from None

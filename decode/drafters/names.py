@@ -19,7 +19,7 @@ def as_input() -> Iterator[None]:
     try:
         yield
     except PolicyError as error:
-        raise InputError(str(error)) from None
+        raise InputError(error.command_line) from None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def shared_network(kind: str, path: str, pair: Pair) -> Any:
             try:
                 network = trained.network_for(pair)
             except InputError as error:
-                raise InputError(f"--drafter: {path}: {error}") from None
+                raise InputError(f"--drafter: {path}: {error.command_line}") from None
             _ALIVE[key] = network
         _LAST[pair.target] = network
     return network

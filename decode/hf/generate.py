@@ -31,6 +31,7 @@ from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
+from ...policies.limits import is_within
 from ...policies.storage.registry import load_policy
 from ..drafters.find import find_drafter
 from ..drafters.known import check_drafter, needs_draft
@@ -41,7 +42,7 @@ from ..settings import Settings
 from ..verify.grammar import XGrammarProcessor, is_xgrammar
 from ..verify.noise import stream_key
 from ..verify.processors import STATELESS
-from ..verify.sampling import Shaping
+from ..verify.sampling import UNCHANGED, Shaping
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
 from .arguments import check_adapters, check_config, check_dropped, check_inputs
 from .prefill import Prefill
@@ -192,11 +193,16 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
     """Return the processors, and the temperature beside them: 0, or 1 where it is among them already."""
     made = tuple(processors or ())
     if not sampling:
-        return Shaping(processors=made), 0.0
-    # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`).
-    if len(made) == 1 and isinstance(made[0], TemperatureLogitsWarper):
-        return Shaping(), float(made[0].temperature)
-    return Shaping(processors=made), 1.0
+        return dataclasses.replace(UNCHANGED, processors=made), 0.0
+    # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`); one that `Settings`
+    # refuses stays a processor, so that the same temperatures are accepted with and without others.
+    if (
+        len(made) == 1
+        and isinstance(made[0], TemperatureLogitsWarper)
+        and is_within("temperature", made[0].temperature)
+    ):
+        return UNCHANGED, float(made[0].temperature)
+    return dataclasses.replace(UNCHANGED, processors=made), 1.0
 
 
 def _of_row(shaping: Shaping, row: int) -> Shaping:

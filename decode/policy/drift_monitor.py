@@ -96,14 +96,23 @@ class AcceptanceWatch:
         return accepted / (accepted + refused) if accepted + refused else 0.0
 
 
-def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | None:
-    """Return the watch of a policy: None where the monitor is off or there is nothing to compare with.
+def check_drift(mode: str) -> None:
+    """Refuse what is no mode of the monitor.
 
     Raises:
         InputError: an unknown mode.
     """
     if mode not in MODES:
         raise InputError(f"--drift: expected one of {', '.join(MODES)}, not {mode!r}")
+
+
+def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | None:
+    """Return the watch of a policy: None where the monitor is off or there is nothing to compare with.
+
+    Raises:
+        InputError: an unknown mode.
+    """
+    check_drift(mode)
     if mode == "off" or not chain or not isinstance(policy, LearnedPolicy) or isinstance(policy, TreeGain):
         return None  # the state of `TreeGain` is that of a tree
     # One that is first asked at depth 2 does not know S_1, and a continuation value is no S.

@@ -15,21 +15,22 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...policies.arguments import check_token_ids
 from ...policies.baselines.fixed import FixedLength
-from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
+from ...policies.storage.registry import PolicySpec, as_policies
 from ..drafters.depths import tell_if_cut
 from ..loop import Speculator
 from ..models.cuda.recorder import Recorded
 from ..models.pair import Pair
 from ..records import Generation
 from ..settings import Settings
-from ..verify.sampling import UNCHANGED, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, Shaping
 from .batches import BatchRun
 from .carry_over import ROUND, Before, charged
 from .decisions import decision_cases
@@ -56,14 +57,14 @@ def measure_profile(
     *,
     depth: int = 10,
     temperature: float = 0.0,
-    policies: Sequence[StopPolicy] = (),
+    policies: PolicySpec | Sequence[PolicySpec] = (),
     new_tokens: int = NEW_TOKENS,
     effort: Effort | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
-    shaping: Shaping = UNCHANGED,
+    shaping: Shaping = MODEL_DEFAULTS,
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
@@ -89,6 +90,7 @@ def measure_profile(
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
     """
+    check_token_ids(prompts)
     check_limits(depth=depth, temperature=temperature)
     check_limit("depth", depth, least=1)
     tell_if_cut(pair, depth, tree)
@@ -102,7 +104,7 @@ def measure_profile(
     run = calibration(new_tokens=new_tokens)
     cases = {  # by `cost_name`: of policies that share one the last is timed, for all
         **run.cases(),
-        **run.warmed(decision_cases(pair, policies, prompts, run.settings, sizes=batch)),
+        **run.warmed(decision_cases(pair, as_policies(policies), prompts, run.settings, sizes=batch)),
     }
     return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
 
@@ -141,13 +143,13 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
-        shaping: Shaping = UNCHANGED,
+        shaping: Shaping = MODEL_DEFAULTS,
         batch: Sequence[int] = (),
         verification: str = "auto",
     ) -> None:
         self.settings = Settings(
             temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
-        )
+        ).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
         self._script = Speculator(pair, Scripted(depth), self.settings)

@@ -26,7 +26,7 @@ from ..policy.reader import Logits
 from ..records import Round
 from ..settings import Settings
 from ..verify.noise import mix_one
-from ..verify.sampling import UNCHANGED, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, Shaping
 from .carry_over import TREE_ROUND, Before
 from .script import Script, streams_of_script
 
@@ -143,7 +143,7 @@ class TreeRun:
         *,
         temperature: float,
         new_tokens: int = 96,
-        shaping: Shaping = UNCHANGED,
+        shaping: Shaping = MODEL_DEFAULTS,
         verification: str = "auto",
     ) -> None:
         settings = Settings(

@@ -22,15 +22,24 @@ PLACE_FEATURES = ("depth", "branch_rank")
 """POST features that tell where a token stands, not which it is."""
 
 
+def check_mode_name(name: str) -> None:
+    """Refuse what is neither `auto` nor the name of a mode.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    if name != "auto" and name not in MODES:
+        known, meant = ", ".join(MODES), close_match(str(name), MODES)
+        raise InputError(f"--verification: expected auto or one of {known}, not {name!r}{meant}")
+
+
 def find_mode(name: str, temperature: float) -> Verification:
     """Return the mode called `name`; at temperature 0 every one but `target_init` is greedy matching.
 
     Raises:
         InputError: there is none of that name.
     """
-    if name not in MODES:
-        known, meant = ", ".join(MODES), close_match(name, MODES)
-        raise InputError(f"--verification: expected auto or one of {known}, not {name!r}{meant}")
+    check_mode_name(name)
     return Match() if temperature == 0.0 and name != TargetInit.name else MODES[name]()
 
 

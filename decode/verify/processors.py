@@ -76,6 +76,11 @@ class PerText(LogitsProcessor):
         raise NotImplementedError
 
 
+def processor_name(processor: LogitsProcessor) -> str:
+    """Return the name of a processor in headers and messages."""
+    return processor.name if isinstance(processor, PerText) else type(processor).__name__
+
+
 class Stepwise(PerText):
     """A processor with state that depends on the tokens alone: called on copies, step by step along each prefix.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
-    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopHLogitsWarper,
     TopKLogitsWarper,
@@ -27,7 +24,17 @@ from transformers.generation.logits_process import (
 from ...policies.errors import InputError
 from ...policies.limits import check_limits
 from .grammar import GrammarMask, XGrammarProcessor, is_xgrammar
-from .processors import PerText, check_processor
+from .model_defaults import (
+    APPLIED,
+    LEFT_OUT,
+    REFUSED,
+    as_json,
+    check_fields,
+    is_neutral,
+    library_processors,
+    processor_options,
+)
+from .processors import PerText, check_processor, processor_name
 
 _TRUNCATING = (
     TopHLogitsWarper,
@@ -43,20 +50,10 @@ _TRUNCATING = (
 _OF_ROWS = (*_TRUNCATING, TemperatureLogitsWarper)
 """Those that look at the logits alone, not at the tokens before."""
 
-_KNOWN: Mapping[type[LogitsProcessor], tuple[str, str]] = {
-    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-    NoRepeatNGramLogitsProcessor: ("no_repeat_ngram", "ngram_size"),
-    MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
-    TopKLogitsWarper: ("top_k", "top_k"),
-    TopPLogitsWarper: ("top_p", "top_p"),
-    MinPLogitsWarper: ("min_p", "min_p"),
-}
-"""The option of `Shaping` that each stands for, and where it keeps the value."""
-
 
 @dataclass(frozen=True)
 class Shaping:
-    """How the distribution that is sampled from differs from the model's, beside the temperature.
+    """How the distribution that is sampled from differs from the target's softmax, beside the temperature.
 
     Attributes:
         top_k, top_p, min_p: which tokens stay; 0, 1 and 0 leave all.
@@ -64,85 +61,143 @@ class Shaping:
         no_repeat_ngram: length of the n-grams that may not come twice; 0 = any may.
         min_new_tokens: no end of text before so many.
         processors: more of transformers' logits processors, or a `Grammar`, asked after these and before the temperature.
+        others: further fields of transformers' `GenerationConfig` by name, such as `typical_p` or `bad_words_ids`; a value
+            of None turns one off that the model sets.
+        model_defaults: what is None or not among `others` is as the target's `generation_config` has it; without, off.
     """
 
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    no_repeat_ngram: int = 0
-    min_new_tokens: int = 0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram: int | None = None
+    min_new_tokens: int | None = None
     processors: tuple[LogitsProcessor, ...] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
+    model_defaults: bool = True
 
     def __post_init__(self) -> None:
         check_limits(**vars(self))
+        known = {*APPLIED, *REFUSED, *LEFT_OUT, _LIMIT} - {*_OPTIONS.values()}
+        if odd := sorted(set(self.others) - known):
+            raise InputError(f"others: expected fields among {', '.join(sorted(known))}, not {', '.join(odd)}")
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Shaping:
-        """Return the shaping that `facts` tells of.
+        """Return the shaping that `facts` tells of, without the defaults of a model.
 
         Raises:
             InputError: an option is unknown or out of range, or there are further processors, of which names alone are known.
         """
-        known = {field.name for field in fields(Shaping)} - {"processors"}
+        known = {*_OPTIONS, *APPLIED} - {*_OPTIONS.values()} | {*_OPTIONS}
         if odd := sorted(set(facts) - known):
             raise InputError(
                 f"sampling options: {', '.join(odd)} cannot be restored; known: {', '.join(sorted(known))}"
             )
-        return Shaping(**facts)
+        others = {name: value for name, value in facts.items() if name not in _OPTIONS}
+        own = {name: value for name, value in facts.items() if name in _OPTIONS}
+        return Shaping(**own, others=others, model_defaults=False)
+
+    def filled(self, defaults: Mapping[str, Any], max_new_tokens: int | None = None) -> Shaping:
+        """Return the shaping with the defaults of a model in the place of what is left to them; itself if nothing is.
+
+        Args:
+            defaults: of `model_defaults`, or `facts` of a trace.
+            max_new_tokens: of the texts, at whose end a token may be forced.
+
+        Raises:
+            InputError: a default cannot be applied, and is not turned off.
+        """
+        if not self.model_defaults:
+            return self
+        fields = {**defaults, **self.others}
+        fields |= {field: value for name, field in _OPTIONS.items() if (value := getattr(self, name)) is not None}
+        fields = check_fields(fields)
+        if self.min_new_tokens is not None:
+            fields.pop("min_length", None)  # as `generate` has it
+        own = {name: fields.pop(field, None) for name, field in _OPTIONS.items()}
+        if "forced_eos_token_id" in fields and max_new_tokens is not None:
+            fields[_LIMIT] = max_new_tokens
+        try:
+            filled = replace(self, **own, others=fields, model_defaults=False)
+            filled.build(1.0, 1, (0,), torch.device("cpu"), (0,))
+        except InputError as error:
+            raise InputError(f"the target's generation_config: {error.command_line}") from None
+        return filled
+
+    def fields(self) -> dict[str, Any]:
+        """Return what differs from plain sampling by the names of `GenerationConfig`, without `processors`."""
+        own = {field: getattr(self, name) for name, field in _OPTIONS.items()}
+        every = {**own, **{name: value for name, value in self.others.items() if name in APPLIED}}
+        return {name: value for name, value in every.items() if not is_neutral(value, APPLIED[name])}
 
     @property
     def facts(self) -> dict[str, Any]:
         """What differs from plain sampling, as JSON has it: options by name, `processors` by their types' names."""
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "processors"}
-        plain = {field.name: field.default for field in fields(self)}
-        names = list(map(_name, self.processors))
-        return {name: value for name, value in options.items() if value != plain[name]} | (
-            {"processors": names} if names else {}
-        )
+        own = {field: name for name, field in _OPTIONS.items()}
+        names = list(map(processor_name, self.processors))
+        options = {own.get(name, name): as_json(value) for name, value in self.fields().items()}
+        return options | ({"processors": names} if names else {})
 
-    def build(self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device) -> LogitsProcessorList:
-        """Return the processors of one text in the order of transformers' `generate`; empty if there is nothing to do.
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the tokens of the prompt matter, beside their number."""
+        return any(name.startswith("encoder_") for name in self.others)
+
+    def over(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the `facts` of a trace with what is set here in their place."""
+        chosen = {name for name in _OPTIONS if getattr(self, name) is not None} | {*self.others}
+        kept = {name: value for name, value in facts.items() if name not in chosen} if self.model_defaults else {}
+        return kept | self.facts
+
+    def build(
+        self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device, tokens: Sequence[int] = ()
+    ) -> LogitsProcessorList:
+        """Return the processors of one text as transformers' `generate` makes them; empty if there is nothing to do.
 
         Args:
             temperature: 0 = greedy, which the warpers do not change.
             prompt: its length.
             eos: ids that end a text.
             device: of the logits.
+            tokens: of the prompt, which some processors read.
         """
-        made: list[LogitsProcessor] = []
-        if self.repetition_penalty != 1.0:
-            made.append(RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
-        if self.no_repeat_ngram:
-            made.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram))
-        if self.min_new_tokens and eos:
-            made.append(MinNewTokensLengthLogitsProcessor(prompt, self.min_new_tokens, list(eos), str(device)))
-        made.extend(one.for_text(prompt, eos) if isinstance(one, PerText) else one for one in self.processors)
-        if temperature > 0:
-            warpers: list[LogitsProcessor] = []
-            if self.top_k:
-                warpers.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1.0:
-                warpers.append(TopPLogitsWarper(float(self.top_p)))
-            if self.min_p > 0.0:
-                warpers.append(MinPLogitsWarper(float(self.min_p)))
-            # The temperature alone needs no processor: `Sampler` divides by it.
-            if (made or warpers) and temperature != 1.0:
-                made.append(TemperatureLogitsWarper(float(temperature)))
-            made.extend(warpers)
-        return LogitsProcessorList(made)
+        fields = self.fields()
+        if not fields and not self.processors:
+            return LogitsProcessorList()  # the temperature alone needs no processor: `Sampler` divides by it
+        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device) if len(tokens) else prompt
+        ends = torch.tensor(list(eos), dtype=torch.int64, device=device) if eos else None
+        limit = self.others.get(_LIMIT)
+        others = LogitsProcessorList(
+            one.for_text(prompt, eos) if isinstance(one, PerText) else one for one in self.processors
+        )
+        made = library_processors(fields, others, float(temperature), ids, limit, ends, device)
+        alone = all(type(one) is TemperatureLogitsWarper and one not in self.processors for one in made)
+        return LogitsProcessorList() if alone else made
 
     def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> Shaping:
         """Return the shaping with processors that can be called for any prefix (`check_processors`)."""
         return replace(self, processors=check_processors(self.processors, vocabulary, device, batch))
 
 
-def _name(processor: LogitsProcessor) -> str:
-    return processor.name if isinstance(processor, PerText) else type(processor).__name__
+_OPTIONS = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "min_new_tokens": "min_new_tokens",
+}
+"""The options of `Shaping` by name, with the field of `GenerationConfig` that each stands for."""
 
+_LIMIT = "max_new_tokens"
+"""Among `others`: where a token is forced at the end of a text, how long that is."""
 
-UNCHANGED = Shaping()
-"""Nothing but the temperature."""
+MODEL_DEFAULTS = Shaping()
+"""What the target's `generation_config` says, and nothing else."""
+
+UNCHANGED = Shaping(model_defaults=False)
+"""Nothing but the temperature, whatever the defaults of the model are."""
 
 
 def told(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
@@ -150,18 +205,12 @@ def told(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
 
     `generate` hands its options over as processors, the temperature among them; a trace or a policy knows them by name.
     """
-    facts = shaping.facts
-    others = []
-    for processor in shaping.processors:
-        if type(processor) is TemperatureLogitsWarper:
-            temperature = temperature * float(processor.temperature)  # beside it stands 1 (`hf.generate`)
-        elif type(processor) in _KNOWN:
-            option, attribute = _KNOWN[type(processor)]
-            facts[option] = getattr(processor, attribute)
-        else:
-            others.append(_name(processor))
+    handed, options, others = processor_options(shaping.processors)
+    facts = shaping.facts | options
     facts.pop("processors", None)
-    return temperature, facts | ({"processors": others} if others else {})
+    if "min_new_tokens" in facts:
+        facts.pop("min_length", None)  # `generate` makes both of one option
+    return temperature * handed, facts | ({"processors": others} if others else {})
 
 
 class Sampler:
@@ -235,18 +284,27 @@ class BatchSampler:
 
     Args:
         shaping, temperature, eos, device: as of `Shaping.build`.
-        prompts: length of each text's prompt.
+        prompts: token ids of each text's prompt.
     """
 
     def __init__(
-        self, shaping: Shaping, temperature: float, prompts: Sequence[int], eos: Sequence[int], device: torch.device
+        self,
+        shaping: Shaping,
+        temperature: float,
+        prompts: Sequence[Sequence[int]],
+        eos: Sequence[int],
+        device: torch.device,
     ) -> None:
-        # A processor may know the length of the prompt (`min_new_tokens`), so each length has a sampler of its own.
-        parts = [[row for row, own in enumerate(prompts) if own == length] for length in sorted(set(prompts))]
-        if any(isinstance(processor, PerText) for processor in shaping.processors):
-            parts = [[row] for row in range(len(prompts))]
+        # A processor may know the length of the prompt (`min_new_tokens`) or its tokens, or be made for one text: what is
+        # not alike has a sampler of its own.
+        for_texts = any(isinstance(processor, PerText) for processor in shaping.processors)
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            key = (row,) if for_texts else tuple(prompt) if shaping.reads_prompt else (len(prompt),)
+            alike.setdefault(key, []).append(row)
         self._parts = [
-            (rows, Sampler(shaping.build(temperature, prompts[rows[0]], eos, device), temperature)) for rows in parts
+            (rows, Sampler(shaping.build(temperature, len(own := prompts[rows[0]]), eos, device, own), temperature))
+            for _, rows in sorted(alike.items())
         ]
         self.constrained = self._parts[0][1].constrained
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arguments import as_list
 from ..contract import Array, StopPolicy
 from ..errors import PolicyError, close_match
 from . import Kind
@@ -50,7 +51,7 @@ HIDDEN_STATES: dict[str, HiddenState] = {
 
 def check_hidden(names: Iterable[str], who: str = "") -> tuple[str, ...]:
     """Return the names, each once and in the order of `HIDDEN_STATES`; an unknown one is a `PolicyError`."""
-    named = list(names)
+    named = as_list(names)
     for name in named:
         if name not in HIDDEN_STATES:
             raise PolicyError(

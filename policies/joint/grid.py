@@ -142,7 +142,7 @@ def priced(who: str, profile: str | Path | Profile, draft: float, token: float) 
     try:
         return grids_of(profile if isinstance(profile, Profile) else Profile.load(str(profile)))
     except InputError as error:
-        raise PolicyError(f"{who}: {str(error).removeprefix('--profile: ')}") from None
+        raise PolicyError(f"{who}: {error.command_line.removeprefix('--profile: ')}") from None
 
 
 def grids_of(profile: Profile, decision: Price = FREE) -> Grids:

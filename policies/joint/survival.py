@@ -79,7 +79,7 @@ class BatchStop(LearnedPolicy):
         try:
             self.profile = Profile.from_dict(told.profile, "the profile that the policy was trained with")
         except InputError as error:
-            raise PolicyError(f"{self.name}: rule batch: {str(error).removeprefix('--profile: ')}") from None
+            raise PolicyError(f"{self.name}: rule batch: {error.command_line.removeprefix('--profile: ')}") from None
         self._grids: Grids = grids_of(self.profile, self.profile.decision(self.cost_name))
         self._acceptance: Array = np.array(told.acceptance[:depth], dtype=np.float64)
         self._means: Array = np.cumprod(self._acceptance)

@@ -13,7 +13,7 @@ from ..latency.profile import Profile
 from ..storage.drafter_names import kinds_of
 from .policy import LearnedPolicy
 
-_TRUNCATING = ("top_k", "top_p", "min_p")
+_TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that leave tokens out by how likely they are, which greedy decoding never notices."""
 
 _LONGEST = 200

@@ -188,7 +188,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         _check_keys(raw)
         policy = _build(raw, safetensors.numpy.load(_checked_files(path, raw)[WEIGHTS_FILE]))
     except PolicyError as error:
-        raise PolicyError(f"--policy: {path}: {error}") from None
+        raise PolicyError(f"--policy: {path}: {error.command_line}") from None
     # Entries of the right types may still not fit each other; each part that is built of them says so with another error.
     except (LookupError, TypeError, ValueError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]

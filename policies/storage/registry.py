@@ -6,12 +6,13 @@ A folder may be put under the rule for batches: `folder?rule=batch`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 from .. import baselines, joint
+from ..arguments import as_list
 from ..baselines.bandit import Bandit
 from ..builtins import BUILTINS as BUILTINS, builtin
 from ..checking import check_policy
@@ -70,6 +71,20 @@ def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
     return policy
 
 
+PolicySpec = StopPolicy | str | Path
+"""A policy, or what `load_policy` reads."""
+
+
+def as_policy(policy: PolicySpec) -> StopPolicy:
+    """Return a policy, or the one that a spec or a folder names."""
+    return load_policy(policy) if isinstance(policy, str | Path) else policy
+
+
+def as_policies(policies: PolicySpec | Sequence[PolicySpec]) -> list[StopPolicy]:
+    """Return policies that are given as such or named; one by itself is a list of one."""
+    return [as_policy(policy) for policy in as_list(policies, StopPolicy)]
+
+
 def _of_spec(text: str, plain: bool) -> StopPolicy:
     if _is_folder(text):
         return load_policy_folder(Path(os.path.expanduser(text)))
@@ -117,7 +132,7 @@ def _under_options(policy: LearnedPolicy, arguments: dict[str, Any], text: str) 
     try:
         return for_batches(policy, send, Profile.load(profile) if profile else None)
     except InputError as error:
-        raise PolicyError(f"--policy: {text!r}: {str(error).removeprefix('--profile: ')}") from None
+        raise PolicyError(f"--policy: {text!r}: {error.command_line.removeprefix('--profile: ')}") from None
 
 
 def _usage(point: EntryPoint) -> str:
@@ -140,4 +155,4 @@ def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> S
     try:
         return check_policy(policy)
     except PolicyError as error:
-        raise PolicyError(f"{where}: {error}") from None
+        raise PolicyError(f"{where}: {error.command_line}") from None

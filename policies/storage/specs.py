@@ -115,7 +115,7 @@ class Plugins:
             try:
                 usage = usage if problem else use(point)
             except PolicyError as error:
-                problem = " ".join(str(error).removeprefix(f"--{self.kind}: ").split())
+                problem = " ".join(error.command_line.removeprefix(f"--{self.kind}: ").split())
             found.append(Listed(point.name, _package(point), point.value.partition(":")[0], usage, problem))
         return found
 

@@ -64,7 +64,7 @@ def test_records_are_read_with_their_whole_prompt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["missing", "few.jsonl"])
 def test_text_that_makes_no_pair_is_an_input_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text('{"prompt": "one"}\n')
-    with pytest.raises(InputError, match="--text: expected"):
+    with pytest.raises(InputError, match="text: expected"):
         make_pair.read_documents(tmp_path / text)
 
 

@@ -51,7 +51,7 @@ def test_config_of_a_model(pair_folder: Path, tmp_path: Path, name: str) -> None
     file = tmp_path / "target" / name
     raw = json.loads(file.read_text())
     file.write_text(f'{{"vocab_size": {VOCABULARY - 1}, "vocab_size": {VOCABULARY}, {json.dumps(raw)[1:]}')
-    with pytest.raises(SpecstopError, match=f"--target: .*{name}: the key 'vocab_size' occurs twice"):
+    with pytest.raises(SpecstopError, match=f"target: .*{name}: the key 'vocab_size' occurs twice"):
         load_pair(tmp_path / "target", tmp_path / "draft")
 
 

@@ -208,7 +208,7 @@ def test_a_run_goes_on_with_the_same_settings_profile_and_completions_only(
     assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=load_policy("confidence?max_depth=3"))
     with pytest.raises(TraceError, match="another policy;"):
         collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 2))
-    with pytest.raises(TraceError, match=r"--resume: .* another batch;"):
+    with pytest.raises(TraceError, match=r"resume: .* another batch;"):
         collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), batch=2)
     assert collect(pair, many[:2], tmp_path / "live", resume=True, **live, policy=Confidence(0.4, 3), batch=1)
     with pytest.raises(TraceError, match="another profile;"):
@@ -259,13 +259,13 @@ def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair, many: lis
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"depth": 0}, "--depth"),
-        ({"max_new_tokens": 1}, "--max-new-tokens"),
+        ({"depth": 0}, "depth"),
+        ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"max_new_tokens": 123}, "'long' has 5"),
-        ({"long": "left", "completions": {}}, "--long left: expected skip or refuse with --completions"),
-        ({"temperature": -1.0}, "--temperature"),
-        ({"temperature": float("nan")}, "--temperature"),
-        ({"shards": -1}, "--shards"),
+        ({"long": "left", "completions": {}}, "long left: expected skip or refuse with `completions`"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"shards": -1}, "shards"),
     ],
 )
 def test_options_out_of_range_are_refused_before_anything_is_written(

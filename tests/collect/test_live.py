@@ -99,7 +99,7 @@ def test_a_live_trace_replays_as_the_run_it_is_of(
         policy = NoTime()
     trace = run(pair, prompts, tmp_path, tree, temperature, collector="live", policy=policy)
     replayed = replay(trace_arrays(trace), policy, profile)
-    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree))
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, DEPTH, tree=tree, verification="match"))
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
         lines = replayed.log[replayed.log[:, 0] == s, 1:].tolist()
@@ -157,7 +157,7 @@ def test_a_policy_without_costs_goes_by_the_profile_that_it_is_recorded_with(
     rows = [trace_arrays(trace) for trace in (bare, known)]
     assert torch.equal(rows[0].tokens, rows[1].tokens) and torch.equal(rows[0].accepted, rows[1].accepted)
     assert bare.header.facts["profile"] == known.header.facts["profile"]
-    with pytest.raises(TraceError, match=r"--logging-policy: .* which they do not hold"):
+    with pytest.raises(TraceError, match=r"logging_policy: .* which they do not hold"):
         estimate_offline(bare, FixedLength(1), profile, logging=SmartSpec(max_depth=3))
 
 
@@ -234,12 +234,12 @@ def test_a_policy_of_another_model_is_refused_whether_it_explores_or_not(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"collector": "alive"}, "--collector"),
-        ({"policy": FixedLength(2)}, "--collector live"),
-        ({"explore": 0.5}, "--collector live"),
-        ({"collector": "live", "explore": 1.5}, "--explore"),
-        ({"collector": "live", "mix": 0.2}, "--mix"),
-        ({"mix": 0.2}, "--depth 1"),
+        ({"collector": "alive"}, "collector"),
+        ({"policy": FixedLength(2)}, "`collector` live"),
+        ({"explore": 0.5}, "`collector` live"),
+        ({"collector": "live", "explore": 1.5}, "explore"),
+        ({"collector": "live", "mix": 0.2}, "mix"),
+        ({"mix": 0.2}, "`depth` 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -252,7 +252,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_a_place_below_a_file_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InputError, match="--out"):
+    with pytest.raises(InputError, match="out"):
         run(pair, prompts, tmp_path / "file" / "out", None, 0.0)
 
 
@@ -260,7 +260,7 @@ def test_the_loop_is_not_disturbed_by_being_watched(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     rows = by_anchor(run(pair, prompts, tmp_path, TREE, 0.7, collector="live", policy=Confidence(0.4, DEPTH)))
-    speculator = Speculator(pair, Confidence(0.4, DEPTH), Settings(0.7, NEW, DEPTH, tree=TREE))
+    speculator = Speculator(pair, Confidence(0.4, DEPTH), Settings(0.7, NEW, DEPTH, tree=TREE, verification="match"))
     for s, ids in enumerate(prompt_ids):
         for r in speculator.generate(ids, stream_key(0, prompts[s].id)).rounds:
             row = rows.pop((s, r.anchor))

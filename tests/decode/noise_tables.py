@@ -79,7 +79,9 @@ def speculate_on_noise(what: NoiseCase) -> Generation:
     """Return what the loop makes of it."""
     case, noise = what.case, what.noise
     pair = oracle_pair(Law(case.vocabulary, case.seed, case.kind), case.ends, case.attention)
-    settings = Settings(case.temperature, case.new, tree=case.tree, shaping=SHAPINGS[case.shaping])
+    settings = Settings(
+        case.temperature, case.new, tree=case.tree, shaping=SHAPINGS[case.shaping], verification="match"
+    )
     drafter = find_drafter(case.drafter, pair)
     policy = NOISE_POLICIES[case.decider]()
     speculator = Speculator(pair, policy, settings, source=lambda key, window: Table(noise), drafter=drafter)

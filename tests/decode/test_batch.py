@@ -94,7 +94,7 @@ def test_lookup_needs_no_draft_in_a_batch_either(pair: Pair, prompt_ids: list[li
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
     asked = requests(prompt_ids[:4])
-    settings = Settings(0.7, NEW, tree="2,1,1")
+    settings = Settings(0.7, NEW, tree="2,1,1", verification="match")
     one, several = (
         Speculator(plain_pair, FixedLength(3), settings, drafter=small_drafter(kind, plain_pair), batch=n)
         for n in (1, 3)
@@ -106,7 +106,7 @@ def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids:
 
 def test_processors_see_each_texts_own_prefix(pair: Pair, prompt_ids: list[list[int]]) -> None:
     for shaping in (Shaping(repetition_penalty=1.3, top_p=0.9), Shaping(no_repeat_ngram=2, min_new_tokens=4)):
-        same_in_batches(pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, shaping=shaping))
+        same_in_batches(pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, shaping=shaping, verification="match"))
 
 
 class Likely(StopPolicy):
@@ -201,9 +201,9 @@ def test_a_policy_that_fails_is_replaced_for_all_streams_and_no_text_suffers(
     pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
     asked = requests(prompt_ids[:4])
-    expected = Speculator(pair, FixedLength(2), Settings(0.7, NEW)).run(asked)
+    expected = Speculator(pair, FixedLength(2), Settings(0.7, NEW, verification="match")).run(asked)
     with pytest.warns(SpecstopWarning, match="failing failed.*out of ideas") as caught:
-        made = Speculator(pair, Failing(), Settings(0.7, NEW), batch=3).run(asked)
+        made = Speculator(pair, Failing(), Settings(0.7, NEW, verification="match"), batch=3).run(asked)
     assert [g.tokens for g in made] == [g.tokens for g in expected]
     assert len(caught) == 1
 
@@ -256,9 +256,11 @@ def test_decode_takes_a_batch_and_streams_each_text(pair: Pair, prompts: list, t
         seen[number] += 1
         shown[number] += new
 
-    alone = decode(whole, texts, FixedLength(2), settings=Settings(0.7, NEW))
-    made = decode(whole, texts, FixedLength(2), settings=Settings(0.7, NEW), batch=3, on_text=on_text)
+    alone = decode(whole, texts, FixedLength(2), settings=Settings(0.7, NEW, verification="match"))
+    made = decode(
+        whole, texts, FixedLength(2), settings=Settings(0.7, NEW, verification="match"), batch=3, on_text=on_text
+    )
     assert [g.text for g in made] == [g.text for g in alone]
     assert len(seen) == 4 and all(text.strip() for text in shown)
-    with pytest.raises(InputError, match="--batch: expected"):
+    with pytest.raises(InputError, match="batch: expected"):
         decode(whole, texts, FixedLength(2), batch=0)

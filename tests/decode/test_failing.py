@@ -100,7 +100,7 @@ FAULTS = [
 def test_a_failing_policy_is_reported_once_and_the_text_stays(
     endless_pair: Pair, prompt_ids: list[list[int]], plain: list[list[int]], fault: str
 ) -> None:
-    speculator = Speculator(endless_pair, failing(fault), Settings(0.7, NEW, fallback=3))
+    speculator = Speculator(endless_pair, failing(fault), Settings(0.7, NEW, fallback=3, verification="match"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         generations = [speculator.generate(p, stream_key(0, f"p{i}")) for i, p in enumerate(prompt_ids[:4])]

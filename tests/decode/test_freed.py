@@ -29,7 +29,7 @@ class Looks:
 def test_a_loop_frees_its_caches(
     pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy, tree: str | None, observer: Looks | None
 ) -> None:
-    loop = Speculator(pair, policy, Settings(0.7, 12, tree=tree), observer=observer)
+    loop = Speculator(pair, policy, Settings(0.7, 12, tree=tree, verification="match"), observer=observer)
     loop.generate(prompt_ids[0], 1)
     held = [weakref.ref(part) for part in (loop, loop._source, loop._source.target, loop._drafter)]
     gc.disable()

@@ -43,7 +43,7 @@ def generate(
     new: int = NEW,
     **more: object,
 ) -> list[Generation]:
-    speculator = Speculator(pair, policy, Settings(temperature, new), **more)
+    speculator = Speculator(pair, policy, Settings(temperature, new, verification="match"), **more)
     return [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]
 
 
@@ -207,7 +207,7 @@ def test_where_a_policy_is_not_asked_nothing_is_read(
 
 
 def test_on_commit_streams_exactly_the_tokens(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    speculator = Speculator(pair, FixedLength(4), Settings(0.7, NEW))
+    speculator = Speculator(pair, FixedLength(4), Settings(0.7, NEW, verification="match"))
     for prompt in prompt_ids:
         parts: list[list[int]] = []
         generation = speculator.generate(prompt, 11, lambda new, parts=parts: parts.append(list(new)))
@@ -218,7 +218,7 @@ def test_on_commit_streams_exactly_the_tokens(pair: Pair, prompt_ids: list[list[
 def test_a_speculator_keeps_nothing_from_the_text_before(
     pair: Pair, prompt_ids: list[list[int]], profile: Profile
 ) -> None:
-    speculator = Speculator(pair, TEST_POLICIES["adaptive"], Settings(0.7, NEW), profile)
+    speculator = Speculator(pair, TEST_POLICIES["adaptive"], Settings(0.7, NEW, verification="match"), profile)
     first = [speculator.generate(p, 3) for p in prompt_ids]
     again = [speculator.generate(p, 3) for p in reversed(prompt_ids)][::-1]
     counts = [[[(r.drafted, r.verified, r.accepted) for r in g.rounds] for g in run] for run in (first, again)]

@@ -120,7 +120,7 @@ def test_any_of_several_ends_of_text_cuts_there(
     several = dataclasses.replace(models, eos=(16, 9, 30, 41))
     keys = [stream_key(0, f"p{i}") for i in range(len(prompt_ids))]
     expected = plain_texts(several, prompt_ids, keys, NEW, temperature).tokens
-    generations = generate(several, prompt_ids, Settings(temperature, NEW, tree=tree))
+    generations = generate(several, prompt_ids, Settings(temperature, NEW, tree=tree, verification="match"))
     assert texts(generations) == expected
     assert len({text[-1] for text in expected if text[-1] in several.eos}) > 1
     for generation in generations:
@@ -223,7 +223,7 @@ def test_the_length_limit_is_met_exactly_with_trees(
 ) -> None:
     keys = [stream_key(0, f"p{i}") for i in range(len(prompt_ids))]
     for temperature in (0.0, 0.7):
-        generations = generate(endless_pair, prompt_ids, Settings(temperature, new, tree=tree))
+        generations = generate(endless_pair, prompt_ids, Settings(temperature, new, tree=tree, verification="match"))
         assert texts(generations) == plain_texts(endless_pair, prompt_ids, keys, new, temperature).tokens
         for generation in generations:
             assert len(generation.tokens) == new
@@ -249,11 +249,11 @@ def test_nothing_is_drafted_below_an_end_of_text(pair: Pair, prompt_ids: list[li
 
 def test_stop_strings_need_text_and_a_tokenizer(pair: Pair) -> None:
     assert stop_strings(pair, []) == ()
-    with pytest.raises(InputError, match=r"--stop: this pair's tokenizer cannot be searched for strings"):
+    with pytest.raises(InputError, match=r"stops: this pair's tokenizer cannot be searched for strings"):
         stop_strings(pair, ["w7"])  # of whole words
     for models, strings in ((pair, ["w7", ""]), (join(pair.target, pair.draft), ["w7"])):
         with pytest.raises(
-            InputError, match=r"--stop: expected strings that are not empty, and a pair with a tokenizer"
+            InputError, match=r"stops: expected strings that are not empty, and a pair with a tokenizer"
         ):
             stop_strings(models, strings)
 

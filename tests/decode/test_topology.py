@@ -86,7 +86,7 @@ def test_a_fork_is_branches_beside_each_other() -> None:
      "tree:4", "widths:4,2", "parents:-1,x", ":", "::4"],
 )  # fmt: skip
 def test_what_is_no_tree_is_refused_with_what_is_expected(text: str) -> None:
-    with pytest.raises(InputError, match=r"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6") as error:
+    with pytest.raises(InputError, match=r"tree: expected widths such as 4,2,2,1, fork:4x5, chain:6") as error:
         parse_tree(text)
     assert repr(text) in str(error.value)
     assert "\n" not in str(error.value)

@@ -212,7 +212,7 @@ def test_what_a_plugin_changes_while_it_is_loaded_is_put_back(setting: str) -> N
         change()
     assert read() == before
     with (
-        pytest.raises(PolicyFailure, match=r"^--policy: making it failed: SystemExit$"),
+        pytest.raises(PolicyFailure, match=r"^policy: making it failed: SystemExit$"),
         loading("--policy", "making it"),
     ):
         change()

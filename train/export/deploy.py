@@ -18,7 +18,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ...policies.storage.registry import load_policy
+from ...policies.storage.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values
 from .page import FIGURES
 
@@ -34,7 +34,7 @@ def deploy(
     traces: Trace,
     profile: Profile,
     out: str | Path,
-    policy: StopPolicy | None = None,
+    policy: PolicySpec | None = None,
     *,
     max_batch: int | None = None,
     held_out: Trace | None = None,
@@ -67,6 +67,7 @@ def deploy(
         raise InputError(f"--to: expected one of {', '.join(ENGINES)}, not {to!r}")
     if max_batch is not None:
         check_limits(max_batch=max_batch)
+    policy = None if policy is None else as_policy(policy)
     folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
     export = Export(
         traces, profile, policy, held_out=held_out, seed=seed, progress=progress, out=folder, max_batch=max_batch

@@ -10,6 +10,7 @@ from typing import Any
 from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
+from ...policies.arguments import as_list
 from ...policies.errors import InputError, TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
@@ -121,7 +122,8 @@ def train(
     """
     kernels.load(progress)
     check_limits(report_share=report_share)
-    opened = [traces] if isinstance(traces, Trace) else list(traces)
+    opened = as_list(traces, Trace)
+    features, hidden = (None if names is None else as_list(names) for names in (features, hidden))
     if not opened:
         raise TraceError("--traces: expected at least one trace")
     tell_other_rounds(profile, opened[0].header)

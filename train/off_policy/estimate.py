@@ -21,7 +21,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import tell_other_conditions
-from ...policies.storage.registry import BUILTINS
+from ...policies.storage.registry import BUILTINS, PolicySpec, as_policy
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.decision_costs import with_prices
@@ -103,10 +103,10 @@ class Offline:
 
 def estimate_offline(
     traces: Trace,
-    policy: StopPolicy,
+    policy: PolicySpec,
     profile: Profile,
     *,
-    logging: StopPolicy | None = None,
+    logging: PolicySpec | None = None,
     rho: float | None = None,
     seed: int = 0,
 ) -> Offline:
@@ -125,6 +125,7 @@ def estimate_offline(
             recorded; or one of `rounds.check_logged`.
     """
     header = traces.header
+    policy, logging = as_policy(policy), None if logging is None else as_policy(logging)
     tell_other_conditions(policy, header.conditions, "these traces")
     arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
     asked = logging is not None

@@ -22,6 +22,7 @@ from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
+from ...policies.storage.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once
@@ -61,7 +62,7 @@ _EXACT_S = 1e-9
 def evaluate(
     traces: Trace,
     profile: Profile,
-    policies: Sequence[StopPolicy] = (),
+    policies: PolicySpec | Sequence[PolicySpec] = (),
     *,
     train_traces: Trace | None = None,
     out: str | Path | None = None,
@@ -89,7 +90,7 @@ def evaluate(
     Args:
         traces: held-out prompts.
         profile: latency of any machine.
-        policies: to compare.
+        policies: to compare: policies, specs such as `fixed:4`, or policy folders.
         train_traces: where thresholds are tuned and the derived rules' rates are solved for `profile`; without them the
             saved rates serve and the tuned confidence threshold is left out.
         out: folder for `report.html`, `report.json`, `report.md`, `report.csv` and `report.png`.
@@ -119,6 +120,7 @@ def evaluate(
         PolicyFailure: the primary policy raises an error; another one that does is left out (`Report.failed`).
     """
     check_cluster(cluster)
+    policies = as_policies(policies)
     primary = _primary(primary, policies)
     check_together(traces, train_traces, policies, shaping, bool(batch))
     for policy in policies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def models(pair_folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_every_command_has_an_option_for_each_field_with_one_help_and_default() -> None:
-    fields = {f.name: f.default for f in dataclasses.fields(Shaping) if f.name != "processors"}
+    fields = {f.name: f.default for f in dataclasses.fields(Shaping) if f.name not in ("processors", "others")}
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     told = []
     for name in COMMANDS:
@@ -99,3 +100,30 @@ def test_options_out_of_range_are_named_by_every_command(command: str, tmp_path:
     needed = {"collect": ["--out", tmp_path / "o"], "evaluate": ["--traces", "t", "--profile", "p", "--out", "o"]}
     answer = cli(command, *needed.get(command, []), "--min-p", 1.5)
     assert answer.code == 2 and "--min-p: expected between 0 and 1, not 1.5" in answer.err
+
+
+def test_the_targets_defaults_are_named_applied_and_turned_off(pair_folder: Path, tmp_path: Path) -> None:
+    """A model whose generation_config sets a penalty: `decode`, `collect` and `info` say so."""
+    target = shutil.copytree(pair_folder / "target", tmp_path / "target")
+    raw = json.loads((target / "generation_config.json").read_text())
+    (target / "generation_config.json").write_text(json.dumps(raw | {"repetition_penalty": 1.7, "top_k": 5}))
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt": "w7 w8 w9"}\n{"id": "b", "prompt": "w20 w8"}\n')
+    named = ["--target", target, "--draft", pair_folder / "draft", *COMPACT, "--prompts", tmp_path / "prompts.jsonl"]
+    texts = []
+    for more in ([], ["--no-model-defaults"], ["--repetition-penalty", 1.0]):
+        answer = cli("decode", *named, "--max-new-tokens", 20, "--json", *more)
+        assert answer.code == 0, answer.err
+        assert ("generation_config sets repetition_penalty=1.7 (" in answer.err) == (not more)
+        texts.append(json.loads(answer.out)["texts"])
+        answer = cli(
+            "collect", *named, "--max-new-tokens", 8, "--depth", 2, "--out", tmp_path / f"t{len(texts)}", *more
+        )
+        assert answer.code == 0, answer.err
+        assert ("generation_config sets" in answer.err) == (not more)
+    assert texts[0] != texts[1] == texts[2]
+    shaping = [open_trace(tmp_path / f"t{number}").header.shaping for number in (1, 2, 3)]
+    assert shaping == [{"repetition_penalty": 1.7, "top_k": 5}, {}, {"top_k": 5}]
+    answer = cli("collect", *named, "--max-new-tokens", 8, "--depth", 2, "--out", tmp_path / "t2", "--resume")
+    assert answer.code == 2 and "shaping" in answer.err
+    answer = cli("info", target, "--json")
+    assert json.loads(answer.out)["sampling defaults"] == "repetition-penalty 1.7, top-k 5"

@@ -91,7 +91,7 @@ def test_a_trace_of_completions_is_not_replayed_where_anchors_miss(
     trace = collect(pair, prompts, tmp_path / "a", depth=DEPTH, max_new_tokens=NEW, completions=completions)
     with pytest.raises(TraceError, match="its texts are completions"):
         replay(trace_arrays(trace), FixedLength(2), profile)
-    with pytest.raises(InputError, match="--completions"):
+    with pytest.raises(InputError, match="completions"):
         collect(pair, prompts, tmp_path / "b", depth=DEPTH, max_new_tokens=NEW, completions={"p0": "w7"})
     assert not (tmp_path / "b").exists(), "it is told before any work"
     assert trace_arrays(trace).only_positions
@@ -144,7 +144,7 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
             )
     share = np.mean([bool(row["mixed"]) for row in rows if row["anchor"] > 1])
     assert 0.55 < share < 0.85
-    with pytest.raises(TraceError, match="--mix"):
+    with pytest.raises(TraceError, match="mix"):
         replay(trace_arrays(trace), FixedLength(1), profile)
 
 
@@ -159,6 +159,6 @@ def test_answers_without_a_row_are_refused_and_leave_what_was_there(
         collect(pair, prompts[:1], out, depth=DEPTH, max_new_tokens=4)
     before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
     answers = {p.id: "w5" for p in prompts}  # too short for an anchor
-    with pytest.raises(TraceError, match="--prompts: no row came of them, so nothing is kept"):
+    with pytest.raises(TraceError, match="prompts: no row came of them, so nothing is kept"):
         collect(pair, prompts, out, depth=DEPTH, max_new_tokens=NEW, completions=answers, overwrite=True)
     assert {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")} == before

@@ -79,7 +79,7 @@ def test_a_row_holds_what_the_live_loop_meets_at_its_anchor(
     visited = 0
     for sequence, prompt in enumerate(prompt_ids):
         policy = Recording()
-        generation = Speculator(pair, policy, Settings(temperature, NEW)).generate(
+        generation = Speculator(pair, policy, Settings(temperature, NEW, verification="match")).generate(
             prompt, stream_key(0, f"p{sequence}")
         )
         assert len(policy.rounds) == len(generation.rounds)

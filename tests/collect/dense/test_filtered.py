@@ -21,7 +21,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping, told
+from specstop.decode.verify.sampling import UNCHANGED, Shaping, told
 from specstop.decode.verify.trained_for import tell_if_untrained
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
@@ -95,7 +95,7 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
     for shaping in shapings:
         for temperature in (0.0, 0.7):
             texts = plain_texts(pair, prompt_ids, keys, NEW, temperature, shaping=shaping).tokens
-            loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, shaping=shaping))
+            loop = Speculator(pair, FixedLength(0), Settings(temperature, NEW, shaping=shaping, verification="match"))
             assert texts == [list(loop.generate(i, k).tokens) for i, k in zip(prompt_ids, keys, strict=True)]
             assert temperature == 0.0 or texts != bare
 
@@ -141,9 +141,9 @@ def test_traces_of_different_filters_are_not_one(pair: Pair, prompts: list[Promp
 
 def test_options_come_back_from_their_facts() -> None:
     shaping = Shaping(3, 0.9, 0.01, 1.4, 2, 9)
-    assert Shaping.of(shaping.facts) == shaping
-    assert Shaping.of({}) == Shaping() and Shaping().facts == {}
-    for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "--top-p"),
+    assert Shaping.of(shaping.facts).facts == shaping.facts
+    assert Shaping.of({}) == UNCHANGED and Shaping().facts == {}
+    for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "top_p"),
                            ({"processors": ["Banning"]}, "processors cannot be restored")):  # fmt: skip
         with pytest.raises(InputError, match=message):
             Shaping.of(facts)
@@ -177,13 +177,13 @@ def test_other_filters_and_temperatures_are_told_of(
 ) -> None:
     policy = load_policy_folder(learned)
     filtered = "another filter \\(top-p 0.8\\) than this run \\(none\\)"
-    plain = Settings(0.7, 4)
+    plain = Settings(0.7, 4, verification="match")
     with pytest.warns(SpecstopWarning, match=filtered):
         decode(pair, [prompts[0].text], policy, settings=plain)
     with pytest.warns(SpecstopWarning, match=filtered):
         bench(pair, [("a", prompt_ids[3])], [policy], settings=plain)
     with pytest.warns(SpecstopWarning, match="another temperature \\(0.7\\) than this run \\(1.0\\)"):
-        tell_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P))
+        tell_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match"))
     with pytest.warns(SpecstopWarning, match="another verification \\(match\\) than this run \\(rejection\\)"):
         tell_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection"))
     other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW,
@@ -194,16 +194,22 @@ def test_other_filters_and_temperatures_are_told_of(
                        policy=FixedLength(3), explore=0.5)  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
         estimate_offline(explored, policy, full_profile)
-    with pytest.raises(TraceError, match=r"--traces: .*plain was sampled with the filter none, not top-p 0.8"):
+    with pytest.raises(TraceError, match=r"traces: .*plain was sampled with the filter none, not top-p 0.8"):
         evaluate(other, full_profile, shaping=TOP_P)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P))
+        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P, verification="match"))
         tell_if_untrained(policy, Settings(0.7, 4, verification="auto", shaping=Shaping(processors=(TOP_P.build(
             1.0, 1, (), torch.device("cpu"))[0],))))  # fmt: skip
         tell_if_untrained(FixedLength(3), plain)
     with pytest.warns(SpecstopWarning, match="trained for another pair .* than this run .*'draft': 'lookup'"):
-        decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P), drafter="lookup")
+        decode(
+            pair,
+            [prompts[0].text],
+            policy,
+            settings=Settings(0.7, 4, shaping=TOP_P, verification="match"),
+            drafter="lookup",
+        )
 
 
 def test_generate_tells_of_a_filter_that_a_policy_was_not_trained_for(

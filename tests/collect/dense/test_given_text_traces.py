@@ -158,15 +158,15 @@ def test_completions_need_no_noise(pair: Pair, prompts: list[Prompt], drawn: dic
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"verification": "typical"}, "--verification typical: expected a lossless one"),
-        ({"verification": "block", "tree": "2,2"}, "--verification block: expected a chain"),
-        ({"verification": "match", "draws": 2}, "--draws: expected 1 under match at temperature 0.7"),
-        ({"verification": "block", "temperature": 0.0, "draws": 2}, "--draws: expected 1 under match at temperature 0"),
-        ({"verification": "block", "draws": 0}, "--draws: expected 1 or more"),
-        ({"verification": "rejection", "off_text": "approximate"}, "--off-text approximate: for --verification block"),
-        ({"verification": "block", "off_text": "none"}, "--off-text: expected exact or approximate"),
-        ({"collector": "live", "draws": 2}, "--draws, --off-text and --memory: for the dense collector"),
-        ({"verification": "rejection", "depth": 1, "mix": 0.2}, "--mix: expected .* match verification"),
+        ({"verification": "typical"}, "verification typical: expected a lossless one"),
+        ({"verification": "block", "tree": "2,2"}, "verification block: expected a chain"),
+        ({"verification": "match", "draws": 2}, "draws: expected 1 under match at temperature 0.7"),
+        ({"verification": "block", "temperature": 0.0, "draws": 2}, "draws: expected 1 under match at temperature 0"),
+        ({"verification": "block", "draws": 0}, "draws: expected 1 or more"),
+        ({"verification": "rejection", "off_text": "approximate"}, "off_text approximate: for `verification` block"),
+        ({"verification": "block", "off_text": "none"}, "off_text: expected exact or approximate"),
+        ({"collector": "live", "draws": 2}, "draws, off_text and memory: for the dense collector"),
+        ({"verification": "rejection", "depth": 1, "mix": 0.2}, "mix: expected .* match verification"),
     ],
 )
 def test_options_that_do_not_go_together(

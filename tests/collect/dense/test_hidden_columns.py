@@ -211,9 +211,7 @@ def test_large_states_make_more_shards(pair: Pair, prompts: list[Prompt], monkey
 
 
 def test_an_unknown_hidden_state_is_refused(pair: Pair, prompts: list[Prompt]) -> None:
-    with pytest.raises(
-        PolicyError, match=r"--hidden: unknown hidden state 'draft' .*known: draft_hidden, target_hidden"
-    ):
+    with pytest.raises(PolicyError, match=r"hidden: unknown hidden state 'draft' .*known: draft_hidden, target_hidden"):
         plan_run(pair, prompts, max_new_tokens=NEW, hidden=["draft"])
 
 

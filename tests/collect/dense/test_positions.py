@@ -56,7 +56,7 @@ def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
 ) -> None:
     batch = [Work(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
     for temperature in (0.0, 0.7):
-        settings = Settings(temperature, NEW, DEPTH, tree=tree)
+        settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
         unroller = Unroller(pair, settings.topology, temperature, hidden=(TARGET_HIDDEN,))
         expected = dense_rows(pair, unroller, batch, NEW)
         made = PositionsCollector(pair, settings, (TARGET_HIDDEN,)).rows(batch)
@@ -92,7 +92,7 @@ def test_texts_side_by_side_give_the_rows_of_each_alone(
     alone = with_drafter(pair, f"{kind}:{folders / trained}" if (folders / trained).exists() else kind)
     # Of unlike lengths, so that the places of their rounds never agree.
     work = [Work(i, f"p{i}", "g", ids[i % 3 :], stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:5])]
-    settings = Settings(temperature, NEW, DEPTH, tree=tree)
+    settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
     single, several = (PositionsCollector(alone, settings, (TARGET_HIDDEN,), memory) for memory in (1, 1 << 28))
     assert (single.batch, several.batch) == (1, 16)
     expected, made = single.rows(work), several.rows(work)
@@ -113,7 +113,7 @@ def test_so_many_texts_are_side_by_side_as_the_memory_holds(
     suffix = with_drafter(pair, "suffix")
 
     def batch(temperature: float, tree: str | None, memory: int, **shaping: float) -> int:
-        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=Shaping(**shaping))
+        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=Shaping(**shaping), verification="match")
         return PositionsCollector(suffix, settings, (), memory).batch
 
     row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
@@ -159,7 +159,9 @@ def test_replay_is_what_the_loop_does(
     for policy in (
         (FixedLength(3), Confidence(0.3)) if tree else (FixedLength(2), Confidence(0.3), TEST_POLICIES["trimming"])
     ):
-        speculator = Speculator(alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree))
+        speculator = Speculator(
+            alone, policy.limited(DEPTH), Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
+        )
         live, unread = [], []
         for prompt, ids in zip(prompts[1:3], prompt_ids[1:3], strict=True):
             made = speculator.generate(ids, stream_key(0, prompt.id))
@@ -190,10 +192,10 @@ def test_the_rows_of_a_shard_depend_on_its_own_texts(pair: Pair, tmp_path: Path,
 
 def test_what_takes_a_draft_model_is_refused(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
     alone = with_drafter(pair, "suffix")
-    with pytest.raises(InputError, match="--mix: expected a draft model, not --drafter suffix"):
+    with pytest.raises(InputError, match="mix: expected a draft model, not `drafter` suffix"):
         collect(alone, prompts, tmp_path / "a", depth=1, mix=0.2, max_new_tokens=NEW)
     with pytest.raises(
-        InputError, match="--drafter suffix: dense traces of it are of match verification, without --completions"
+        InputError, match="drafter suffix: dense traces of it are of match verification, without `completions`"
     ):
         collect(
             alone, prompts, tmp_path / "b", depth=2, max_new_tokens=NEW, completions={p.id: "w7 w8 w9" for p in prompts}
@@ -246,6 +248,6 @@ def test_a_drafter_without_states_is_named(
     alone = with_drafter(pair, f"{kind}:{folders / kind}" if (folders / kind).exists() else kind)
     options = {"depth": 2, "max_new_tokens": NEW, "collector": collector, "hidden": [DRAFT_HIDDEN]}
     with pytest.raises(
-        PolicyError, match=r"--hidden: reads draft_hidden, which \w+Drafter has not; .* or leave the draft's states out"
+        PolicyError, match=r"hidden: reads draft_hidden, which \w+Drafter has not; .* or leave the draft's states out"
     ):
         collect(alone, prompts, tmp_path / "c", **options)

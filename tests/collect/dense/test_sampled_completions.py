@@ -165,7 +165,7 @@ def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_g
     lengths = [min(len(texts[name]), NEW) for name in arrays.prompt_ids]
     assert arrays.rows.tolist() == [length - 1 for length in lengths], "all but the token that prefill gives"
     assert arrays.anchors is None
-    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping)
+    settings = Settings(TEMPERATURE, NEW, DEPTH, tree=tree, shaping=shaping, verification="match")
     rounds = 0
     for policy in (FixedLength(DEPTH), TEST_POLICIES["trimming"]):
         log = replay(arrays, policy, profile).log
@@ -185,7 +185,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     assert pair.tokenizer is not None
     few, options = Shaping(top_k=6), {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW}
     named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in asked]
-    settings = Settings(TEMPERATURE, NEW, shaping=few)
+    settings = Settings(TEMPERATURE, NEW, shaping=few, verification="match")
     hole, impossible = {}, 0
     with torch.inference_mode():
         for name, prompt in named:
@@ -212,7 +212,7 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
     assert pair.tokenizer is not None
     many = make_prompts(60, "many", 41)
     named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in many]
-    settings = Settings(TEMPERATURE, NEW)
+    settings = Settings(TEMPERATURE, NEW, verification="match")
     found = {}
     for temperature in (0.4, TEMPERATURE, 1.4):
         texts = {name: write(pair, ids, NEW, temperature, Shaping(), at) for at, (name, ids) in enumerate(named)}
@@ -221,9 +221,7 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
         )
         if temperature != TEMPERATURE:
             words = {name: pair.tokenizer.decode(text) for name, text in texts.items()}
-            with pytest.raises(
-                InputError, match=r"--completions: these texts were not sampled .* at temperature 0.7: "
-            ):
+            with pytest.raises(InputError, match=r"completions: these texts were not sampled .* at temperature 0.7: "):
                 collect(pair, many, tmp_path / "a", depth=2, temperature=TEMPERATURE, max_new_tokens=NEW,
                         completions=words)  # fmt: skip
     assert not (tmp_path / "a").exists(), "refused before anything is written"
@@ -252,7 +250,7 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
     sums = np.array([off[[owner == name for owner, _ in parts]].sum() for name, _ in named])
     error = math.sqrt((sums**2).sum() * 9 / 8) / len(values)
     encoded = list(zip(prompts, [ids for _, ids in named], strict=True))
-    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P), encoded, texts, 12)
+    found = balance(plain_pair, Settings(0.9, 12, shaping=TOP_P, verification="match"), encoded, texts, 12)
     assert (found.mean, found.standard_error) == pytest.approx((values.mean(), error), rel=1e-9)
     assert (found.texts, found.tokens) == (9, len(values))
 
@@ -263,9 +261,9 @@ def test_few_texts_are_taken_with_a_warning_and_odd_ids_are_not(
     options = {"depth": 2, "temperature": TEMPERATURE, "max_new_tokens": 8}
     with pytest.warns(SpecstopWarning, match="3 texts are too few to tell whether they were sampled"):
         collect(pair, asked[:3], tmp_path / "a", completions={p.id: [7, 8, 9, 10, 11] for p in asked[:3]}, **options)
-    with pytest.raises(InputError, match=r"--completions: prompt 'given0' has the token 99; expected ids below 48"):
+    with pytest.raises(InputError, match=r"completions: prompt 'given0' has the token 99; expected ids below 48"):
         collect(pair, asked[:3], tmp_path / "b", completions={p.id: [7, 99] for p in asked[:3]}, **options)
-    with pytest.raises(InputError, match=r"--completions: prompt 'given1' has none"):
+    with pytest.raises(InputError, match=r"completions: prompt 'given1' has none"):
         collect(pair, asked[:3], tmp_path / "b", completions={"given0": [7, 8, 9]}, **options)
 
 
@@ -275,5 +273,5 @@ def test_completions_are_read_as_text_or_token_ids(tmp_path: Path) -> None:
     read = read_prompts(file, columns=Columns(completion="out"))
     assert [p.completion for p in read] == ["w8 w9", (8, 9)]
     file.write_text('{"id": "a", "prompt": "w7", "out": [8, "w9"]}\n')
-    with pytest.raises(InputError, match=r"--completions: .*line 1: .*a list of token ids"):
+    with pytest.raises(InputError, match=r"completions: .*line 1: .*a list of token ids"):
         read_prompts(file, columns=Columns(completion="out"))

@@ -256,6 +256,6 @@ def test_a_folder_without_such_files_is_refused(make: Callable[[Path], Any], mes
     make(tmp_path / "parts")
     with pytest.raises(InputError, match=message):
         import_vllm(tmp_path / "parts", tmp_path / "out")
-    with pytest.raises(InputError, match=r"--target, --draft: .*parts names the models"):
+    with pytest.raises(InputError, match=r"target, draft: .*parts names the models"):
         import_vllm(tmp_path / "parts", tmp_path / "out", target="mine")
     assert not (tmp_path / "out").exists()

@@ -21,11 +21,11 @@ from specstop.policies.storage.registry import load_policy
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"through": "vlm"}, InputError, "--through: expected vllm, not 'vlm'"),
-        ({"tree": "2,2"}, InputError, "--through vllm: expected chains"),
-        ({"mix": 0.5}, InputError, "--through vllm: expected chains"),
-        ({"hidden": ["draft_hidden"]}, InputError, "--through vllm: expected chains"),
-        ({"verification": "rejection"}, InputError, "--through vllm: expected chains"),
+        ({"through": "vlm"}, InputError, "through: expected vllm, not 'vlm'"),
+        ({"tree": "2,2"}, InputError, "through vllm: expected chains"),
+        ({"mix": 0.5}, InputError, "through vllm: expected chains"),
+        ({"hidden": ["draft_hidden"]}, InputError, "through vllm: expected chains"),
+        ({"verification": "rejection"}, InputError, "through vllm: expected chains"),
     ],
 )
 def test_what_is_not_for_engines_is_refused(
@@ -55,7 +55,7 @@ def test_a_machine_without_vllm_is_told(
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.delenv("VLLM_LOGGING_STREAM", raising=False)
-    with pytest.raises(InputError, match=r"--through vllm: vLLM cannot be imported .*install it beside specstop"):
+    with pytest.raises(InputError, match=r"through vllm: vLLM cannot be imported .*install it beside specstop"):
         collect(pair, prompts, tmp_path / "t", depth=3, max_new_tokens=8, through="vllm")
     assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr", "the output is JSON where that is asked for"
 

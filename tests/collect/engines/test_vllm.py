@@ -119,7 +119,7 @@ def test_lengths_that_follow_the_tokens_identify_no_longer_ones(tmp_path: Path, 
             evaluate_rounds(arrays, policy, profile)
         with pytest.raises(TraceError, match=message):
             evaluate(trace, profile, [policy])
-        with pytest.raises(TraceError, match="--explore"):
+        with pytest.raises(TraceError, match="explore"):
             estimate_offline(trace, policy, profile)
     tokens = float(evaluate_rounds(arrays, FixedLength(1), profile).committed.mean())
     assert tokens == pytest.approx(1.0 + (np.concatenate(lengths) >= 1).mean(), rel=0.03)
@@ -215,7 +215,7 @@ def test_texts_may_hold_any_character(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_bytes(b"\xff\n")
-    with pytest.raises(InputError, match=r"--from-vllm: .* is not UTF-8 text"):
+    with pytest.raises(InputError, match=r"from_vllm: .* is not UTF-8 text"):
         import_vllm(file, tmp_path / "out")
 
 
@@ -228,5 +228,5 @@ def test_records_without_a_draft_are_refused_before_anything_is_written(tmp_path
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--from-vllm: expected a JSON Lines file"):
+    with pytest.raises(InputError, match="from_vllm: expected a JSON Lines file"):
         import_vllm(tmp_path / "none", tmp_path / "out")

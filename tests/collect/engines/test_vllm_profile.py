@@ -126,7 +126,7 @@ def test_the_script_has_so_many_requests_draft_equally_deep_twice_in_a_row() -> 
 
 def test_without_vllm_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(InputError, match="--through vllm: vLLM cannot be imported"):
+    with pytest.raises(InputError, match="through vllm: vLLM cannot be imported"):
         measure_vllm("t", "d", [[1, 2, 3]], depth=2, new_tokens=4)
 
 

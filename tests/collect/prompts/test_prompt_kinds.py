@@ -127,7 +127,7 @@ def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast
     )
     adding = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=word)
     given = [Prompt("a", f"{word} {word}"), Prompt("b", word), Prompt("c", word, templated=True)]
-    with pytest.warns(SpecstopWarning, match=r"2 of 3 prompts begin with two .* tokens.*--chat") as caught:
+    with pytest.warns(SpecstopWarning, match=r"2 of 3 prompts begin with two .* tokens.*`chat`") as caught:
         fit(given, adding, 100)
     assert len(caught) == 1
     with warnings.catch_warnings():

@@ -43,7 +43,7 @@ def test_rows_of_a_table_are_records(tmp_path: Path, kind: str) -> None:
 )
 def test_a_damaged_table_is_one_line(tmp_path: Path, name: str, text: bytes) -> None:
     (tmp_path / name).write_bytes(text)
-    with pytest.raises(InputError, match=r"^--prompts: .* cannot be read as (csv|parquet): .*$"):
+    with pytest.raises(InputError, match=r"^prompts: .* cannot be read as (csv|parquet): .*$"):
         read_prompts(tmp_path / name)
 
 
@@ -80,7 +80,7 @@ def test_a_column_that_is_read_and_occurs_twice_is_refused(
             path.write_text("{" + ", ".join(f'"{n}": "{v}"' for n, v in zip(names, values, strict=True)) + "}")
 
     save(names)
-    with pytest.raises(InputError, match=f"^--prompts: .*prompts.{kind}.* {twice!r}") as caught:
+    with pytest.raises(InputError, match=f"^prompts: .*prompts.{kind}.* {twice!r}") as caught:
         read_prompts(path, columns=columns)
     assert "\n" not in str(caught.value)
     save([*names[:2], "more", *names[3:5], "more"] if twice != "topic" else ["prompt", "id", "topic", "x", "x", "y"])
@@ -142,14 +142,14 @@ def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
         (
             {"promt": "a"},
             Columns(),
-            "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with --column",
+            "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with `column`",
         ),
         ({"prompt": "a"}, Columns("text"), '.*string "text", but it has prompt; collect takes another one with'),
-        ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with --group"),
+        ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with `group`"),
         (
             {"prompt": "a"},
             Columns(completion="answer"),
-            '--completions: .*line 1: expected a non-empty string "answer"',
+            'completions: .*line 1: expected a non-empty string "answer"',
         ),
         ({"prompt": []}, Columns(), "line 1: expected an object"),
         ({"prompt": [3]}, Columns(), "line 1: expected an object"),
@@ -196,7 +196,7 @@ def test_what_save_to_disk_wrote_is_read(tmp_path: Path, split: str | None) -> N
     data = datasets.Dataset.from_dict({"prompt": ["a", "b"], "category": ["x", "y"]})
     (data if split is None else datasets.DatasetDict({"test": data})).save_to_disk(str(tmp_path / "set"))
     assert [(p.text, p.group) for p in read_prompts(tmp_path / "set", split=split)] == [("a", "x"), ("b", "y")]
-    with pytest.raises(InputError, match="--split: "):
+    with pytest.raises(InputError, match="split: "):
         read_prompts(tmp_path / "set", split="dev")
 
 
@@ -209,7 +209,7 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:a:b:c", "hf:a:"])
 def test_a_mangled_hub_name_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match="--prompts: expected hf:organisation/name"):
+    with pytest.raises(InputError, match="prompts: expected hf:organisation/name"):
         read_prompts(name)
 
 

@@ -43,7 +43,7 @@ def test_a_record_without_an_id_is_known_by_its_text(tmp_path: Path) -> None:
 def test_limit_reads_no_further(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "a"}\n\n{"prompt": "b"}\nbroken')
     assert [p.text for p in read_prompts(path, 2)] == ["a", "b"]
-    with pytest.raises(InputError, match="--limit: expected 1 or more, not 0"):
+    with pytest.raises(InputError, match="limit: expected 1 or more, not 0"):
         read_prompts(path, 0)
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_is_text_throughout(name: str) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--prompts: expected a JSON Lines file"):
+    with pytest.raises(InputError, match="prompts: expected a JSON Lines file"):
         read_prompts(tmp_path / "nowhere.jsonl")
 
 
@@ -132,7 +132,7 @@ def test_what_becomes_of_long_prompts_is_told(
 ) -> None:
     prompts = [Prompt("ok", "w7"), Prompt("me", "w8 w9 w10")]
     with pytest.warns(
-        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and .* \(--long\)$"
+        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and .* \(`long`\)$"
     ):
         kept, found = fit(prompts, tokenizer, 2, long)
     assert found == ids
@@ -144,7 +144,7 @@ def test_where_no_prompt_fits_nothing_is_skipped_in_silence(tokenizer: PreTraine
     named = "'0' has 2, '1' has 2, '2' has 2, '3' has 2, '4' has 2, ..."
     with pytest.raises(InputError, match=rf"7 of 7 prompts have more than 1 tokens \({named}\)"):
         fit(many, tokenizer, 1)
-    with pytest.raises(InputError, match="--long: expected one of skip, left, right, refuse, not 'rihgt'"):
+    with pytest.raises(InputError, match="long: expected one of skip, left, right, refuse, not 'rihgt'"):
         fit(many, tokenizer, 9, "rihgt")
 
 
@@ -191,7 +191,7 @@ def test_a_text_that_comes_again_is_dropped_where_asked(numbered: Path) -> None:
 
 def test_a_repeated_text_without_ids_is_refused_with_the_way_out(tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "a"}')
-    with pytest.raises(InputError, match=r"line 3: prompt .* appears in line 1 too; .*--deduplicate"):
+    with pytest.raises(InputError, match=r"line 3: prompt .* appears in line 1 too; .*`deduplicate`"):
         read_prompts(path)
     assert [p.text for p in read_prompts(path, choice=Choice(deduplicate=True))] == ["a", "b"]
 
@@ -199,9 +199,9 @@ def test_a_repeated_text_without_ids_is_refused_with_the_way_out(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"side": "tset"}, "--side: expected train or test, not 'tset' .did you mean 'test'"),
-        ({"test_share": 1.0}, "--test-share: expected more than 0 and less than 1"),
-        ({"limit": 0}, "--limit: expected 1 or more"),
+        ({"side": "tset"}, "side: expected train or test, not 'tset' .did you mean 'test'"),
+        ({"test_share": 1.0}, "test_share: expected more than 0 and less than 1"),
+        ({"limit": 0}, "limit: expected 1 or more"),
     ],
 )
 def test_a_choice_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
@@ -236,16 +236,16 @@ def test_a_chat_template_writes_the_prompt_and_is_not_begun_twice(chatty: PreTra
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InputError, match="--chat: the tokenizer has no chat template"):
+    with pytest.raises(InputError, match="chat: the tokenizer has no chat template"):
         apply_chat_template([Prompt("a", "w7")], tokenizer)
 
 
 def test_a_template_that_refuses_a_prompt_names_it(chatty: PreTrainedTokenizerFast) -> None:
     chatty.chat_template = "{{ raise_exception('no system message here') }}"
-    with pytest.raises(InputError, match=r"--chat: .*refuses prompt 'a': no system message here"):
+    with pytest.raises(InputError, match=r"chat: .*refuses prompt 'a': no system message here"):
         apply_chat_template([Prompt("a", "w7")], chatty)
 
 
 def test_no_room_for_any_prompt_is_said_as_such(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(InputError, match="--max-new-tokens: leaves no room for a prompt"):
+    with pytest.raises(InputError, match="max_new_tokens: leaves no room for a prompt"):
         encode([Prompt("a", "w7")], tokenizer, 0)

@@ -157,7 +157,7 @@ def warned(path: Path) -> list[str]:
 def test_equal_texts_under_several_ids_are_counted(tmp_path: Path) -> None:
     records = [record("a"), record("b"), record("c", "b"), record("d"), record("e"), record("c", "b", sample="x")]
     (message,) = warned(write(tmp_path, records))
-    assert message.startswith("3 prompts repeat the text of an earlier one; ") and "--deduplicate" in message
+    assert message.startswith("3 prompts repeat the text of an earlier one; ") and "deduplicate" in message
     (message,) = warned(write(tmp_path, records[:3]))
     assert message.startswith("1 prompt repeats the text of an earlier one; ")
     assert warned(write(tmp_path, [records[0], records[2]])) == []
@@ -241,7 +241,7 @@ def test_each_sample_is_labelled_by_its_completion(pair: Pair, tmp_path: Path, t
         assert all((one["accepted"] == chunks[sample.sample]["accepted"]).all() for one in expected)
     changed = plan_run(pair, samples, completions={**completions, (prompt.id, "s1"): [7, 8, 9]}, **options)
     assert changed.header.differences(plan.header) == ["completions"]
-    with pytest.raises(InputError, match=f"--completions: sample 's1' of prompt {prompt.id!r} has none"):
+    with pytest.raises(InputError, match=f"completions: sample 's1' of prompt {prompt.id!r} has none"):
         plan_run(pair, samples, completions={prompt.id: [7, 8], (prompt.id, "s0"): [7, 8]}, **options)
 
 

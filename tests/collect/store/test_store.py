@@ -168,7 +168,7 @@ def test_a_failed_write_leaves_no_shard_and_a_full_disk_says_how_to_go_on(
     before = {str(p) for p in tmp_path.rglob("*")}
     monkeypatch.setattr(pq, "write_table", half)
     expected, message = (
-        (TraceError, r"no space is left .* 1 of 2 shards are finished and stay; free about 1 MB .* --resume")
+        (TraceError, r"no space is left .* 1 of 2 shards are finished and stay; free about 1 MB .* `resume`")
         if number == errno.ENOSPC
         else (OSError, "as it happens")
     )
@@ -201,7 +201,7 @@ def test_resuming_another_run_is_refused_and_says_what_differs(
 ) -> None:
     write(tmp_path)
     before = (tmp_path / "header.json").read_bytes()
-    with pytest.raises(TraceError, match=f"--resume: .* another {named};"):
+    with pytest.raises(TraceError, match=f"resume: .* another {named};"):
         open_for_writing(tmp_path, dataclasses.replace(HEADER, **changes), resume=True)
     assert (tmp_path / "header.json").read_bytes() == before
 
@@ -213,7 +213,7 @@ def test_resuming_on_another_machine_is_fine(tmp_path: Path) -> None:
 
 def test_a_folder_with_something_in_it_is_refused_unless_told(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(InputError, match="not empty; choose another, or pass --overwrite"):
+    with pytest.raises(InputError, match="not empty; choose another, or pass `overwrite`"):
         open_for_writing(tmp_path, HEADER)
     assert len(finished(tmp_path, HEADER)) == 2
     new = open_for_writing(tmp_path, HEADER, overwrite=True)

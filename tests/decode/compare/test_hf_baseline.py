@@ -36,7 +36,7 @@ def test_greedy_text_is_the_targets_and_the_assistant_gets_its_settings_back(
 def test_vocabularies_of_two_sizes_are_measured_without_an_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
     wide = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
     assert len(Assisted(wide, PLAIN, 0.0, 4, True).generate([7]).tokens) == 4
-    with pytest.raises(PairError, match=r"the target scores 56 tokens and the draft 48; measure with --no-library$"):
+    with pytest.raises(PairError, match=r"the target scores 56 tokens and the draft 48; measure with `library=False`$"):
         Assisted(wide, SETTINGS[0], 0.0, 4)
 
 

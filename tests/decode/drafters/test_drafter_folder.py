@@ -56,7 +56,7 @@ def test_it_is_known_by_its_target(pair: Pair, eager_pair: Pair, pair_folder: Pa
         find_drafter(f"medusa:{tmp_path / 'drafter'}", other)
     with pytest.raises(InputError, match="holds a drafter of the kind medusa: write medusa:"):
         find_drafter(f"hydra:{tmp_path / 'drafter'}", pair)
-    with pytest.raises(InputError, match=r"--drafter: .*none: expected the folder of a drafter, which does not exist"):
+    with pytest.raises(InputError, match=r"drafter: .*none: expected the folder of a drafter, which does not exist"):
         find_drafter(f"hydra:{tmp_path / 'none'}", pair)
 
 
@@ -137,7 +137,7 @@ def test_a_broken_folder_is_refused_in_one_line(pair: Pair, tmp_path: Path, name
     with pytest.raises(InputError) as error:
         load_drafter(folder)
     message = str(error.value)
-    assert message.startswith(f"--drafter: {folder}: ") and "\n" not in message
+    assert message.startswith(f"drafter: {folder}: ") and "\n" not in message
     assert why in message
 
 
@@ -175,7 +175,7 @@ def test_of_two_drafters_the_second_one_is_told_to_make_short_rounds(plain_pair:
         SpecstopWarning, match="the second one proposes 3 tokens at most, so that its rounds of 5 stay"
     ) as told:
         tell_if_cut(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
-    assert "--depth" not in str(told[0].message), "the first one goes as deep as it is asked to"
+    assert "depth" not in told[0].message.command_line, "the first one goes as deep as it is asked to"
 
 
 def test_damaged_folders_are_refused_or_draft_as_before(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_text_with_lookup_is_the_targets(
 @pytest.mark.parametrize("name", ["trimming", "selecting", "from-anchor", "reads-history"])
 def test_lookup_goes_with_every_sort_of_policy(pair: Pair, prompt_ids: list[list[int]], name: str) -> None:
     prompts = [[*p, *p] for p in prompt_ids[::2]]
-    made = generate(pair, prompts, TEST_POLICIES[name], Settings(0.7, NEW), LookupDrafter(pair))
+    made = generate(pair, prompts, TEST_POLICIES[name], Settings(0.7, NEW, verification="match"), LookupDrafter(pair))
     assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
 
 
@@ -147,7 +147,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     assert lookup._longest == 7
     trained = "medusa:PATH, hydra:PATH, ctc:PATH, ctc-released:PATH, layer:PATH"
     names = f"model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as suffix+model"
-    expected = f"--drafter: expected {names}, not "
+    expected = f"drafter: expected {names}, not "
     for name in ("lookup:", "model:3", "medusa", "medusa?x=1", "suffix+modle", ""):
         with pytest.raises(InputError, match=re.escape(expected)) as error:
             find_drafter(name, pair)
@@ -171,7 +171,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     ],
 )
 def test_options_are_of_their_kind(pair: Pair, name: str, why: str) -> None:
-    with pytest.raises(InputError, match=f"^--drafter.*{re.escape(why)}$"):
+    with pytest.raises(InputError, match=f"^drafter.*{re.escape(why)}$"):
         find_drafter(name, pair)
 
 
@@ -245,7 +245,13 @@ def test_heads_on_the_target_get_its_hidden_state_and_leave_the_text_alone(
     expected = plain(plain_pair, prompt_ids, temperature)
     for policy in (FixedLength(3), Half()):
         heads = Heads(plain_pair, 4)
-        made = generate(plain_pair, prompt_ids, policy, Settings(temperature, NEW, tree=tree, max_depth=4), heads)
+        made = generate(
+            plain_pair,
+            prompt_ids,
+            policy,
+            Settings(temperature, NEW, tree=tree, max_depth=4, verification="match"),
+            heads,
+        )
         assert [list(g.tokens) for g in made] == expected
         rounds = [r for g in made for r in g.rounds]
         assert heads.passes == sum(r.drafted > 0 for r in rounds), "one pass a round answers all depths"
@@ -308,9 +314,9 @@ def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: 
     alone = load_pair(pair_folder / "target", dtype="float64")
     prompts = [[*p, *p, *p] for p in prompt_ids[2:5]]
     assert alone.draft is None and alone.vocabulary == pair.vocabulary and alone.eos == pair.eos
-    made = generate(alone, prompts, FixedLength(4), Settings(0.7, NEW), LookupDrafter(alone))
+    made = generate(alone, prompts, FixedLength(4), Settings(0.7, NEW, verification="match"), LookupDrafter(alone))
     assert [list(g.tokens) for g in made] == plain(pair, prompts, 0.7)
-    with pytest.raises(InputError, match="this needs a draft model: give --draft"):
+    with pytest.raises(InputError, match="this needs a draft model: give `draft`"):
         Speculator(alone, FixedLength(4))
 
 

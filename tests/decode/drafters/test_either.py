@@ -69,7 +69,11 @@ def test_text_is_the_targets_alone_and_in_a_batch(pair: Pair, prompt_ids: list[l
     for batch, other in ((1, ModelDrafter(pair)), (3, ModelDrafter(pair)), (3, small_drafter("layer", pair))):
         drafter = EitherDrafter(pair, SuffixDrafter(pair), other, 0.4)
         speculator = Speculator(
-            pair, FixedLength(3), Settings(temperature, NEW, tree="2,2,1"), drafter=drafter, batch=batch
+            pair,
+            FixedLength(3),
+            Settings(temperature, NEW, tree="2,2,1", verification="match"),
+            drafter=drafter,
+            batch=batch,
         )
         made = speculator.run([Request(p, key) for p, key in zip(prompts, keys, strict=True)])
         assert [list(g.tokens) for g in made] == expected
@@ -95,7 +99,7 @@ def test_they_are_found_by_name(pair: Pair) -> None:
 )
 def test_a_chance_that_is_none_is_refused(pair: Pair, given: str, came: str) -> None:
     name = f"suffix?sure={given}+model"
-    expected = f"--drafter: {name!r}: expected for sure a chance between 0 and 1, not {came}"
+    expected = f"drafter: {name!r}: expected for sure a chance between 0 and 1, not {came}"
     with pytest.raises(InputError, match=re.escape(expected)):
         find_drafter(name, pair)
 

@@ -52,7 +52,7 @@ def test_text_is_the_targets(
     prompts, tried, at = prompt_ids[1::4], 0, DRAFTERS.index(kind)
     for number, policy in enumerate((FixedLength(5), Confidence(0.2), TEST_POLICIES["selecting"])):
         temperature = (0.0, 0.7)[(at + number) % 2]
-        settings = Settings(temperature, NEW, tree=tree, max_depth=5)
+        settings = Settings(temperature, NEW, tree=tree, max_depth=5, verification="match")
         speculator = Speculator(pair, policy, settings, drafter=small_drafter(kind, pair))
         made = [speculator.generate(prompt, stream_key(0, f"p{i}")) for i, prompt in enumerate(prompts)]
         assert [list(g.tokens) for g in made] == plain[temperature]

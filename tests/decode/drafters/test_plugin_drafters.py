@@ -97,7 +97,7 @@ def test_they_are_named_as_policies_are(pair: Pair) -> None:
     ],
 )
 def test_what_cannot_be_used_is_told_why(pair: Pair, name: str, why: str) -> None:
-    with pytest.raises(InputError, match=f"^--drafter.*{re.escape(why)}"):
+    with pytest.raises(InputError, match=f"^drafter.*{re.escape(why)}"):
         find_drafter(name, pair)
 
 
@@ -118,7 +118,7 @@ def test_one_may_take_the_draft_model(pair: Pair) -> None:
 
 def test_a_name_that_is_taken_is_told_and_harms_no_other(pair: Pair, installed: Callable[..., None]) -> None:
     installed(suffix="x:X", model="x:X", copycat="drafting_plugin:copycat")
-    with pytest.raises(InputError, match=r"^--drafter: two drafters are called 'suffix': x:X and a built-in; rename"):
+    with pytest.raises(InputError, match=r"^drafter: two drafters are called 'suffix': x:X and a built-in; rename"):
         find_drafter("suffix", pair)
     assert isinstance(find_drafter("model", pair), ModelDrafter), "what every pair drafts by"
     assert isinstance(find_drafter("copycat", pair), LookupDrafter)

@@ -157,7 +157,9 @@ def test_text_is_the_targets(pair: Pair, pair_folder: Path, prompt_ids: list[lis
         expected = plain_texts(pair, prompts, keys, NEW, temperature).tokens
         for policy in (FixedLength(4), Confidence(0.3)):
             drafter = SuffixDrafter(alone, keep=1)
-            speculator = Speculator(alone, policy, Settings(temperature, NEW, tree=tree), drafter=drafter)
+            speculator = Speculator(
+                alone, policy, Settings(temperature, NEW, tree=tree, verification="match"), drafter=drafter
+            )
             made = [speculator.generate(p, key) for p, key in zip(prompts, keys, strict=True)]
             assert [list(g.tokens) for g in made] == expected
             assert sum(r.drafted for g in made for r in g.rounds) > 0

@@ -129,10 +129,10 @@ def test_a_rule_that_reads_noise_is_refused_whatever_the_temperature() -> None:
         ({"specstop": {"draft": "d", "polcy": "x"}}, "unknown 'polcy' .did you mean 'policy'"),
         ({"specstop": {"draft": 3}}, "draft: expected a text, not 3"),
         ({"specstop": {"draft": "d", "temperature": "warm"}}, "temperature: expected a number, not 'warm'"),
-        ({"specstop": {"draft": "d", "temperature": -1.0}}, "--temperature: expected"),
+        ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature: expected"),
         ({"specstop": {"draft": "d", "rows": True}}, "rows: expected a whole number, not True"),
         ({"specstop": {"draft": "d", "rows": 0}}, "rows: expected 1 to 1024 requests, not 0"),
-        ({"specstop": {"draft": "d", "fallback": -1}}, "--fallback: expected 0 or more"),
+        ({"specstop": {"draft": "d", "fallback": -1}}, "fallback: expected 0 or more"),
     ],
 )
 def test_settings_that_are_wrong_are_named(raw: Any, message: str) -> None:

@@ -216,8 +216,8 @@ def test_a_streamer_gets_what_generate_would_give_it(
         ({"num_beams": 3}, "beam search is not speculative; expected num_beams=1"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
         ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),
-        ({"tree": "x"}, "--tree: expected widths"),
-        ({"drafter": "medusa"}, "--drafter: expected model, lookup"),
+        ({"tree": "x"}, "tree: expected widths"),
+        ({"drafter": "medusa"}, "drafter: expected model, lookup"),
         ({"tree": "3,2", "verification": "block", "do_sample": True}, "block: expected a chain"),
     ],
 )

@@ -143,14 +143,14 @@ def test_without_peft_an_adapter_is_refused_with_the_remedy(
     shutil.copytree(pair_folder / "target", tmp_path / "both")
     shutil.copytree(folders / "lora", tmp_path / "both", dirs_exist_ok=True)
     for folder in (folders / "lora", tmp_path / "both"):
-        with pytest.raises(PairError, match=r"--draft: .*pip install peft"):
+        with pytest.raises(PairError, match=r"draft: .*pip install peft"):
             load_pair(pair_folder / "target", folder)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_adapter_outside_the_layers_is_refused_by_name(pair_folder: Path, tmp_path: Path, name: str) -> None:
     folder = _save(tmp_path / "adapter", REFUSED[name], pair_folder / "target")
-    with pytest.raises(PairError, match=f"--target: .*{name}.*LoRA"):
+    with pytest.raises(PairError, match=f"target: .*{name}.*LoRA"):
         load_pair(folder, pair_folder / "draft")
     with pytest.raises(PairError, match=f"the target .*{name}.*LoRA"):
         join(_adapted(build_model(), REFUSED[name]), build_model(1))
@@ -203,7 +203,7 @@ def test_a_damaged_adapter_is_one_line(
 ) -> None:
     folder = Path(shutil.copytree(folders / "lora", tmp_path / "adapter"))
     damage(folder)
-    with pytest.raises(PairError, match=f"^--target: .*{message}") as caught:
+    with pytest.raises(PairError, match=f"^target: .*{message}") as caught:
         load_pair(folder, pair_folder / "draft")
     assert "\n" not in str(caught.value)
 
@@ -265,7 +265,7 @@ def test_no_engine_drops_what_a_model_carries(
     for engine in ("plain", "packed", "auto"):
         pair = with_engine(join(build(), build_model(2).float(), tokenizer), engine)
         assert _text(pair) == expected, engine
-    with pytest.raises(InputError, match=r"--engine compact: .*(layer|proj)"):
+    with pytest.raises(InputError, match=r"engine compact: .*(layer|proj)"):
         with_engine(join(build(), build_model(2).float(), tokenizer), "compact")
 
 
@@ -293,7 +293,7 @@ def test_an_adapter_of_offloaded_layers_is_refused_with_the_remedy(pair_folder: 
         "model.layers.1": "disk",
     }
     places |= {"model.norm": "disk", "lm_head": "disk"}
-    with pytest.raises(PairError, match=r"--target: .*merge_and_unload"):
+    with pytest.raises(PairError, match=r"target: .*merge_and_unload"):
         load_pair(folders / "lora", pair_folder / "draft", device_map=json.dumps(places))
     assert _text(load_pair(folders / "lora", pair_folder / "draft", device_map="cpu")) == _reference(
         pair_folder / "target", folders / "lora"

@@ -141,7 +141,7 @@ def test_texts_from_recorded_calls_are_the_same(
     target = build_model()
     pair = join(target, build_draft(target))
     for tree in (None, "2,2,1"):
-        settings = Settings(0.7, 20, tree=tree)
+        settings = Settings(0.7, 20, tree=tree, verification="match")
         texts = [Speculator(pair, FixedLength(3), settings).generate(ids, 5).tokens for ids in prompt_ids[:4]]
         with monkeypatch.context() as patch:
             for module in (model_source, drafters_module):
@@ -269,7 +269,9 @@ def test_texts_of_batches_that_take_turns_keep_their_recordings(
     sizes = (1, 3, 2)
 
     def texts(size: int, tree: str | None) -> list[tuple[int, ...]]:
-        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12, tree=tree), batch=size).run(requests)
+        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12, tree=tree, verification="match"), batch=size).run(
+            requests
+        )
         return [text.tokens for text in made]
 
     expected = {tree: texts(1, tree) for tree in (None, "2,2,1")}
@@ -322,7 +324,7 @@ def test_loops_in_several_threads_have_recordings_of_their_own(
 
     def texts(size: int) -> list[tuple[int, ...]]:
         requests = [Request(ids, key) for key, ids in enumerate(prompt_ids[:4])]
-        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12), batch=size).run(requests)
+        made = Speculator(pair, Confidence(0.2, 3), Settings(0.7, 12, verification="match"), batch=size).run(requests)
         return [text.tokens for text in made]
 
     expected = texts(1)

@@ -170,7 +170,7 @@ def test_a_damaged_model_is_one_line_that_names_what_is_amiss(folder: Path, name
     with pytest.raises(PairError, match=message) as caught:
         load_pair(folder / "target", folder / "draft", dtype="float64")
     line = str(caught.value)
-    assert line.startswith(f"--{role}: cannot load ") and line.isprintable() and len(line) < 600
+    assert line.startswith(f"{role}: cannot load ") and line.isprintable() and len(line) < 600
     assert not (folder / "ran").exists(), "nothing of a pickle runs"
 
 
@@ -186,7 +186,7 @@ def test_an_end_of_text_that_is_no_token_is_named(folder: Path, value: Any) -> N
 def test_weights_too_large_for_the_dtype_are_named(folder: Path) -> None:
     holding(1e6)(folder / "draft")
     load_pair(folder / "target", folder / "draft", dtype="float32")
-    with pytest.raises(PairError, match=f"--draft: .*{UP} has values that are NaN or infinite in float16"):
+    with pytest.raises(PairError, match=f"draft: .*{UP} has values that are NaN or infinite in float16"):
         load_pair(folder / "target", folder / "draft", dtype="float16")
 
 

@@ -25,8 +25,8 @@ NEW, LATER = 12, 6
 ALL = -math.inf
 MODES = {
     "match": Settings(0.0, NEW, ignore_eos=True),
-    "match, sampled": Settings(0.7, NEW, ignore_eos=True),
-    "match, a tree": Settings(0.7, NEW, ignore_eos=True, tree="3,2,1"),
+    "match, sampled": Settings(0.7, NEW, ignore_eos=True, verification="match"),
+    "match, a tree": Settings(0.7, NEW, ignore_eos=True, tree="3,2,1", verification="match"),
     "rejection": Settings(0.7, NEW, ignore_eos=True, verification="rejection"),
     "rejection, a tree": Settings(1.0, NEW, ignore_eos=True, verification="rejection", tree="2,2"),
     "rejection_replace": Settings(0.7, NEW, ignore_eos=True, verification="rejection_replace", tree="2,2"),

@@ -48,9 +48,9 @@ def test_text_on_cuda_is_that_of_plain_decoding(
     prompts = prompt_ids[:4]
     expected = [list(text) for text in plain_texts(pair, prompts, range(4), 24, temperature).tokens]
     for tree in (None, "2,2,1"):
-        speculator = Speculator(pair, policy, Settings(temperature, 24, tree=tree))
+        speculator = Speculator(pair, policy, Settings(temperature, 24, tree=tree, verification="match"))
         assert [list(speculator.generate(prompt, key).tokens) for key, prompt in enumerate(prompts)] == expected
-        beside = Speculator(pair, policy, Settings(temperature, 24, tree=tree), batch=3)
+        beside = Speculator(pair, policy, Settings(temperature, 24, tree=tree, verification="match"), batch=3)
         requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
         assert [list(text.tokens) for text in beside.run(requests)] == expected
         assert any(call.play for call in beside._source.target._memory.packed.values()), "recorded"
@@ -64,7 +64,9 @@ def test_drafters_on_cuda_leave_the_text_alone(kind: str, prompt_ids: list[list[
     for tree, batch in ((None, 1), ("2,2,1", 1), (None, 3), ("2,2,1", 3)):
         own = with_drafter(pair, kind) if kind in ("suffix", "lookup") else pair
         drafter = None if own is not pair else small_drafter(kind, pair)
-        speculator = Speculator(own, FixedLength(3), Settings(0.7, 24, tree=tree), batch=batch, drafter=drafter)
+        speculator = Speculator(
+            own, FixedLength(3), Settings(0.7, 24, tree=tree, verification="match"), batch=batch, drafter=drafter
+        )
         requests = [Request(prompt, key) for key, prompt in enumerate(prompt_ids[:4])]
         assert [list(text.tokens) for text in speculator.run(requests)] == expected
 
@@ -80,7 +82,10 @@ def test_a_target_placed_elsewhere_writes_the_same_texts(places: str, pair_folde
     pair, placed = (load_pair(*folders, device="cuda:0", dtype="float64", device_map=m) for m in (None, places))
     assert placed.fingerprint == pair.fingerprint and placed.device == pair.device
     for key in range(3):
-        here, there = (Speculator(p, FixedLength(4), Settings(0.7, 24)).generate([3, 4], key) for p in (pair, placed))
+        here, there = (
+            Speculator(p, FixedLength(4), Settings(0.7, 24, verification="match")).generate([3, 4], key)
+            for p in (pair, placed)
+        )
         assert here.tokens == there.tokens
 
 

@@ -82,7 +82,7 @@ def test_a_policy_sees_the_states_that_a_whole_forward_has(
     checked = 0
     for s, prompt in enumerate(prompt_ids[2:5]):
         policy = Shown()
-        made = Speculator(pair, policy, Settings(temperature, NEW, 5, tree=tree)).generate(
+        made = Speculator(pair, policy, Settings(temperature, NEW, 5, tree=tree, verification="match")).generate(
             prompt, stream_key(0, f"p{s}")
         )
         for (steps, nodes), record in list(zip(policy.rounds, made.rounds, strict=True))[::3]:
@@ -109,7 +109,7 @@ def test_fixed_shapes_show_the_same_states(
 ) -> None:
     def shown() -> list[Array]:
         policy = Shown()
-        speculator = Speculator(pair, policy, Settings(0.7, 12, 4, tree=tree))
+        speculator = Speculator(pair, policy, Settings(0.7, 12, 4, tree=tree, verification="match"))
         for ids in prompt_ids[3:5]:
             speculator.generate(ids, 5)
         return [v for steps, _ in policy.rounds for step in steps for v in step.hidden.values()]
@@ -148,7 +148,7 @@ def test_every_engine_shows_the_states_of_the_library(prompt_ids: list[list[int]
 def test_the_text_is_the_targets(pair: Pair, prompt_ids: list[list[int]], policy: StopPolicy, tree: str | None) -> None:
     lengths, prompt_ids = set(), prompt_ids[1::3]
     for temperature in (0.0, 0.7):
-        speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=tree))
+        speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=tree, verification="match"))
         keys = [stream_key(0, f"p{i}") for i in range(len(prompt_ids))]
         made = [speculator.generate(ids, key) for ids, key in zip(prompt_ids, keys, strict=True)]
         assert [list(g.tokens) for g in made] == plain_texts(pair, prompt_ids, keys, NEW, temperature).tokens
@@ -213,7 +213,7 @@ def test_a_policy_that_writes_into_what_it_is_shown_harms_nobody(pair: Pair, pro
             return kept, state
 
     one, other = (
-        Speculator(pair, policy, Settings(0.7, NEW)).generate(prompt_ids[5], 3)
+        Speculator(pair, policy, Settings(0.7, NEW, verification="match")).generate(prompt_ids[5], 3)
         for policy in (ReadsStates(), Scribbles())
     )
     assert [r.drafted for r in one.rounds] == [r.drafted for r in other.rounds]

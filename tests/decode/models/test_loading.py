@@ -70,17 +70,17 @@ def _shift_token(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     [
         (
             lambda f, t: shutil.rmtree(f / "target"),
-            "--target: expected a model folder or a hub name, but .*target does not exist",
+            "target: expected a model folder or a hub name, but .*target does not exist",
         ),
-        (lambda f, t: (f / "draft" / "config.json").unlink(), r"--draft: .*draft has no config\.json"),
-        (lambda f, t: (f / "draft" / "config.json").write_text("{"), "--draft: cannot load"),
+        (lambda f, t: (f / "draft" / "config.json").unlink(), r"draft: .*draft has no config\.json"),
+        (lambda f, t: (f / "draft" / "config.json").write_text("{"), "draft: cannot load"),
         (
             lambda f, t: (f / "draft" / "model.safetensors").write_bytes(b"junk"),
-            "--draft: cannot load a model from .*draft",
+            "draft: cannot load a model from .*draft",
         ),
         (
             lambda f, t: (f / "target" / "model.safetensors").unlink(),
-            "--target: cannot load a model from .*target",
+            "target: cannot load a model from .*target",
         ),
         (_shift_token, "share one tokenizer, but .*target has 48 tokens and .*draft has 48"),
     ],
@@ -129,8 +129,8 @@ def test_layers_that_cannot_be_rolled_back_are_refused_by_name(role: str) -> Non
 
 def test_unknown_dtype_or_device_is_refused(pair_folder: Path) -> None:
     for options, message in (
-        ({"dtype": "float8"}, "--dtype: .*'float8'"),
-        ({"device": "abacus"}, "--device: 'abacus'"),
+        ({"dtype": "float8"}, "dtype: .*'float8'"),
+        ({"device": "abacus"}, "device: 'abacus'"),
     ):
         with pytest.raises(InputError, match=message):
             load_pair(pair_folder / "target", pair_folder / "draft", **options)

@@ -51,7 +51,10 @@ def decode(
     drafter: Callable[[Pair], Drafter] | None = None,
 ) -> list[tuple[int, ...]]:
     policy, tree, temperature, batch = loop
-    settings, made = Settings(temperature, NEW, tree=tree), None if drafter is None else drafter(pair)
+    settings, made = (
+        Settings(temperature, NEW, tree=tree, verification="match"),
+        None if drafter is None else drafter(pair),
+    )
     speculator = Speculator(pair, load_policy(policy), settings, drafter=made, batch=batch)
     return [text.tokens for text in speculator.run(requests)]
 

@@ -102,7 +102,7 @@ def test_what_a_plugin_writes_reaches_nobody(
 ) -> None:
     """Not even where a policy of ours asks it: the arrays of a step may be those of other steps."""
     one, other, again = (
-        Speculator(pair, policy, Settings(0.7, 20, tree=tree)).generate(prompt_ids[5], 3)
+        Speculator(pair, policy, Settings(0.7, 20, tree=tree, verification="match")).generate(prompt_ids[5], 3)
         for policy in (within(Confidence(0.4, 4)), within(Scribbles(0.4, 4)), within(Confidence(0.4, 4)))
     )
     assert [r.drafted for r in one.rounds] == [r.drafted for r in other.rounds] == [r.drafted for r in again.rounds]

@@ -110,7 +110,7 @@ def undisturbed(pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
 def test_a_plugin_that_misbehaves_does_not_change_the_text(
     pair: Pair, prompt_ids: list[list[int]], undisturbed: list[list[int]], name: str, tree: str | None
 ) -> None:
-    speculator = Speculator(pair, broken(name), Settings(0.7, NEW, 4, tree=tree))
+    speculator = Speculator(pair, broken(name), Settings(0.7, NEW, 4, tree=tree, verification="match"))
     assert texts(speculator, prompt_ids[:3]) == undisturbed
 
 
@@ -276,7 +276,7 @@ def plain(endless_pair: Pair, prompt_ids: list[list[int]]) -> list[list[int]]:
 def test_a_broken_promise_is_told_once_and_left_only_on_request(
     endless_pair: Pair, prompt_ids: list[list[int]], plain: list[list[int]], mode: str
 ) -> None:
-    settings = Settings(0.7, 100, 4, fallback=1, drift=mode)
+    settings = Settings(0.7, 100, 4, fallback=1, drift=mode, verification="match")
     speculator = Speculator(endless_pair, promising(0.99), settings)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -342,5 +342,5 @@ def test_only_learned_policies_on_chains_are_watched() -> None:
         (Confidence(), "warn", True),
     ):
         assert make_watch(policy, mode, chain) is None
-    with pytest.raises(InputError, match="--drift: expected one of off, warn, fallback, not 'on'"):
+    with pytest.raises(InputError, match="drift: expected one of off, warn, fallback, not 'on'"):
         make_watch(Confidence(), "on", True)

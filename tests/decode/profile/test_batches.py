@@ -129,7 +129,7 @@ def test_a_round_costs_what_it_took(pair: Pair, profile: Profile) -> None:
 
 
 def test_sizes_that_are_none_are_refused(pair: Pair) -> None:
-    with pytest.raises(InputError, match="--batch: expected 1 or more, not 0"):
+    with pytest.raises(InputError, match="batch: expected 1 or more, not 0"):
         measure_profile(pair, PROMPTS, depth=1, batch=(0, 2))
 
 
@@ -172,7 +172,7 @@ def test_rounds_of_a_batch_come_in_the_order_of_what_they_draft() -> None:
 
 def test_the_first_verifications_after_the_prompts_are_not_timed(pair: Pair) -> None:
     """Reading the prompts has emptied the caches; the first drafts count, as they tell what reading a text costs."""
-    run = BatchRun(pair, 2, Settings(0.7, 30, 2, ignore_eos=True))
+    run = BatchRun(pair, 2, Settings(0.7, 30, 2, ignore_eos=True, verification="match"))
     prompts = [PROMPTS[:2], PROMPTS[2:4]]
     timed, contexts = run.play(3, prompts)
     for side, rounds in zip(CONTEXTS, contexts, strict=True):

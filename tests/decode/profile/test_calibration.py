@@ -211,7 +211,9 @@ def test_the_script_deals_every_length_equally_often(depth: int) -> None:
 
 
 def test_the_script_plays_live_as_dealt(pair: Pair) -> None:
-    run = Speculator(pair, Scripted(3), Settings(0.7, 90, ignore_eos=True)).generate(PROMPTS[0], 1)
+    run = Speculator(pair, Scripted(3), Settings(0.7, 90, ignore_eos=True, verification="match")).generate(
+        PROMPTS[0], 1
+    )
     counts = Counter(r.drafted for r in run.rounds if not r.cut)
     assert set(counts) == {0, 1, 2, 3}
     assert max(counts.values()) - min(counts.values()) <= TWICE

@@ -39,7 +39,7 @@ class Bigram(torch.nn.Module):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.table, self.dtype, self.device = table, table.dtype, table.device
-        text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None)
+        text = SimpleNamespace(num_hidden_layers=1, max_position_embeddings=None, vocab_size=len(table))
         self.config = SimpleNamespace(get_text_config=lambda: text, _attn_implementation="sdpa")
 
     def forward(self, input_ids: Tensor, past_key_values: Any, logits_to_keep: int, **rest: Any) -> SimpleNamespace:
@@ -73,7 +73,9 @@ def test_any_noise_gives_the_text_of_plain_sampling_with_it(
         while len(expected) < new and not (expected and last in eos):
             last = int((torch.log_softmax(table_of(pair)[last] / 0.9, -1) + noise[2 + len(expected)]).argmax())
             expected.append(last)
-        speculator = Speculator(pair, policy, Settings(0.9, new), source=lambda key, window, noise=noise: Table(noise))
+        speculator = Speculator(
+            pair, policy, Settings(0.9, new, verification="match"), source=lambda key, window, noise=noise: Table(noise)
+        )
         assert list(speculator.generate([0, trial % vocabulary]).tokens) == expected
         lengths.append(len(expected))
     assert not eos or len(set(lengths)) > 3
@@ -99,7 +101,7 @@ def test_any_noise_gives_the_text_of_plain_sampling_in_any_tree(tree: str, draft
 def test_three_tokens_over_many_keys_have_the_targets_distribution(policy: StopPolicy) -> None:
     """Chi-square over the 27 outcomes of 3 tokens from 2,000 keys, one round of drafting among them."""
     pair, count = bigrams(3, 1), 2000
-    speculator = Speculator(pair, policy, Settings(1.0, 3))
+    speculator = Speculator(pair, policy, Settings(1.0, 3, verification="match"))
     observed, drafted = torch.zeros(27), 0
     for i in range(count):
         generation = speculator.generate([0], stream_key(0, str(i)))

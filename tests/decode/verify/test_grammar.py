@@ -74,7 +74,7 @@ def test_texts_are_those_of_plain_constrained_decoding(
     expected = plain_texts(bytes_pair, asks, keys, NEW, temperature, shaping=shaping).tokens
     pair = with_drafter(bytes_pair, drafter)
     for depth, tree, batch in ((0, None, 1), (4, None, 1), (2, "2,2", 1), (3, None, 3), (2, "2,2", 3)):
-        settings = Settings(temperature, NEW, tree=tree, shaping=shaping)
+        settings = Settings(temperature, NEW, tree=tree, verification="match", shaping=shaping)
         assert decoded(pair, asks, settings, depth, batch) == expected
     assert len(set(map(tuple, expected))) > 1
     for text in expected:
@@ -112,7 +112,7 @@ def test_candidates_obey_so_that_they_are_accepted_as_without_a_grammar(
 @pytest.mark.parametrize("source", [EBNF, LARK])
 def test_a_grammar_in_ebnf_or_lark(bytes_pair: Pair, asks: list[list[int]], backend: str, source: str) -> None:
     grammar = Grammar.from_text(source, bytes_pair.tokenizer, backend)  # type: ignore[arg-type]
-    settings = Settings(0.7, 200, shaping=Shaping(processors=(grammar,)))
+    settings = Settings(0.7, 200, verification="match", shaping=Shaping(processors=(grammar,)))
     for text in decoded(bytes_pair, asks, settings, 4):
         words = bytes_pair.tokenizer.decode(text, skip_special_tokens=True)  # type: ignore[union-attr]
         assert re.fullmatch(PATTERN, words) and text[-1] == END

@@ -186,7 +186,7 @@ def test_sampled_text_under_match_is_that_of_a_plain_loop_with_the_same_noise(
     pair: Pair, prompt_ids: list[list[int]], sampled: Texts, bare: list[list[int]], name: str, tree: str | None
 ) -> None:
     prompts, expected = prompt_ids[1::3], sampled(name)
-    settings = Settings(HOT, NEW, tree=tree, shaping=SAMPLED[name][0])
+    settings = Settings(HOT, NEW, tree=tree, shaping=SAMPLED[name][0], verification="match")
     for policy in (FixedLength(4), Confidence(0.3)):
         assert speculate(pair, prompts, policy, settings) == expected
     assert bare != expected, "the processors change the text"
@@ -225,7 +225,7 @@ def test_a_forbidden_token_never_appears_under_rejection(
 
 
 def test_the_support_check_can_fail(pair: Pair, plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
-    text = speculate(pair, prompt_ids[-1:], FixedLength(3), Settings(1.3, 14))[0]
+    text = speculate(pair, prompt_ids[-1:], FixedLength(3), Settings(1.3, 14, verification="match"))[0]
     assert banned(plain_pair, prompt_ids[-1], text, LogitsProcessorList([TopKLogitsWarper(1)])) > 0
 
 
@@ -272,5 +272,5 @@ def test_processors_without_state_are_called_as_they_are() -> None:
      ("no_repeat_ngram", -2, "0 or more"), ("min_new_tokens", -1, "0 or more"), ("top_p", float("nan"), "above 0")],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_its_option(option: str, value: float, wanted: str) -> None:
-    with pytest.raises(InputError, match=f"--{option.replace('_', '-')}: expected {wanted}.*, not {value}"):
+    with pytest.raises(InputError, match=f"{option}: expected {wanted}.*, not {value}"):
         Shaping(**{option: value})

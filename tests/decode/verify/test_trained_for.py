@@ -42,7 +42,7 @@ def test_a_profile_of_another_drafter_is_told_of(profile: Profile) -> None:
     assert not told(model, 0.0, "model") and not told(hydra, 0.0, "hydra:else/where")
     assert not told(both, 0.0, "suffix?sure=0.6+medusa:there")
     (text,) = told(hydra, 0.0, "model")
-    assert "rounds of the drafter hydra, this run plays those of model" in text and "--drafter model" in text
+    assert "rounds of the drafter hydra, this run plays those of model" in text and "`drafter` model" in text
     assert told(model, 0.0, "suffix:file.txt") and told(both, 0.0, "suffix")
     assert not told(hydra, 0.0, "hydra:/models/llama+hydra-v2"), "a plus sign of the path"
     assert told(hydra, 0.0, "suffix:/a/b+hydra:/models/llama+hydra-v2")

@@ -58,9 +58,9 @@ def test_a_token_that_a_filter_left_out_counts_without_noise(
     pair: Pair, prompt_ids: list[list[int]], shaping: Shaping, kept: object
 ) -> None:
     policy = Margins()
-    made = Speculator(pair, policy, Settings(TEMPERATURE, 16, 4, shaping=shaping, ignore_eos=True)).generate(
-        prompt_ids[4], KEY
-    )
+    made = Speculator(
+        pair, policy, Settings(TEMPERATURE, 16, 4, shaping=shaping, ignore_eos=True, verification="match")
+    ).generate(prompt_ids[4], KEY)
     checked = 0
     drafted = [record for record in made.rounds if record.drafted]
     for (shown, tree), record in zip(policy.rounds, drafted, strict=True):
@@ -85,9 +85,9 @@ def test_what_a_grammar_forbids_is_no_rival(pair: Pair, prompt_ids: list[list[in
     """Draft and target obey the same one, so the only token that it allows is accepted for sure."""
     only = PrefixConstrainedLogitsProcessor(lambda batch, ids: [20 + len(ids) % 5], num_beams=1)
     policy = Margins()
-    made = Speculator(pair, policy, Settings(TEMPERATURE, 12, 4, shaping=Shaping(processors=(only,)))).generate(
-        prompt_ids[4], KEY
-    )
+    made = Speculator(
+        pair, policy, Settings(TEMPERATURE, 12, 4, shaping=Shaping(processors=(only,)), verification="match")
+    ).generate(prompt_ids[4], KEY)
     assert all(features[0].tolist() == [BOUND, BOUND] for shown, _ in policy.rounds for features in shown)
     assert all(record.accepted == record.drafted for record in made.rounds)
 
@@ -96,9 +96,9 @@ def test_what_a_grammar_forbids_is_no_rival(pair: Pair, prompt_ids: list[list[in
 def test_siblings_and_filters(pair: Pair, prompt_ids: list[list[int]], tree: str) -> None:
     """Every margin stays within the lead over what was left out, and finite."""
     policy = Margins()
-    Speculator(pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=Shaping(top_k=3))).generate(
-        prompt_ids[4], KEY
-    )
+    Speculator(
+        pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=Shaping(top_k=3), verification="match")
+    ).generate(prompt_ids[4], KEY)
     margins = torch.cat([torch.from_numpy(features) for shown, _ in policy.rounds for features in shown])
     assert len(margins) > 10 and bool((margins.abs() <= BOUND).all())
     assert bool((margins[:, 1] <= margins[:, 0] + 1e-6).all())

@@ -72,7 +72,7 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "c", "'key' occurs twice"),
         (tmp_path, "cannot be"),
     ):
-        with pytest.raises(InputError, match=f"--it: .*{path.name}.*{message}"):
+        with pytest.raises(InputError, match=f"it: .*{path.name}.*{message}"):
             read_json(path, "--it")
 
 

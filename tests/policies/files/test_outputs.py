@@ -190,7 +190,7 @@ def test_a_folder_in_use_is_refused_and_an_empty_or_new_one_taken(tmp_path: Path
     for name in ("empty", "a/b"):
         assert claim_folder(tmp_path / name) == tmp_path / name
     assert names(tmp_path) == ["empty"], "nothing is made yet"
-    with pytest.raises(InputError, match=r"--out: the folder .* is not empty; choose another, or pass --overwrite"):
+    with pytest.raises(InputError, match=r"out: the folder .* is not empty; choose another, or pass `overwrite`"):
         claim_folder(make(tmp_path / "x"))
     claim_folder(tmp_path / "x", resume=True, in_place=True)
 
@@ -198,7 +198,7 @@ def test_a_folder_in_use_is_refused_and_an_empty_or_new_one_taken(tmp_path: Path
 @pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": True}])
 def test_a_file_is_never_taken_for_a_folder(tmp_path: Path, flags: dict[str, bool]) -> None:
     (tmp_path / "x").write_text("1")
-    with pytest.raises(InputError, match=r"--out: expected a folder, but .*x is a file"):
+    with pytest.raises(InputError, match=r"out: expected a folder, but .*x is a file"):
         claim_folder(tmp_path / "x", **flags)
     assert (tmp_path / "x").read_text() == "1"
 
@@ -231,7 +231,7 @@ def test_an_output_never_overlaps_an_input(tmp_path: Path, case: str) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "link").symlink_to(tmp_path / "in", target_is_directory=True)
     out, given, message = OVERLAPS[case]
-    with pytest.raises(InputError, match=f"--out: .* {message}"):
+    with pytest.raises(InputError, match=f"out: .* {message}"):
         refuse_inputs(tmp_path / out, [None, "fixed:4", tmp_path / "nowhere", tmp_path / given])
 
 
@@ -289,7 +289,7 @@ def test_a_name_that_nothing_can_have_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for claim in (claim_folder, lambda out: claim_folder(out, in_place=True), lambda out: claim_file(out, b"")):
-        with pytest.raises(InputError, match=f"--out: .* cannot be written: .*{reason}"):
+        with pytest.raises(InputError, match=f"out: .* cannot be written: .*{reason}"):
             claim(name)
     assert list(tmp_path.iterdir()) == []
 
@@ -334,7 +334,7 @@ def test_a_file_is_replaced_only_when_it_is_told_so_and_is_ours(tmp_path: Path) 
         (tmp_path / name).write_text(text)
     assert claim_file(tmp_path / "new", MARK) == tmp_path / "new"
     for name in ("ours", "empty"):
-        with pytest.raises(InputError, match="exists; choose another name, or pass --overwrite to replace it"):
+        with pytest.raises(InputError, match="exists; choose another name, or pass `overwrite` to replace it"):
             claim_file(tmp_path / name, MARK)
         claim_file(tmp_path / name, MARK, overwrite=True)
     for name in ("theirs", "late"):

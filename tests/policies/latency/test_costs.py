@@ -224,7 +224,7 @@ def test_a_mangled_profile_is_refused(
 ) -> None:
     profile.save(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(json.dumps(damage(json.loads((tmp_path / "p.json").read_text()))))
-    with pytest.raises(InputError, match=f"--profile: .*{message}"):
+    with pytest.raises(InputError, match=f"profile: .*{message}"):
         Profile.load(tmp_path / "p.json")
 
 
@@ -286,7 +286,7 @@ def test_a_profile_of_impossible_times_is_refused(
 ) -> None:
     profile.save(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(json.dumps(damage(json.loads((tmp_path / "p.json").read_text()))))
-    with pytest.raises(InputError, match=f"--profile: .*p.json lacks or mangles {message}") as caught:
+    with pytest.raises(InputError, match=f"profile: .*p.json lacks or mangles {message}") as caught:
         Profile.load(tmp_path / "p.json")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(tmp_path)) + 200
 
@@ -298,14 +298,14 @@ def test_a_price_of_minus_zero_is_none(profile: Profile, tmp_path: Path) -> None
 
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("[" * 200_000)
-    with pytest.raises(InputError, match=r"--profile: expected JSON in .*p\.json, which is nested too deeply"):
+    with pytest.raises(InputError, match=r"profile: expected JSON in .*p\.json, which is nested too deeply"):
         Profile.load(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize("text", ["{", "", "\0"])
 def test_what_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.json").write_text(text)
-    with pytest.raises(InputError, match="--profile: expected JSON in"):
+    with pytest.raises(InputError, match="profile: expected JSON in"):
         Profile.load(tmp_path / "p.json")
     with pytest.raises(InputError, match="which does not exist"):
         Profile.load(tmp_path / "nowhere.json")

@@ -215,5 +215,5 @@ def test_a_profile_comes_back_from_its_file_with_its_measurements(tmp_path: Path
 )
 def test_mangled_measurements_are_refused(tmp_path: Path, profile: Profile, series: Any) -> None:
     (tmp_path / "p.json").write_text(json.dumps({**profile.to_dict(), "measurements": series}))
-    with pytest.raises(InputError, match=r"--profile: .*p\.json lacks or mangles"):
+    with pytest.raises(InputError, match=r"profile: .*p\.json lacks or mangles"):
         Profile.load(tmp_path / "p.json")

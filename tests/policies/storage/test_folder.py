@@ -146,7 +146,7 @@ def test_an_attackers_folder_is_refused_before_anything_is_used(
     monkeypatch.setattr(pickle, "loads", lambda *args: used.append(args))
     with pytest.raises(PolicyError, match=message) as caught:
         load_policy(folder)
-    assert str(caught.value).startswith("--policy: ") and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert str(caught.value).startswith("policy: ") and "\n" not in str(caught.value) and len(str(caught.value)) < 600
     assert used == []
 
 

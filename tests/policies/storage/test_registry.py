@@ -178,7 +178,7 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
         "fixed:4": "two policies are called 'fixed': x:X and a built-in; rename that entry point",
         "bandit?arms=entropy:1": "two policies are called 'entropy': x:X and a built-in; rename that entry point",
     }.items():
-        with pytest.raises(PolicyError, match=f"^--policy: {message}$".replace("?", r"\?")):
+        with pytest.raises(PolicyError, match=f"^policy: {message}$".replace("?", r"\?")):
             load_policy(spec)
     assert set(plugins()) == {"even"}
     for name in ("even", *registry.BUILTINS):

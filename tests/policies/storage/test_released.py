@@ -142,7 +142,7 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
     policy = load_policy_folder(tmp_path / "b")
     assert (policy.name, policy.max_depth, policy.rule.to_dict()["threshold"]) == ("mine", 9, 0.5)
     assert policy.facts.provenance["rejection weight taken out"] == 6.0
-    with pytest.raises(InputError, match=r"--rejection-weight: d.pt is of the layout dynasd-hard"):
+    with pytest.raises(InputError, match=r"rejection_weight: d.pt is of the layout dynasd-hard"):
         import_weights(saved(DecisionModel(11, 4, 1), tmp_path / "d.pt"), tmp_path / "c", rejection_weight=6.0)
 
 
@@ -264,10 +264,10 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "medusa"}, "--layout: expected auto, dynasd-soft, dynasd-hard, specdec, not 'medusa'"),
-        ({"depth": 0}, "--depth: expected 1 to 1024, not 0"),
+        ({"layout": "medusa"}, "layout: expected auto, dynasd-soft, dynasd-hard, specdec, not 'medusa'"),
+        ({"depth": 0}, "depth: expected 1 to 1024, not 0"),
         ({"threshold": 1.5}, "between 0 and 1"),
-        ({"rejection_weight": 0.0}, "--rejection-weight: expected a number above 0"),
+        ({"rejection_weight": 0.0}, "rejection_weight: expected a number above 0"),
     ],
     ids=str,
 )
@@ -287,7 +287,7 @@ def test_missing_files_and_full_folders_are_refused(tmp_path: Path) -> None:
     path = saved(DecisionModel(11, 4, 1), tmp_path / "w.pt")
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "mine").write_text("keep")
-    with pytest.raises(InputError, match=r"not empty.*--overwrite"):
+    with pytest.raises(InputError, match=r"not empty.*`overwrite`"):
         import_weights(path, tmp_path / "p")
     with pytest.raises(InputError, match="mine is not among the files that specstop wrote there"):
         import_weights(path, tmp_path / "p", overwrite=True)

@@ -197,7 +197,7 @@ def test_the_verdict_of_a_gain_needs_no_reason() -> None:
 def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: list[list[int]]) -> None:
     calls: list[tuple[str, int, int]] = []
     prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
-    runs = [Speculator(pair, FixedLength(length), Settings(0.7, 10)) for length in (0, 2)]
+    runs = [Speculator(pair, FixedLength(length), Settings(0.7, 10, verification="match")) for length in (0, 2)]
     rows = run_alternating(runs, prompts, progress=lambda *call: calls.append(call))
     assert [len(row) for row in rows] == [3, 3]
     assert [g.tokens for g in rows[0]] == [g.tokens for g in rows[1]]
@@ -207,7 +207,7 @@ def test_policies_alternate_and_progress_counts_prompts(pair: Pair, prompt_ids: 
 
 def test_the_text_that_warms_up_is_not_remembered(pair: Pair, prompt_ids: list[list[int]]) -> None:
     prompts = [(f"p{i}", ids) for i, ids in enumerate(prompt_ids[:3])]
-    runs = [Speculator(pair, Heuristic(2), Settings(0.7, 10)) for _ in range(2)]
+    runs = [Speculator(pair, Heuristic(2), Settings(0.7, 10, verification="match")) for _ in range(2)]
     alternated = run_alternating(runs[:1], prompts)[0]
     alone = [runs[1].generate(ids, stream_key(0, name)) for name, ids in prompts]
     assert [[r.drafted for r in g.rounds] for g in alternated] == [[r.drafted for r in g.rounds] for g in alone]

@@ -144,9 +144,9 @@ def test_a_length_is_chosen_with_the_chance_and_tested_on_other_texts(
     whole = by_length[int(found.policy.name[-1])]
     expected = {"both": f"suffix?sure={whole.sure:g}+model", "first": "suffix", "other": "model"}  # type: ignore[str-format]
     assert found.spec == expected[whole.fastest]
-    with pytest.raises(TraceError, match="--first-test: 6 of 6 prompts are in the traces to choose on too"):
+    with pytest.raises(TraceError, match="first_test: 6 of 6 prompts are in the traces to choose on too"):
         choose_both(sides, costs, sides)
-    with pytest.raises(InputError, match=r"--first: expected traces of a drafter that reads neither .*, not of model"):
+    with pytest.raises(InputError, match=r"first: expected traces of a drafter that reads neither .*, not of model"):
         choose_both(sides[::-1], costs)
 
 

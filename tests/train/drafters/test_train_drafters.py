@@ -72,7 +72,7 @@ def test_texts_are_recorded_once(alone: Pair, few: list[tuple[Prompt, list[int]]
     again = record()
     assert files[1].stat().st_mtime_ns == kept, "what is there is not made again"
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(texts, again, strict=True))
-    with pytest.raises(InputError, match=r"--checkpoints: .* has texts of another target, prompts or settings"):
+    with pytest.raises(InputError, match=r"checkpoints: .* has texts of another target, prompts or settings"):
         record(max_new_tokens=8)
     files[0].write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"cannot be read .*; remove it and record it again"):
@@ -230,7 +230,7 @@ def test_texts_too_short_to_compare_all_depths_are_left_out(
     lengths = sorted(len(text.tokens) for text in texts)
     short = Texts(sorted((tmp_path / "texts").glob("*.safetensors")), lengths[-1])
     assert 0 < len(list(short)) < len(texts) and all(len(text.tokens) == lengths[-1] for text in short)
-    with pytest.raises(InputError, match=r"0 of \d+ texts have the \d+ tokens, prompt included, that --depth asks for"):
+    with pytest.raises(InputError, match=r"0 of \d+ texts have the \d+ tokens, prompt included, that `depth` asks for"):
         _long_enough(Texts(short.files), lengths[-1])
     with pytest.warns(SpecstopWarning, match=r"\d+ of \d+ texts are shorter than"):
         sides = _long_enough(Texts(short.files), lengths[1] - 3)
@@ -264,7 +264,7 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(alone: Pair, few: list[A
         return load_drafter(tmp_path / out).network.state_dict()
 
     run("first", "work", 1, False)
-    with pytest.raises(InputError, match=r"--checkpoints: .* has those of another run; pass --resume"):
+    with pytest.raises(InputError, match=r"checkpoints: .* has those of another run; pass `resume`"):
         run("second", "work", 2, False)
     texts = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "texts").iterdir()}
     resumed = run("second", "work", 2, True)
@@ -293,9 +293,7 @@ def test_a_run_is_not_resumed_as_another(alone: Pair, few: list[Any], tmp_path: 
         ({"learning_rate": 0.5}, "learning rate 0.001, not 0.5"),
         ({"kind": "medusa", "batch_size": 5}, "kind layer, not medusa; batch size 2, not 5"),
     ):
-        with pytest.raises(
-            InputError, match=f"--resume: the checkpoint in .*work is of a run with {why}; give the same"
-        ):
+        with pytest.raises(InputError, match=f"resume: the checkpoint in .*work is of a run with {why}; give the same"):
             run(**changes)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "work").rglob("*")}
     run(epochs=2)
@@ -304,11 +302,11 @@ def test_a_run_is_not_resumed_as_another(alone: Pair, few: list[Any], tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"kind": "medusas"}, r"--kind: expected one of medusa, hydra, ctc, layer, not 'medusas' \(did you mean"),
-        ({"depth": 0}, "--depth: expected 1 or more, not 0"),
-        ({"max_new_tokens": 4}, "--max-new-tokens: expected 7 or more, not 4"),
-        ({"prompts": 1}, "--prompts: expected two prompts at least"),
-        ({"temperature": -1.0}, "--temperature: expected 0 or more"),
+        ({"kind": "medusas"}, r"kind: expected one of medusa, hydra, ctc, layer, not 'medusas' \(did you mean"),
+        ({"depth": 0}, "depth: expected 1 or more, not 0"),
+        ({"max_new_tokens": 4}, "max_new_tokens: expected 7 or more, not 4"),
+        ({"prompts": 1}, "prompts: expected two prompts at least"),
+        ({"temperature": -1.0}, "temperature: expected 0 or more"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_work(
@@ -324,6 +322,6 @@ def test_what_cannot_be_is_refused_before_any_work(
 
 def test_an_engine_that_hides_the_weights_is_refused(alone: Pair, few: list[Any], tmp_path: Path) -> None:
     fast = dataclasses.replace(alone, engines=("compact", "plain"))
-    with pytest.raises(InputError, match="load the pair with --engine plain"):
+    with pytest.raises(InputError, match="load the pair with `engine` plain"):
         train_drafter(fast, [p for p, _ in few], tmp_path / "drafter", "medusa")
     assert json.loads("[]") == list(tmp_path.iterdir())

@@ -277,7 +277,7 @@ def test_rules_are_tried_around_the_best_length_within_the_depth() -> None:
 
 def test_sizes_are_those_up_to_the_largest() -> None:
     assert find_sizes(1) == [1] and find_sizes(8) == [1, 2, 3, 4, 6, 8]
-    with pytest.raises(InputError, match="--max-batch"):
+    with pytest.raises(InputError, match="max_batch"):
         find_sizes(0)
 
 

@@ -170,7 +170,7 @@ def test_sides_do_not_share_prompts(sides: tuple[Trace, Trace], arrays: TraceArr
     other = trace_arrays(sides[1])
     given = split_sides(arrays, profile, other)
     assert given.held is other and not given.is_part
-    with pytest.raises(TraceError, match="prompts are in --traces too"):
+    with pytest.raises(TraceError, match="prompts are in `traces` too"):
         split_sides(arrays, profile, arrays)
     few = split_sides(arrays.subset([0, 1, 2]), profile)
     assert few.fit is few.held and "too few" in few.note

@@ -195,13 +195,13 @@ def test_what_is_remembered_is_that_of_the_parent_for_one_stream_as_for_many(rem
 def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     with pytest.raises(InputError, match="rule continuation has heads logistic, mlp, xgboost, not tokens"):
         train(sides[0], full_profile, rule="continuation", head="tokens", features=("drawn_token",))
-    with pytest.raises(InputError, match="--mixed: the rule continuation is fitted on the rounds of --traces"):
+    with pytest.raises(InputError, match="mixed: the rule continuation is fitted on the rounds of `traces`"):
         train(sides[0], full_profile, rule="continuation", head="xgboost", mixed=sides[1])
-    for option, unused in (("epochs", {"epochs": 3}), ("param", {"params": {"trees": 300}})):
-        with pytest.raises(InputError, match=f"--{option}: the rule continuation"):
+    for option, unused in (("epochs", {"epochs": 3}), ("params", {"params": {"trees": 300}})):
+        with pytest.raises(InputError, match=f"{option}: the rule continuation"):
             train(sides[0], full_profile, rule="continuation", fit=FitOptions(**unused))
     for rule in ("continuation", "gain"):
-        with pytest.raises(InputError, match=f"--no-cross-fit: the rule {rule}"):
+        with pytest.raises(InputError, match=f"cross_fit=False: the rule {rule}"):
             train(sides[0], full_profile, rule=rule, cross_fit=False)
 
 

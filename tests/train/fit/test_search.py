@@ -163,9 +163,9 @@ def test_a_budget_holds_for_ranges_too() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SearchOptions(0), "--tune: expected 1 trial or more"),
-        (SearchOptions(1, ("forest",)), "--head: expected some of logistic"),
-        (SearchOptions(1, rules=("never",)), "--rule: expected derived"),
+        (SearchOptions(0), "tune: expected 1 trial or more"),
+        (SearchOptions(1, ("forest",)), "head: expected some of logistic"),
+        (SearchOptions(1, rules=("never",)), "rule: expected derived"),
         (SearchOptions(1, specs=("confidence?threshold",)), "expected key=value after the question mark"),
         (SearchOptions(1, specs=("confidence?threshold=a..b",)), "expected threshold=number..number"),
         (SearchOptions(1, specs=("confidence?threshold=0.9..0.1",)), "low below high"),

@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_the_rule_for_batches_keeps_costs_and_acceptance(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match="--threshold: the rule batch has none"):
+    with pytest.raises(InputError, match="threshold: the rule batch has none"):
         train(sides[0], full_profile, rule="batch", threshold=0.3)
     made = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
     again = load_policy_folder(tmp_path / "p")
@@ -121,7 +121,7 @@ def test_a_trained_policy_decodes_the_targets_text_as_replayed(
     ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
     keys = [stream_key(0, p.id) for p in prompts]
     new = sides[1].header.max_new_tokens
-    speculator = Speculator(pair, policy, Settings(0.7, new))
+    speculator = Speculator(pair, policy, Settings(0.7, new, verification="match"))
     generations = [speculator.generate(i, k) for i, k in zip(ids, keys, strict=True)]
     assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, new, 0.7).tokens
     arrays = trace_arrays(sides[1])
@@ -174,7 +174,7 @@ def test_a_folder_in_use_is_refused_or_replaced(
     out = tmp_path / "p"
     out.mkdir()
     (out / "mine.txt").write_text("keep")
-    with pytest.raises(InputError, match=r"not empty.*--overwrite"):
+    with pytest.raises(InputError, match=r"not empty.*`overwrite`"):
         train(sides[0], full_profile, out=out)
     with pytest.raises(InputError, match=r"mine\.txt is not among the files that specstop wrote there"):
         train(sides[0], full_profile, out=out, overwrite=True)

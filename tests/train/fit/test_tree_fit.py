@@ -94,7 +94,7 @@ def test_the_live_loop_plays_what_replay_says(
     assert isinstance(policy, TreeGain)
     policy = policy.with_rule(policy.rule.changed(rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
     played = replay(trace_arrays(forest[temperature]), policy, profile)
-    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE), profile)
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE, verification="match"), profile)
     sizes = set()
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
@@ -120,7 +120,7 @@ def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
     trained: dict[float, Trained], pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
     policy, prompts = trained[0.7].policy, [("p0", prompt_ids[0])]
-    own, chained = Settings(0.7, NEW), Settings(0.7, NEW, tree="chain:3")
+    own, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
     assert own.for_policy(policy).tree == TREE and own.for_policy(FixedLength(3)) == own
     assert chained.for_policy(policy) == chained
     with warnings.catch_warnings():
@@ -305,7 +305,7 @@ def test_of_smaller_trees_the_fastest_is_kept(
     assert made.metrics["trees tried"] == len({1, 4, static})
     assert load_policy_folder(tmp_path / "policy").facts.provenance["tree"] == made.metrics["tree"]
     for rule_name, nodes in (("derived", [4]), ("gain", [0])):
-        with pytest.raises(InputError, match="--nodes"):
+        with pytest.raises(InputError, match="nodes"):
             train(forest[0.7], profile, rule=rule_name, nodes=nodes, progress=silent)
 
 
@@ -389,5 +389,5 @@ def test_traces_that_cannot_be_replayed_are_refused(
     from specstop.policies.baselines.fixed import FixedLength
 
     live = collect(pair, prompts, tmp_path, tree=TREE, max_new_tokens=NEW, collector="live", policy=FixedLength(2))
-    with pytest.raises(TraceError, match="--rule gain"):
+    with pytest.raises(TraceError, match="rule gain"):
         train(live, profile, rule="gain")

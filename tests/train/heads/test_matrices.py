@@ -83,12 +83,12 @@ def test_params_reach_the_booster_and_deeper_trees_are_flattened(parts: tuple[Fi
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_one_line(parts: tuple[FitRows, FitRows]) -> None:
-    with pytest.raises(InputError, match="--device warp: XGBoost cannot use it here") as caught:
+    with pytest.raises(InputError, match="device warp: XGBoost cannot use it here") as caught:
         fit_trees(FitTask(*parts, NAMES, options=FitOptions(device="warp")))
     assert "\n" not in str(caught.value)
 
 
 def test_an_old_library_is_named(parts: tuple[FitRows, FitRows], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(xgb, "ExtMemQuantileDMatrix")
-    with pytest.raises(InputError, match=r"--out-of-core: expected xgboost 3\.0 or later"):
+    with pytest.raises(InputError, match=r"out_of_core: expected xgboost 3\.0 or later"):
         fit_trees(FitTask(*parts, NAMES, options=FitOptions(out_of_core=True)))

@@ -219,7 +219,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_random_states_alone(fit
 def test_rows_without_the_drafts_state_are_refused(fit: object) -> None:
     rows = dataclasses.replace(published_rows(50, 9)[0], hidden={})
     with pytest.raises(
-        TraceError, match="reads draft_hidden, which the trace does not hold; collect it with --hidden draft"
+        TraceError, match="reads draft_hidden, which the trace does not hold; collect it with `hidden` draft"
     ):
         fit(FitTask(rows, rows, ()))  # type: ignore[operator]
 

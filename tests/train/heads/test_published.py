@@ -100,7 +100,10 @@ def test_a_policy_on_hidden_states_decodes_as_it_replays(
     prompts = make_prompts(6, "held", 22)
     ids = [pair.tokenizer(p.text)["input_ids"] for p in prompts]
     keys = [stream_key(0, p.id) for p in prompts]
-    generations = [Speculator(pair, policy, Settings(0.7, NEW)).generate(i, k) for i, k in zip(ids, keys, strict=True)]
+    generations = [
+        Speculator(pair, policy, Settings(0.7, NEW, verification="match")).generate(i, k)
+        for i, k in zip(ids, keys, strict=True)
+    ]
     assert [list(g.tokens) for g in generations] == plain_texts(pair, ids, keys, NEW, 0.7).tokens
     arrays = trace_arrays(hidden[1])
     log = replay(arrays, policy, costs).log.tolist()
@@ -135,7 +138,7 @@ def test_a_head_takes_the_hidden_states_that_are_asked_for(hidden: tuple[Trace, 
     options = {"head": "resnet", "fit": QUICK, "cross_fit": False}
     policy = train(hidden[0], costs, hidden=["target_hidden"], features=["top1"], **options).policy
     assert (policy.hidden, policy.features) == (("target_hidden",), ("top1",))
-    with pytest.raises(InputError, match="--hidden: the head dynasd-soft reads draft_hidden, not target_hidden"):
+    with pytest.raises(InputError, match="hidden: the head dynasd-soft reads draft_hidden, not target_hidden"):
         read_hidden("dynasd-soft", [hidden[0]], ["target_hidden"])
     with pytest.raises(InputError, match="the head mlp reads no hidden state, not draft_hidden"):
         read_hidden("mlp", [hidden[0]], ["draft_hidden"])
@@ -145,7 +148,7 @@ def test_a_head_takes_the_hidden_states_that_are_asked_for(hidden: tuple[Trace, 
 
 def test_a_trace_without_hidden_states_is_refused(sides: tuple[Trace, Trace], costs: Profile) -> None:
     for kind in ("dynasd-soft", "specdec", "specdec-published"):
-        with pytest.raises(TraceError, match="no draft_hidden; collect it again with --hidden draft"):
+        with pytest.raises(TraceError, match="no draft_hidden; collect it again with `hidden` draft"):
             train(sides[0], costs, head=kind)
 
 
@@ -197,7 +200,7 @@ def test_heads_are_fitted_on_mixed_texts_and_settled_on_plain_ones(
 
 
 def test_what_is_no_mixed_trace_is_refused(hidden: tuple[Trace, Trace, Trace], costs: Profile) -> None:
-    with pytest.raises(TraceError, match=r"--mixed: .* is no mixed trace; collect one with --mix 0.15 --depth 1"):
+    with pytest.raises(TraceError, match=r"mixed: .* is no mixed trace; collect one with `mix` 0.15 `depth` 1"):
         train(hidden[0], costs, head="specdec", mixed=hidden[1])
 
 

@@ -158,7 +158,7 @@ def test_a_run_is_not_gone_on_from_as_another(parts: tuple[FitRows, FitRows], tm
             "hyper-parameters {}, not {'weight_decay': 0.1}",
         ),
     ):
-        with pytest.raises(InputError, match=f"--resume: the checkpoint in .* is of a run with {why}; give the same"):
+        with pytest.raises(InputError, match=f"resume: the checkpoint in .* is of a run with {why}; give the same"):
             fitter("mlp")(dataclasses.replace(resumed, **change))
     fitter("mlp")(resumed)
 
@@ -167,7 +167,7 @@ def test_a_work_folder_in_use_is_not_mixed_up(parts: tuple[FitRows, FitRows], tm
     options = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512)
     fit_network(*parts, options)
     assert (tmp_path / "logs" / "version_0" / "metrics.csv").exists(), "csv unless told otherwise"
-    with pytest.raises(InputError, match="those of another run; pass --resume"):
+    with pytest.raises(InputError, match="those of another run; pass `resume`"):
         fit_network(*parts, options)
     wider = FitOptions(epochs=1, checkpoints=tmp_path, batch_size=512, resume=True, params={"width": 8})
     with pytest.raises(InputError, match=r"a run with hyper-parameters {}, not {'width': 8}; give the same"):
@@ -212,12 +212,12 @@ def test_loggers_by_name(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"logger": "cvs", "checkpoints": True}, r"unknown logger 'cvs' \(did you mean 'csv'\?\)"),
-        ({"logger": "csv"}, "give a work folder with --checkpoints"),
-        ({"logger": "wandb", "checkpoints": True}, "--logger wandb: "),
-        ({"accelerator": "gpuu"}, "--accelerator, --devices, --precision: .*gpuu"),
-        ({"devices": "0,x"}, "--devices: expected 1, or which one"),
-        ({"devices": "2"}, "--devices: expected one device, not 2"),
-        ({"precision": "17"}, "--accelerator, --devices, --precision: .*17"),
+        ({"logger": "csv"}, "give a work folder with `checkpoints`"),
+        ({"logger": "wandb", "checkpoints": True}, "logger wandb: "),
+        ({"accelerator": "gpuu"}, "accelerator, devices, precision: .*gpuu"),
+        ({"devices": "0,x"}, "devices: expected 1, or which one"),
+        ({"devices": "2"}, "devices: expected one device, not 2"),
+        ({"precision": "17"}, "accelerator, devices, precision: .*17"),
     ],
     ids=["typo", "no folder", "not installed", "accelerator", "devices", "two devices", "precision"],
 )

@@ -262,14 +262,14 @@ def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypat
 
 
 def test_the_wrong_logging_policy_is_refused(live: Any, profile: Profile) -> None:
-    with pytest.raises(TraceError, match=r"--logging-policy: fixed:1 stops elsewhere than"):
+    with pytest.raises(TraceError, match=r"logging_policy: fixed:1 stops elsewhere than"):
         estimate_offline(live(LOGGING, explore=0.25), FixedLength(4), profile, logging=FixedLength(1))
 
 
 def test_what_cannot_be_estimated_is_refused(
     live: Any, traces: dict[float, Trace], pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
-    with pytest.raises(TraceError, match=r"only if they explored, and none of those did \(--explore 0\)"):
+    with pytest.raises(TraceError, match=r"only if they explored, and none of those did \(`explore` 0\)"):
         estimate_offline(live(LOGGING), FixedLength(4), profile)
     with pytest.raises(TraceError, match="of live traces"):
         estimate_offline(traces[0.7], FixedLength(2), profile)

@@ -85,7 +85,7 @@ def test_what_was_imported_drafts_and_the_text_is_the_targets(
     assert (facts["kind"], facts["depth"], facts["for the target"]) == ("medusa", HEADS, str(target))
     assert "medusa" in cli("info", tmp_path / "d").out
     drafted = with_drafter(pair, f"medusa:{tmp_path / 'd'}")
-    settings = Settings(0.7, NEW, max_depth=HEADS)
+    settings = Settings(0.7, NEW, max_depth=HEADS, verification="match")
     made = decode(drafted, prompt_ids[:3], FixedLength(HEADS), settings=settings)
     plain = decode(pair, prompt_ids[:3], FixedLength(0), settings=settings)
     assert [one.tokens for one in made] == [one.tokens for one in plain]

@@ -128,7 +128,9 @@ def same_as_live(
         def end(number: int, text: Generation, stream: int, ended: list[tuple[int, int]] = ended) -> None:
             ended.append((number, stream))
 
-        live = Speculator(pair, policy, Settings(temperature, NEW), timed, batch=batch).run(asked, on_end=end)
+        live = Speculator(pair, policy, Settings(temperature, NEW, verification="match"), timed, batch=batch).run(
+            asked, on_end=end
+        )
         streams = dict(ended)
         made = replay_batch(held, policy, timed, batch, at_once(len(asked)))
         for number, text in enumerate(live):
@@ -250,7 +252,7 @@ def test_arrivals_are_keyed_and_checked() -> None:
 def test_what_cannot_be_answered_is_refused(arrays: dict[float, TraceArrays], timed: Profile, profile: Profile) -> None:
     held = arrays[0.0]
     every = at_once(held.sequences)
-    with pytest.raises(InputError, match="it has no batches; measure them with `specstop profile --batch"):
+    with pytest.raises(InputError, match="it has no batches; measure them with `specstop profile `batch`"):
         replay_batch(held, FixedLength(2), profile, 2, every)
     with pytest.raises(InputError, match="the largest batch measured is 4, not 5"):
         replay_batch(held, FixedLength(2), timed, 5, every)

@@ -111,7 +111,7 @@ def test_live_decisions_read_the_temperature_as_replay_does(
     arrays = trace_arrays(trace)
     log = replay(arrays, policy, full_profile).log.tolist()
     prompts = make_prompts(24, "fit", 21)[:6]
-    speculator = Speculator(pair, policy, Settings(temperature, NEW))
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, verification="match"))
     for prompt in prompts:
         made = speculator.generate(pair.tokenizer(prompt.text)["input_ids"], stream_key(0, prompt.id))
         s = arrays.prompt_ids.index(prompt.id)

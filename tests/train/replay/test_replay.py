@@ -42,7 +42,7 @@ def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile
 
     def run(policy: StopPolicy, temperature: float) -> list[Generation]:
         if (policy.name, temperature) not in done:
-            speculator = Speculator(pair, policy, Settings(temperature, NEW), profile)
+            speculator = Speculator(pair, policy, Settings(temperature, NEW, verification="match"), profile)
             done[policy.name, temperature] = [
                 speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)
             ]
@@ -196,7 +196,7 @@ class Hidden(FixedLength):
         ),
         (Confidence(), "recorded to depth"),
         (Clocked(2), "the clock"),
-        (Hidden(2), r"reads hidden states \(draft_hidden\), which the trace was recorded without; .* --hidden draft"),
+        (Hidden(2), r"reads hidden states \(draft_hidden\), which the trace was recorded without; .* `hidden` draft"),
     ],
     ids=["deeper", "default confidence", "clock", "hidden states"],
 )
@@ -272,5 +272,5 @@ def test_a_row_that_cannot_be_is_refused(
     """An accepted length of -1 would commit nothing, for ever."""
     trace = traces[0.0]
     rows = trace.rows.map(lambda row, at: {column: value if at == 3 else row[column]}, with_indices=True)
-    with pytest.raises(TraceError, match=f"--traces: .* {message}.*; collect it again"):
+    with pytest.raises(TraceError, match=f"traces: .* {message}.*; collect it again"):
         trace_arrays(Trace(trace.folder, trace.header, rows))

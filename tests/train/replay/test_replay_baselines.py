@@ -76,7 +76,7 @@ def test_rounds_are_those_of_the_live_loop(
 ) -> None:
     policy = load_policy(spec).limited(DEPTH)
     held = arrays[tree, temperature].subset(range(SOME))
-    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=tree), profile)
+    speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=tree, verification="match"), profile)
     rounds: list[list[Round]] = [
         list(speculator.generate(ids, stream_key(0, p.id)).rounds)
         for p, ids in zip(prompts[:SOME], prompt_ids, strict=False)

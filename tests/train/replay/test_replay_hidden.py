@@ -89,7 +89,9 @@ def test_rounds_are_those_of_the_live_loop(
 ) -> None:  # fmt: skip
     arrays = trace_arrays(collected(tree, temperature))
     for policy in POLICIES.values():
-        speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREES[tree]), profile)
+        speculator = Speculator(
+            pair, policy, Settings(temperature, NEW, tree=TREES[tree], verification="match"), profile
+        )
         live = [speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)]
         assert speculator.policy is policy, "it did not fail"
         assert rounds_of(replay(arrays, policy, profile)) == rounds(live)
@@ -210,9 +212,9 @@ def test_what_a_trace_does_not_hold_is_refused(
     traces: dict[float, Trace], collected: Collected, profile: Profile
 ) -> None:
     arrays = trace_arrays(traces[0.7])
-    with pytest.raises(TraceError, match=r"draft_hidden, target_hidden\), .* collect it with --hidden draft,target"):
+    with pytest.raises(TraceError, match=r"draft_hidden, target_hidden\), .* collect it with `hidden` draft,target"):
         replay(arrays, ReadsStates(), profile)
-    with pytest.raises(TraceError, match="the trace has no draft_hidden; collect it again with --hidden draft"):
+    with pytest.raises(TraceError, match="the trace has no draft_hidden; collect it again with `hidden` draft"):
         trace_arrays(traces[0.7], hidden=["draft_hidden"])
     with pytest.raises(TraceError, match="no target_hidden"):
         fit_rows(arrays, ["top1"], visits(arrays, [replay(arrays, FixedLength(2), profile)]), ["target_hidden"])

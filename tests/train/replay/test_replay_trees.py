@@ -108,7 +108,7 @@ def live(pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], profile
 
     def run(policy: str, tree: str | None, temperature: float) -> list[Generation]:
         if (policy, tree, temperature) not in done:
-            settings = Settings(temperature, NEW, tree=tree)
+            settings = Settings(temperature, NEW, tree=tree, verification="match")
             speculator = Speculator(pair, POLICIES[policy], settings, profile)
             done[policy, tree, temperature] = [
                 speculator.generate(ids, stream_key(0, p.id)) for p, ids in zip(prompts, prompt_ids, strict=True)
@@ -169,7 +169,7 @@ def test_seconds_are_those_of_the_live_rounds_under_the_profile(
     replayed = replay(forests["odd", 0.7], policy, profile)
     for s, prompt in enumerate(prompt_ids):
         heard.clear()
-        Speculator(pair, listening, Settings(0.7, NEW, tree=TREES["odd"]), profile).generate(
+        Speculator(pair, listening, Settings(0.7, NEW, tree=TREES["odd"], verification="match"), profile).generate(
             prompt, stream_key(0, f"p{s}")
         )
         total = sum(heard) + profile.prefill_seconds(np.array([len(prompt)])).item()

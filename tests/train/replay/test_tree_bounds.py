@@ -91,7 +91,7 @@ def test_the_likeliest_nodes_are_a_tree_that_a_smaller_trace_can_have(arrays: Tr
             nodes = likeliest_nodes(some, count, DEPTH)
             assert len(nodes) == on_subtree(some, nodes).tree.nodes == count
     assert likeliest_nodes(arrays, 1, DEPTH) == [0]
-    with pytest.raises(InputError, match="--nodes: expected at most"):
+    with pytest.raises(InputError, match="nodes: expected at most"):
         likeliest_nodes(arrays, arrays.tree.nodes, 1)
 
 
@@ -128,7 +128,7 @@ def test_a_static_tree_runs_live_as_in_replay(
     assert policy.drawn.nodes == sum(len(below[row]) for row in (0, 1, 4)) and not policy.drawn.is_chain
     assert StaticTree(arrays.tree, []).drawn.nodes == len(below[0])
     log = replay(arrays, policy, profile).log
-    speculator = Speculator(pair, policy, Settings(0.7, NEW, tree=TREE), profile)
+    speculator = Speculator(pair, policy, Settings(0.7, NEW, tree=TREE, verification="match"), profile)
     for s, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
         rounds = speculator.generate(ids, stream_key(0, prompt.id)).rounds
         assert log[log[:, 0] == s, 1:].tolist() == [[r.anchor, r.drafted, r.verified, r.accepted] for r in rounds]

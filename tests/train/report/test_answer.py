@@ -146,7 +146,7 @@ def test_groups_are_the_clusters_if_their_prompts_resemble_each_other() -> None:
     shared = choose_clusters([*prompts[:99], "p0"], groups, tokens, seconds, [1], [0], "group")
     assert shared.count == 4
     for option, names in (("groups", groups), ("group", [""] * 100)):
-        with pytest.raises(InputError, match="--cluster"):
+        with pytest.raises(InputError, match="cluster"):
             choose_clusters(prompts, names, tokens, seconds, [1], [0], option)
 
 

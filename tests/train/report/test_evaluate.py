@@ -79,7 +79,7 @@ def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
 def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace]) -> None:
     hotter = copy.copy(sides[0])
     hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
-    with pytest.warns(SpecstopWarning, match="--train-traces: .* differs from --traces in temperature \\(.*\\): "):
+    with pytest.warns(SpecstopWarning, match="train_traces: .* differs from `traces` in temperature \\(.*\\): "):
         check_together(sides[1], hotter, [], None, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,7 +180,7 @@ def test_an_interval_is_as_wide_as_prompts_vary(sides: tuple[Trace, Trace], full
 
 
 def test_shared_prompts_are_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    with pytest.raises(TraceError, match=r"--traces: \d+ of \d+ prompts are in --train-traces too"):
+    with pytest.raises(TraceError, match=r"traces: \d+ of \d+ prompts are in `train_traces` too"):
         evaluate(sides[1], full_profile, train_traces=sides[1])
 
 
@@ -364,7 +364,7 @@ def test_an_incomplete_trace_is_refused(sides: tuple[Trace, Trace], tmp_path: Pa
     shutil.copytree(sides[1].folder, copy)
     assert load_traces(copy).complete
     next((copy / "data").iterdir()).unlink()
-    with pytest.raises(TraceError, match="not complete; run collect with --resume"):
+    with pytest.raises(TraceError, match="not complete; run collect with `resume`"):
         load_traces(copy)
 
 
@@ -395,5 +395,5 @@ def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Tr
     widths = [line.to_best_fixed.high - line.to_best_fixed.low for line in (named, alone, among)]
     assert widths[0] < widths[1] <= widths[2], "one policy, two with Hugging Face's default rule, four"
     assert report.answer is not None and report.answer.candidate == "confidence:0.3"
-    with pytest.raises(InputError, match="--primary"):
+    with pytest.raises(InputError, match="primary"):
         evaluate(sides[0], full_profile, rules, primary="confidence:0.4")

@@ -369,7 +369,7 @@ def test_a_policy_of_trees_has_a_report_without_reliability(tree_trace: Trace, p
 def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile: Profile) -> None:
     policy = train(tree_trace, profile, head="logistic", rule="gain", nodes=[1]).policy
     with pytest.warns(
-        SpecstopWarning, match=r"trained for another tree \(1\) than these traces .*; --tree 1 drafts it"
+        SpecstopWarning, match=r"trained for another tree \(1\) than these traces .*; `tree` 1 drafts it"
     ):
         evaluate(
             tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], sweep=False, allow_overlap=True
@@ -378,7 +378,7 @@ def test_a_policy_of_another_tree_says_which_to_draft(tree_trace: Trace, profile
 
 @pytest.mark.parametrize("rule", [None, "survival"])
 def test_heads_of_chains_are_not_fitted_to_trees(rule: str | None, tree_trace: Trace, profile: Profile) -> None:
-    with pytest.raises(TraceError, match="is of a tree; give --rule gain"):
+    with pytest.raises(TraceError, match="is of a tree; give `rule` gain"):
         train(tree_trace, profile, rule=rule)
 
 

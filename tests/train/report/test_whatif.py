@@ -120,7 +120,7 @@ def test_bad_sweeps_are_refused(sides: tuple[Trace, Trace], full_profile: Profil
         sweep(sides[1], full_profile, [])
     with pytest.raises(InputError, match="cost ratios above 0"):
         sweep(sides[1], full_profile, [FixedLength(1)], ratios=[0.1, 0.0])
-    with pytest.raises(TraceError, match="11 of 11 prompts are in --train-traces too"):
+    with pytest.raises(TraceError, match="11 of 11 prompts are in `train_traces` too"):
         sweep(sides[1], full_profile, [FixedLength(1)], train_traces=sides[1])
     free = dataclasses.replace(full_profile.low, draft_s=(0.0, 0.0))
     with pytest.raises(InputError, match="steps that take time"):
@@ -188,7 +188,7 @@ def test_groups_are_columns(traces: dict[float, Trace], sides: tuple[Trace, Trac
     part = arrays.subset([s for s, g in enumerate(arrays.groups) if g == "g1"])
     rates = [r.rate for r in fixed_grid(part, full_profile)]
     assert found.cell("fixed:1", "g1").to_best_fixed.value == pytest.approx(rates[1] / max(rates), rel=EXACT)
-    with pytest.raises(TraceError, match="--by-group: the prompts of this trace have no group"):
+    with pytest.raises(TraceError, match="by_group: the prompts of this trace have no group"):
         transfer([FixedLength(1)], [sides[1]], [full_profile], by_group=True)
 
 
@@ -222,7 +222,7 @@ def test_a_policy_that_hears_seconds_is_replayed_at_each_point(
 
 
 def test_bad_transfers_are_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    with pytest.raises(InputError, match="at least one --policy"):
+    with pytest.raises(InputError, match="at least one `policy`"):
         transfer([], [sides[1]], [full_profile])
     with pytest.raises(InputError, match="one for all traces or one for each of 1"):
         transfer([FixedLength(1)], [sides[1]], [full_profile] * 2)

@@ -257,7 +257,7 @@ class CrossValidation:
                 if done == 1 and behind(played.rate):
                     break
         except SpecstopError as error:
-            return dataclasses.replace(job, error=str(error))
+            return dataclasses.replace(job, error=error.command_line)
         rate = tokens / seconds
         best_fixed = fixed_tokens / float(fixed_seconds.min())
         return dataclasses.replace(job, rate=rate, ratio=rate / best_fixed, folds=done)

@@ -18,6 +18,7 @@ from ....collect.store.folder import Trace
 from ....collect.work import stream_name
 from ....decode.topology import Topology
 from ....decode.verify.noise import stream_key
+from ....policies.arguments import as_list
 from ....policies.errors import TraceError
 from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ....policies.features.history import HISTORY_FEATURES
@@ -247,6 +248,7 @@ def trace_arrays(
         TraceError: a dense sequence misses an anchor, or one is there twice; a hidden state is not recorded; a row lacks a
             value or has an impossible one.
     """
+    features, hidden = (None if names is None else as_list(names) for names in (features, hidden))
     header, order = trace.header, Order.read(trace)
     wanted = _wanted(header, features)
     anchor_names, node_names = ([n for n in wanted if n in of] for of in (header.anchor_features, header.features))

@@ -18,6 +18,7 @@ from ....policies.joint.survival import BatchStop
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
+from ....policies.storage.registry import PolicySpec, as_policies
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled
@@ -55,7 +56,7 @@ def with_cost_ratio(profile: Profile, ratio: float, context: float) -> Profile:
 def sweep(
     traces: Trace,
     profile: Profile,
-    policies: Sequence[StopPolicy],
+    policies: PolicySpec | Sequence[PolicySpec],
     *,
     train_traces: Trace | None = None,
     ratios: Sequence[float] = RATIOS,
@@ -87,6 +88,7 @@ def sweep(
         InputError: no policy, a ratio that is not above 0, or a profile without costs.
         TraceError: a policy does not fit the trace, or both traces share prompts.
     """
+    policies = as_policies(policies)
     if not policies:
         raise InputError("--policy: expected at least one policy to sweep")
     if not ratios or any(not ratio > 0 for ratio in ratios):

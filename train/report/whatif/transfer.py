@@ -10,6 +10,7 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....decode.compare.intervals import Resamples
+from ....policies.arguments import as_list
 from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
@@ -18,6 +19,7 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.conditions import other_conditions
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
+from ....policies.storage.registry import PolicySpec, as_policies
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies
@@ -28,9 +30,9 @@ from .records import Cell, Transfer, temperature_text, unique_names
 
 
 def transfer(
-    policies: Sequence[StopPolicy],
-    traces: Sequence[Trace],
-    profiles: Sequence[Profile],
+    policies: PolicySpec | Sequence[PolicySpec],
+    traces: Trace | Sequence[Trace],
+    profiles: Profile | Sequence[Profile],
     *,
     names: Sequence[str] | None = None,
     by_group: bool = False,
@@ -57,6 +59,8 @@ def transfer(
         InputError: no policy or trace, one of them twice, or profiles that do not go with the traces.
         TraceError: a policy does not fit a trace.
     """
+    policies, traces, profiles = as_policies(policies), as_list(traces, Trace), as_list(profiles, Profile)
+    names = None if names is None else as_list(names)
     if not policies or not traces:
         raise InputError("expected at least one --policy and one --traces for the table")
     if len(profiles) not in (1, len(traces)):
