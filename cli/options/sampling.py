@@ -88,4 +88,4 @@ class Structure:
         except UnicodeDecodeError:
             raise InputError(f"{option}: expected text in UTF-8") from None
         except InputError as error:
-            raise InputError(f"{option}: {error}") from None
+            raise InputError(f"{option}: {error.command_line}") from None

@@ -300,7 +300,9 @@ def test_the_installed_script_says_what_is_wrong_in_one_line(tmp_path: Path) -> 
     run = script("info", tmp_path / "nowhere")
     assert run.returncode == 2
     assert run.stdout == ""
-    assert run.stderr.startswith("specstop: expected the folder of a trace, a policy or a drafter, or a profile")
+    assert run.stderr.startswith(
+        "specstop: expected the folder of a trace, a policy, a drafter or a model, or a profile"
+    )
     assert run.stderr.count("\n") == 1
 
 

@@ -145,7 +145,7 @@ def test_a_policy_that_reads_unknown_hidden_states_is_refused(pair: Pair) -> Non
     [
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"max_new_tokens": 0}, "max-new-tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_depth": -1}, "depth"),
         ({"fallback": -1}, "fallback"),
     ],

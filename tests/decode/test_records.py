@@ -31,6 +31,7 @@ def test_sums_of_handmade_rounds() -> None:
         "texts": 3, "tokens": 12, "seconds": 18.0, "tokens_per_s": 12 / 18, "target_calls": 4,
         "block_efficiency": (3 + 3 + 2 + 1) / 4, "drafted": 13, "verified": 11, "accepted": 8, "wasted": 5,
         "prefill_s": 8.0, "draft_s": 3.0, "verify_s": 4.0, "policy_s": 0.5, "outside_s": 0.5,
+        "failed": False,
     }  # fmt: skip
     assert summary == pytest.approx(expected)
 

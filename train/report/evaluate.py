@@ -120,30 +120,30 @@ def evaluate(
         PolicyFailure: the primary policy raises an error; another one that does is left out (`Report.failed`).
     """
     check_cluster(cluster)
-    policies = as_policies(policies)
-    primary = _primary(primary, policies)
-    check_together(traces, train_traces, policies, shaping, bool(batch))
-    for policy in policies:
+    candidates = as_policies(policies)
+    primary = _primary(primary, candidates)
+    check_together(traces, train_traces, candidates, shaping, bool(batch))
+    for policy in candidates:
         check_fit(policy, traces)  # here, so that its warning names who called `evaluate`
     tell_other_rounds(profile, traces.header)
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
-        sources = [profile.source, *(policy.source for policy in policies)]
+        sources = [profile.source, *(policy.source for policy in candidates)]
         claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
     kernels.load(progress)
     live = traces.header.collector == "live"
     tuning = trace_arrays(train_traces) if train_traces is not None else None
     arrays = trace_arrays(traces, extra=ROUND_COLUMNS if live else ())
-    require_disjoint_prompts(arrays, tuning, policies, allow=allow_overlap)
+    require_disjoint_prompts(arrays, tuning, candidates, allow=allow_overlap)
     check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
-    failed = {policy.shown_name: failure for policy in policies if (failure := failure_of(policy, arrays, profile))}
+    failed = {policy.shown_name: failure for policy in candidates if (failure := failure_of(policy, arrays, profile))}
     if primary in failed:
         raise failed[primary].as_error("it is the primary policy")
-    policies = [policy for policy in policies if policy.shown_name not in failed]
+    candidates = [policy for policy in candidates if policy.shown_name not in failed]
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none
-    profile, lacking = with_prices(profile, [*usual, *policies], traces.header, folder)
-    jobs = _policies(policies, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
+    profile, lacking = with_prices(profile, [*usual, *candidates], traces.header, folder)
+    jobs = _policies(candidates, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
     draws = Draws(profile, seed)
     facts = _facts(traces, arrays, draws)
     limit = _estimate(arrays, profile, seed, progress) if achievable else None
@@ -154,9 +154,9 @@ def evaluate(
     else:
         wants = out is not None if detailed is None else detailed
         report, clusters = _replayed(arrays, jobs, draws, facts, limit, wants, cluster, primary, seed, progress)
-        if sweep or (sweep is None and wants and _sweeps_fast(policies, arrays, tuning)):
+        if sweep or (sweep is None and wants and _sweeps_fast(candidates, arrays, tuning)):
             swept = run_sweep(
-                traces, profile, policies, train_traces=train_traces, seed=seed, progress=progress, draws=draws,
+                traces, profile, candidates, train_traces=train_traces, seed=seed, progress=progress, draws=draws,
                 clusters=clusters, allow_overlap=True, primary=primary,
             )  # fmt: skip
             report.details["sweep"] = swept.to_dict()

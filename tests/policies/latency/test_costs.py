@@ -273,7 +273,7 @@ def _zero(raw: dict[str, Any]) -> dict[str, Any]:
         (_put([[0.5, 1e-3]], "low", "tree_verify_s"), r"low.tree_verify_s\[0\]: expected a whole number above"),
         (_put([[3]], "low", "tree_verify_s"), r"low.tree_verify_s\[0\]: expected a list of 2, not a list of 1"),
         (_put([1e-3, 1e-3, -1e-3], "tree_outside_s"), r"tree_outside_s\[2\]: .*not -0.001"),
-        (_put(-0.5, "temperature"), "temperature: expected a number of 0 or more, not -0.5"),
+        (_put(-0.5, "temperature"), "temperature: expected a number between 0 and 100, not -0.5"),
         (_put([["made", "up"]], "facts"), "facts: expected a JSON object, not a list of 1"),
         (_put(1e-3, "decision_s", "\ud800"), "a text has control characters or half surrogates in it"),
         (_put("\udcff", "facts", "device"), "a text has control characters or half surrogates in it"),

@@ -324,7 +324,7 @@ def test_it_is_no_slower_than_the_best_static_tree_where_it_was_trained(
     [
         ({"head": "nothing"}, "unknown head"),
         ({"head": "dynasd-soft"}, "hidden states"),
-        ({"passes": 0}, "--passes"),
+        ({"passes": 0}, "passes"),
         ({"threshold": 0.5}, "no threshold"),
         ({"features": ["top0"]}, "unknown feature"),
     ],

@@ -252,7 +252,7 @@ def test_arrivals_are_keyed_and_checked() -> None:
 def test_what_cannot_be_answered_is_refused(arrays: dict[float, TraceArrays], timed: Profile, profile: Profile) -> None:
     held = arrays[0.0]
     every = at_once(held.sequences)
-    with pytest.raises(InputError, match="it has no batches; measure them with `specstop profile `batch`"):
+    with pytest.raises(InputError, match="it has no batches; measure them with `specstop profile --batch"):
         replay_batch(held, FixedLength(2), profile, 2, every)
     with pytest.raises(InputError, match="the largest batch measured is 4, not 5"):
         replay_batch(held, FixedLength(2), timed, 5, every)

@@ -62,11 +62,17 @@ def test_the_ratio_is_taken_at_the_context(profile: Profile) -> None:
 
 
 def test_a_profile_that_falls_with_the_context_has_a_ratio_everywhere(profile: Profile) -> None:
-    """A busy machine may be slower at the short context; a line through both would go below nothing."""
+    """A busy machine may be slower at the short context; a line through both has a floor: a quarter of the smaller cost."""
     low = dataclasses.replace(profile.low, later_draft_s=2e-3)
     noisy = dataclasses.replace(profile, low=low, high=dataclasses.replace(profile.high, later_draft_s=1e-4))
-    assert cost_ratio(noisy, 10.0 * noisy.high.context) == pytest.approx(1e-4 / noisy.high.verify_s[0])
-    assert cost_ratio(noisy, 0.0) == pytest.approx(2e-3 / noisy.low.verify_s[0])
+
+    def line(context: float, low: float, high: float) -> float:
+        share = (context - noisy.low.context) / (noisy.high.context - noisy.low.context)
+        return max(low + share * (high - low), min(low, high) / 4)
+
+    for context in (0.0, 10.0 * noisy.high.context):
+        target = line(context, noisy.low.verify_s[0], noisy.high.verify_s[0])
+        assert cost_ratio(noisy, context) == pytest.approx(line(context, 2e-3, 1e-4) / target)
 
 
 def test_each_point_is_a_replay_under_its_costs(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
