@@ -198,13 +198,16 @@ class CachedModel:
 
     def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
         """Replace a stream's text by a prompt that the model has read by itself, and check it (`ReadPrompt.check`)."""
+        if self._unmasked and prompt.is_shifted:
+            raise prompt.refusal(self.view.original)
         self._kv.clear(stream)
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
                 layer.fill(stream, prompt.slots, *states)
         prompt.layers.clear()
-        self._layouts = self._layouts or SlotLayouts(self._kv.streams, self.capacity, self._device)
-        self._layouts.set(stream, prompt.hidden, prompt.offset)
+        if not self._unmasked:
+            self._layouts = self._layouts or SlotLayouts(self._kv.streams, self.capacity, self._device)
+            self._layouts.set(stream, prompt.hidden, prompt.offset)
         self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
         self._kv.lengths[stream] = prompt.slots
         logits = self.read(upload([[prompt.next[0]]], self._device), 1, stream=stream)[0, -1]

@@ -122,10 +122,19 @@ class ReadPrompt:
         spread = expected[finite].std().clamp_min(torch.finfo(expected.dtype).tiny)
         distance = float((logits[finite] - expected[finite]).square().mean().sqrt() / spread)
         if not distance <= _TOLERANCE.get(model.dtype, 0.1):  # true for NaN as well
-            raise InputError(
-                f"specstop_generate: {', '.join(self.arguments)}: {type(model).__name__} continues such a prompt in a form "
-                "that the loop does not support; leave it out, or call generate without custom_generate"
-            )
+            raise self.refusal(model)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether slots are hidden, or positions are not the slots' numbers."""
+        return bool(self.hidden.any()) or bool(self.offset.any())
+
+    def refusal(self, model: PreTrainedModel) -> InputError:
+        """Return the error of a prompt after which the loop cannot go on."""
+        return InputError(
+            f"specstop_generate: {', '.join(self.arguments)}: {type(model).__name__} continues such a prompt in a form "
+            "that the loop does not support; leave it out, or call generate without custom_generate"
+        )
 
 
 class KVCache:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     CLIPVisionConfig,
     DynamicCache,
     Gemma3Config,
@@ -54,6 +56,12 @@ def gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(**config, **ends, initializer_range=0.4))
 
 
+def bloom() -> PreTrainedModel:
+    """A model that makes its mask and the biases of positions itself."""
+    config = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.4}
+    return BloomForCausalLM(BloomConfig(**config, eos_token_id=None, bos_token_id=1, pad_token_id=0))
+
+
 def gemma3() -> PreTrainedModel:
     text = Gemma3TextConfig(**TEXT, head_dim=16, sliding_window=WINDOW)
     tokens = {"mm_tokens_per_image": 4, "image_token_index": IMAGE, "boi_token_index": 5, "eoi_token_index": 4}
@@ -96,6 +104,7 @@ def paligemma() -> PreTrainedModel:
 BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
     "gpt2": gpt2,
+    "bloom": bloom,
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TEXT, sliding_window=WINDOW)),
     "gemma3": gemma3,
     "qwen2-vl": qwen2_vl,

@@ -148,6 +148,22 @@ def test_what_cannot_be_gone_on_from_is_refused_by_name(kind: str, name: str, mo
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_model_that_takes_no_mask_of_ours_goes_on_from_a_cache_alone(rows: int) -> None:
+    model = prompts.model("bloom")
+
+    def arguments(name: str) -> dict[str, Any]:
+        made = prompts.prompt(name, model)
+        return made if rows == 3 else one_row(made, 1)
+
+    plain = model.generate(**arguments("a cache and the rest"), **OPTIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rows are read one at a time
+        assert torch.equal(ours(model, arguments("a cache and the rest"), DRAFTING[0]), plain)
+        with pytest.raises(InputError, match="attention_mask: BloomForCausalLM continues"):
+            ours(model, arguments("gaps"), DRAFTING[0])
+
+
 def test_a_model_that_goes_on_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of a later version may prepare its later steps differently."""
     model = copy.deepcopy(prompts.model("llama"))
