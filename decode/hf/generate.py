@@ -28,11 +28,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.checking import with_costs
-from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.limits import is_within
-from ...policies.storage.registry import load_policy
+from ...policies.storage.registry import PolicySpec, as_policy
 from ..drafters.find import find_drafter
 from ..drafters.known import check_drafter, needs_draft
 from ..loop import Request, Speculator
@@ -66,7 +65,7 @@ def specstop_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: Any = None,
     draft_model: PreTrainedModel | None = None,
-    policy: StopPolicy | str = "fixed:4",
+    policy: PolicySpec = "fixed:4",
     verification: str = "auto",
     tree: str | None = None,
     drafter: str = "model",
@@ -115,8 +114,7 @@ def specstop_generate(
         stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
     )
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
-    rule = load_policy(policy) if isinstance(policy, str) else policy
-    rule = with_costs(rule, profile)
+    rule = with_costs(as_policy(policy), profile)
     settings = settings.for_policy(rule)
     tell_if_untrained(rule, settings)
     tell_if_unmeasured(profile, [rule], settings, drafter)
