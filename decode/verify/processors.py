@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -52,6 +53,11 @@ _RUN_MODELS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor",)
 
 _PREFIX, _STEPS = 24, 4
 """Tokens of the text that a processor is tried on, and calls after it."""
+
+_MOST_PARTS = 1024
+"""Values among a processor's attributes that are looked at after each call."""
+
+_VALUES = (bool, int, float, complex, str, bytes)
 
 _MOST_COPIES = 256
 """Copies that are kept of one text; a prefix whose copy was dropped is stepped through again."""
@@ -125,6 +131,73 @@ class _Steps(LogitsProcessor):
         return out
 
 
+class Watched(PerText):
+    """A processor that showed no state when it was tried; one whose state changes later is followed as by `Stepwise`.
+
+    Args:
+        processor: fresh; it is never called itself.
+        batch: rows of the `generate` call that it belongs to.
+    """
+
+    def __init__(self, processor: LogitsProcessor, batch: int = 1) -> None:
+        self.name, self._batch = type(processor).__name__, batch
+        self._fresh = copied(processor)
+
+    def for_text(self, prompt: int, eos: Sequence[int]) -> LogitsProcessor:
+        """See `PerText.for_text`."""
+        return _Watch(self.name, self._fresh, prompt, self._batch)
+
+
+class _Watch(_Steps):
+    """Calls one copy until its state changes: the prefixes before had none, so that any can be stepped through again."""
+
+    def __init__(self, name: str, fresh: LogitsProcessor, prompt: int, batch: int) -> None:
+        super().__init__(fresh, prompt)
+        self._name, self._batch = name, batch
+        self._one: LogitsProcessor | None = copied(fresh)
+        self._state = _parts(self._one)
+
+    def _row(self, ids: Tensor, scores: Tensor) -> Tensor:
+        if self._one is None:
+            return super()._row(ids, scores)
+        out: Tensor = self._one(ids, scores)
+        if not _equal_parts(_parts(self._one), self._state):
+            if self._batch > 1:
+                raise InputError(
+                    f"logits processor {self._name} keeps state between calls, which the rows of a batch share; generate "
+                    "one text at a time"
+                )
+            self._called[tuple(ids[0, self._prompt :].tolist())], self._one = self._one, None
+        return out
+
+
+def _parts(processor: LogitsProcessor) -> list[Any]:
+    """Return what a change of a processor's attributes changes, in a fixed order: values, sizes, versions of tensors."""
+    parts: list[Any] = []
+    seen: set[int] = set()
+    waiting: list[Any] = [vars(processor)]
+    while waiting and len(parts) < _MOST_PARTS:
+        value = waiting.pop()
+        parts.append(value)
+        if id(value) in seen or isinstance(value, torch.nn.Module | PreTrainedTokenizerBase):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            parts.append(0 if value.is_inference() else value._version)
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            parts.append(len(value))
+            waiting.extend(islice(value.values() if isinstance(value, dict) else value, _MOST_PARTS))
+        elif not isinstance(value, type | FunctionType | ModuleType) and hasattr(value, "__dict__"):
+            waiting.append(vars(value))
+    return parts
+
+
+def _equal_parts(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _VALUES) and a == b) for a, b in zip(some, others, strict=True)
+    )
+
+
 def copied(processor: LogitsProcessor) -> LogitsProcessor:
     """Return an independent copy that shares models, tokenizers and compiled grammars.
 
@@ -159,8 +232,8 @@ def check_processor(
 ) -> LogitsProcessor:
     """Return a processor in a form that can be called for any prefix in any order.
 
-    One that is not known is tried on copies: a function of (input_ids, scores) stays as it is, one whose state depends on
-    the tokens alone becomes `Stepwise`.
+    One that is not known is tried on copies: what gives the scores of a function of (input_ids, scores) becomes `Watched`,
+    since its state may begin with a token that the trial lacks; one whose state depends on the tokens alone `Stepwise`.
 
     Args:
         processor: as a user gives it; it is not changed.
@@ -219,7 +292,8 @@ class _Trial:
         """See `check_processor`."""
         tried = min(map(len, self._texts))
         if tried and self._is_function():
-            return self._processor
+            by_contract = isinstance(self._processor, PrefixConstrainedLogitsProcessor)
+            return self._processor if by_contract else Watched(self._processor, batch)
         if tried and not self._is_restartable():
             raise InputError(
                 f"logits processor {self._name} keeps state between calls that does not depend on the tokens alone (random "

@@ -134,6 +134,46 @@ def test_state_that_depends_on_the_tokens_follows_every_candidate(
     assert repr(before) == repr(vars(processor)) or name == "function with state"
 
 
+class Sleeping(LogitsProcessor):
+    """Has no state before some token has come, as limits of a thinking phase; then it favours other tokens in each call."""
+
+    def __init__(self, token: int) -> None:
+        self.token, self.calls = token, -1
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.calls >= 0 or int(input_ids[0, -1]) == self.token:
+            self.calls += 1
+        return scores + (max(self.calls, 0) * torch.arange(scores.shape[1])) % 7
+
+
+@pytest.mark.parametrize("drafting", [{"tree": None}, {"tree": "3,2,1"}, {"drafter": "lookup"}])
+def test_state_that_begins_in_the_middle_of_a_text_follows_every_candidate(
+    plain_pair: Pair, prompt_ids: list[list[int]], drafting: dict[str, Any]
+) -> None:
+    ids = torch.tensor([prompt_ids[3]])
+    options: Any = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+    own = {"custom_generate": specstop_generate, "policy": "fixed:4", **drafting}
+    own |= {} if "drafter" in drafting else {"draft_model": plain_pair.draft}
+    text = plain_pair.target.generate(ids, **options)[0, len(prompt_ids[3]) :].tolist()
+    for token in text[:6]:
+        expected, made = (
+            plain_pair.target.generate(ids, logits_processor=LogitsProcessorList([Sleeping(token)]), **options, **more)
+            for more in ({}, own)
+        )
+        assert made.tolist() == expected.tolist(), token
+
+
+def test_state_that_begins_while_rows_share_it_is_refused(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
+    ids = torch.tensor([prompt_ids[3][:3], prompt_ids[4][:3]])
+    options: Any = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+    woken = int(plain_pair.target.generate(ids, **options)[0, 5])
+    with pytest.raises(InputError, match=r"Sleeping .*rows of a batch"):
+        plain_pair.target.generate(
+            ids, logits_processor=LogitsProcessorList([Sleeping(woken)]), custom_generate=specstop_generate,
+            draft_model=plain_pair.draft, **options,
+        )  # fmt: skip
+
+
 class Random(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores + torch.rand(scores.shape)
