@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from transformers import PreTrainedTokenizerBase
+
 from ..policies.arguments import as_list
 from ..policies.checking import with_costs
-from ..policies.errors import InputError
+from ..policies.errors import InputError, SpecstopWarning
 from ..policies.latency.profile import Profile
 from ..policies.storage.registry import PolicySpec, as_policy
 from .drafters import find_drafter, with_drafter
@@ -77,6 +80,9 @@ def decode(
         Request(list(read(prompt)["input_ids"] if isinstance(prompt, str) else prompt), stream_key(seed, name))
         for name, prompt in zip(names, prompts, strict=True)
     ]
+    warn_two_bos(
+        [list(one.prompt) for one, prompt in zip(requests, prompts, strict=True) if isinstance(prompt, str)], read
+    )
     streams = [_TextStream(pair, number, on_text) for number in range(len(requests))] if on_text else []
 
     def end(number: int, generation: Generation, stream: int) -> None:
@@ -88,6 +94,19 @@ def decode(
     made = speculator.run(requests, (lambda number, new: streams[number].push(new)) if on_text else None, end)
     texts = [str(read.decode(list(one.tokens), skip_special_tokens=True)) for one in made]
     return [replace(one, text=text) for one, text in zip(made, texts, strict=True)]
+
+
+def warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn about prompts that begin with two BOS tokens."""
+    bos = tokenizer.bos_token_id
+    count = sum(bos is not None and ids[:2] == [bos, bos] for ids in encoded)
+    if count:
+        warnings.warn(
+            f"{count} of {len(encoded)} prompts begin with two {tokenizer.bos_token} tokens, one of their text and one that "
+            "the tokenizer adds; leave it out of the prompts, or give messages with --chat",
+            SpecstopWarning,
+            stacklevel=3,
+        )
 
 
 class _TextStream:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from ...decode.run import warn_two_bos
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files.text import HALF, is_text
 from ..work import stream_name
@@ -103,7 +104,7 @@ def fit(
     for prompt, ids in zip(prompts, encoded, strict=True):
         if not ids:
             raise InputError(f"--prompts: prompt {prompt.id!r} has 0 tokens; expected 1 to {room}")
-    _warn_two_bos(encoded, tokenizer)
+    warn_two_bos(encoded, tokenizer)
     longer = [f"{p.id!r} has {len(ids)}" for p, ids in zip(prompts, encoded, strict=True) if len(ids) > room]
     if not longer:
         return list(prompts), encoded
@@ -120,16 +121,3 @@ def fit(
         kept = [(p, ids) for p, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
         return [p for p, _ in kept], [ids for _, ids in kept]
     return list(prompts), [ids[-room:] if long == "left" else ids[:room] for ids in encoded]
-
-
-def _warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn about prompts that begin with two BOS tokens."""
-    bos = tokenizer.bos_token_id
-    count = sum(bos is not None and ids[:2] == [bos, bos] for ids in encoded)
-    if count:
-        warnings.warn(
-            f"{count} of {len(encoded)} prompts begin with two {tokenizer.bos_token} tokens, one of their text and one that "
-            "the tokenizer adds; leave it out of the prompts, or give messages with --chat",
-            SpecstopWarning,
-            stacklevel=3,
-        )

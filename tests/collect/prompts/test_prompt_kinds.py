@@ -8,12 +8,16 @@ import os
 import sys
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from specstop.collect.prompts.read import Columns, fit, read_prompts
 from specstop.collect.prompts.tokens import Prompt
+from specstop.decode.models.pair import Pair
+from specstop.decode.run import decode
+from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError, SpecstopWarning
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
@@ -119,7 +123,7 @@ def test_a_key_that_occurs_twice_is_refused_by_name(tmp_path: Path, text: str) -
         read_prompts(path)
 
 
-def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast, pair: Pair) -> None:
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     word = next(iter(backend.get_vocab()))
     backend.post_processor = processors.TemplateProcessing(
@@ -133,3 +137,5 @@ def test_two_bos_tokens_are_warned_about_once(tokenizer: PreTrainedTokenizerFast
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(given[2:], adding, 100)
+    with pytest.warns(SpecstopWarning, match=r"1 of 1 prompts begin with two .* tokens"):
+        decode(replace(pair, tokenizer=adding), f"{word} w7", "fixed:1", settings=Settings(max_new_tokens=2))
