@@ -1,7 +1,7 @@
-"""Views of models: a loop calls its own copy of the module tree, which shares the weights of the caller's model.
+"""Views of models: each decode loop calls a copy of the module tree that shares the weights of the caller's model.
 
-Attention backends, evaluation mode, a wider output layer and buffers that a forward updates are then the loop's own: loops in
-several threads do not meet, and the caller's model stays as it is.
+The attention backend, evaluation mode, a wider output layer and buffers that the forward pass updates belong to the copy.
+Loops in several threads therefore do not interfere, and the caller's model is not modified.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .attention import without_cudnn
 from .wide_head import widen
 
-_OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 
 _CONTAINERS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set))
-"""Those that are filled in place: parameters, buffers, children, hooks."""
+"""Attributes that are mutated in place: parameters, buffers, children, hooks."""
 
 
 class _NotViewableError(Exception):
-    """A module is bound to itself in a way that a copy cannot reproduce."""
+    """A module refers to itself in a way that a copy cannot reproduce."""
 
 
 class _Copier:
-    """Copies modules and configs so that what was one object stays one object; everything else is shared."""
+    """Copy modules and configs, each object once, so that shared references stay shared. All other objects are not copied."""
 
     def __init__(self) -> None:
         self._copies: dict[int, Any] = {}  # by id of the original
         self._sharded: dict[type, bool] = {}
 
     def module(self, module: nn.Module) -> Any:
-        """Return the copy of a module and of all below it.
+        """Return the copy of a module and its submodules.
 
         Raises:
-            _NotViewableError: it has none.
+            _NotViewableError: The module cannot be copied.
         """
-        if (known := self._copies.get(id(module))) is not None:
-            return known
+        if (existing := self._copies.get(id(module))) is not None:
+            return existing
         state = dict(vars(module))
         self._check(module, state)
         copy = self._copies[id(module)] = object.__new__(type(module))
         for name in _CONTAINERS:
-            if name in state:  # pickled modules of earlier versions of torch lack some
+            if name in state:  # modules pickled by older versions of torch lack some of them
                 state[name] = state[name].copy()
         children = state["_modules"]
         for name, child in children.items():
             if child is not None:
                 children[name] = self.module(child)
         for name, value in state.items():
-            if name not in _OWN:
+            if name not in _MODULE_ATTRIBUTES:
                 state[name] = self._value(value)
         state["training"] = False
         vars(copy).update(state)
@@ -67,11 +67,11 @@ class _Copier:
     def _check(self, module: nn.Module, state: dict[str, Any]) -> None:
         kind = type(module)
         if kind not in self._sharded:
-            # FSDP gathers the parameters into the modules that it was given.
+            # FSDP gathers the parameters into the original modules.
             self._sharded[kind] = any(base.__module__.startswith("torch.distributed") for base in kind.__mro__)
         forward = state.get("forward")
         bound = forward is None or (isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module))
-        # accelerate and torch.compile replace `forward` by functions that hold the module, a script is no Python object.
+        # accelerate and torch.compile replace `forward` with functions that hold the module; a script is not a Python object.
         if (
             not bound
             or "_hf_hook" in state
@@ -99,9 +99,9 @@ class _Copier:
         return value
 
     def _config(self, config: PreTrainedConfig) -> Any:
-        """Return the copy of a config, whose sub-configs are copied too."""
-        if (known := self._copies.get(id(config))) is not None:
-            return known
+        """Return the copy of a config, including its sub-configs."""
+        if (existing := self._copies.get(id(config))) is not None:
+            return existing
         copy = self._copies[id(config)] = object.__new__(type(config))
         for name, value in vars(config).items():
             vars(copy)[name] = self._config(value) if isinstance(value, PreTrainedConfig) else value
@@ -109,10 +109,10 @@ class _Copier:
 
 
 class _Exclusive(contextlib.AbstractContextManager[None]):
-    """Held while a model is called that cannot be copied: one thread at a time, in evaluation mode.
+    """Lock held during calls of a model that cannot be copied: one thread at a time, in evaluation mode.
 
     Args:
-        model: a weak reference, so that the table of these does not keep it alive.
+        model: Weak reference, so that the table of locks does not keep the model alive.
     """
 
     def __init__(self, model: weakref.ref[nn.Module]) -> None:
@@ -139,36 +139,35 @@ class _Exclusive(contextlib.AbstractContextManager[None]):
 
 
 _EXCLUSIVE: weakref.WeakKeyDictionary[nn.Module, _Exclusive] = weakref.WeakKeyDictionary()
-_TABLE = threading.Lock()
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+_TABLE_LOCK = threading.Lock()
+_NO_LOCK: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def _exclusive(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    with _TABLE:
+    with _TABLE_LOCK:
         if model not in _EXCLUSIVE:
             _EXCLUSIVE[model] = _Exclusive(weakref.ref(model))
         return _EXCLUSIVE[model]
 
 
 def open_view(model: PreTrainedModel) -> tuple[PreTrainedModel, contextlib.AbstractContextManager[None]]:
-    """Return a view of a model, in evaluation mode, and a context to enter for each call of it.
+    """Return a view of a model, in evaluation mode, and a context manager to enter for each call.
 
-    A view has the modules and hooks that the model has now; values of shared parameters are always the model's. A model with
-    hooks of accelerate or a compiled or replaced `forward` is returned itself: the context is a lock on it then, during which
-    it is in evaluation mode.
+    The view has the current modules and hooks of the model and shares its parameters. A model with accelerate hooks or with a
+    compiled or replaced `forward` is returned itself. The context manager then locks the model and sets evaluation mode.
     """
     try:
-        return _Copier().module(model), _NOTHING
+        return _Copier().module(model), _NO_LOCK
     except _NotViewableError:
         return model, _exclusive(model)
 
 
 class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
-    """The view that one loop has of a model. Entering it returns what to call; it may be entered again inside.
+    """View of a model for one decode loop. It is a reentrant context manager that returns the model to call.
 
     Args:
-        original: the model.
-        device: that it is called from.
+        original: The caller's model.
+        device: Device of the calls.
     """
 
     def __init__(self, original: PreTrainedModel, device: torch.device) -> None:
@@ -176,11 +175,11 @@ class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
         self._opened: tuple[PreTrainedModel, contextlib.AbstractContextManager[None]] | None = None
 
     def refresh(self) -> None:
-        """Call the model as it is now: layers may have been replaced, and adapters added, since the view was made."""
+        """Discard the view, so that the next call uses the current layers and adapters of the model."""
         self._opened = None
 
     def _open(self) -> tuple[PreTrainedModel, contextlib.AbstractContextManager[None]]:
-        """Return the view, which is made for the first call, and the context of a call."""
+        """Return the view, which is created on first use, and the context manager of a call."""
         if self._opened is None:
             self._opened = open_view(self.original)
             if self._opened[0] is not self.original:
@@ -189,7 +188,7 @@ class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
 
     @property
     def model(self) -> PreTrainedModel:
-        """What is called."""
+        """The model to call."""
         return self._open()[0]
 
     def __enter__(self) -> PreTrainedModel:
@@ -206,7 +205,7 @@ class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
 
 
 def layer_view(model: PreTrainedModel, layer: Any) -> Callable[[Tensor], Tensor]:
-    """Return what calls a layer of a model, such as its embeddings, as `open_view` has the whole model called."""
+    """Return a function that calls one layer of a model, such as its embeddings, with the guarantees of `open_view`."""
     if not isinstance(layer, nn.Module):
         return layer  # type: ignore[no-any-return]
     try:
