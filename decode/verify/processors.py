@@ -1,7 +1,8 @@
-"""Logits processors that keep state: which ones can follow candidates and roll-back, and how they are called there.
+"""Stateful logits processors: detection, and calls that support candidates and rollback.
 
-The loop asks for the scores after any prefix, in any order and repeatedly, so a processor must be a function of
-(input_ids, scores). One that is not is called on copies, one per prefix, each after the calls that plain decoding makes.
+The decoding loop requests scores after any prefix, in any order and repeatedly, so a processor must be a function of
+(input_ids, scores). A stateful processor is called on copies instead, one copy per prefix. Each copy has received the same
+sequence of calls as in plain decoding.
 """
 
 from __future__ import annotations
@@ -46,52 +47,52 @@ STATELESS: tuple[type[LogitsProcessor], ...] = (
     library.TypicalLogitsWarper,
     library.WatermarkLogitsProcessor,
 )
-"""Transformers' own functions of (input_ids, scores): they are not tried."""
+"""Processors of transformers that are functions of (input_ids, scores); `check_processor` does not test them."""
 
 _RUN_MODELS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor",)
-"""They call the target themselves, with a cache of their own."""
+"""Processors that call the target with a separate cache."""
 
 _PREFIX, _STEPS = 24, 4
-"""Tokens of the text that a processor is tried on, and calls after it."""
+"""Number of prefix tokens and of calls per text when a processor is tested."""
 
 _MOST_PARTS = 1024
-"""Values among a processor's attributes that are looked at after each call."""
+"""Maximum number of attribute values that are compared after each call."""
 
 _VALUES = (bool, int, float, complex, str, bytes)
 
 _MOST_COPIES = 256
-"""Copies that are kept of one text; a prefix whose copy was dropped is stepped through again."""
+"""Maximum number of cached copies per text. A prefix without a cached copy is recomputed step by step."""
 
 
 class PerText(LogitsProcessor):
-    """A constraint on texts: each text has a processor of its own.
+    """Base class of constraints that create a separate processor for each text.
 
     Attributes:
-        name: as in headers and messages.
+        name: used in headers and messages.
     """
 
     name: str
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> LogitsProcessor:
-        """Return the processor of one text: a function of (input_ids, scores).
+        """Return the processor for one text, a function of (input_ids, scores).
 
         Args:
-            prompt: its length, padding included.
-            eos: ids that end the text.
+            prompt: length of the prompt in tokens, including padding.
+            eos: end-of-text token ids.
         """
         raise NotImplementedError
 
 
 def processor_name(processor: LogitsProcessor) -> str:
-    """Return the name of a processor in headers and messages."""
+    """Return the name of a processor for headers and messages."""
     return processor.name if isinstance(processor, PerText) else type(processor).__name__
 
 
 class Stepwise(PerText):
-    """A processor with state that depends on the tokens alone: called on copies, step by step along each prefix.
+    """Wrapper for a processor whose state depends only on the tokens. Copies are called step by step along each prefix.
 
     Args:
-        processor: fresh; it is never called itself.
+        processor: in its initial state. Only copies of it are called.
     """
 
     def __init__(self, processor: LogitsProcessor) -> None:
@@ -104,7 +105,7 @@ class Stepwise(PerText):
 
 
 class _Steps(LogitsProcessor):
-    """The copies of one text, by the tokens after the prompt that they were last called with."""
+    """Copies for one text, keyed by the generated tokens of their last call."""
 
     def __init__(self, fresh: LogitsProcessor, prompt: int) -> None:
         self._fresh, self._prompt = fresh, prompt
@@ -114,16 +115,16 @@ class _Steps(LogitsProcessor):
         return torch.cat([self._row(ids[None], row[None]) for ids, row in zip(input_ids, scores, strict=True)])
 
     def _row(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores [1, V] after one text [1, n]."""
+        """Return the processed scores [1, V] for one prefix [1, n]."""
         generated = tuple(ids[0, self._prompt :].tolist())
-        known = len(generated) - 1
-        while known >= 0 and generated[:known] not in self._called:
-            known -= 1
-        processor = self._called[generated[:known]] if known >= 0 else self._fresh
+        cached = len(generated) - 1
+        while cached >= 0 and generated[:cached] not in self._called:
+            cached -= 1
+        processor = self._called[generated[:cached]] if cached >= 0 else self._fresh
         out = scores
-        for length in range(known + 1, len(generated) + 1):
+        for length in range(cached + 1, len(generated) + 1):
             processor = copied(processor)
-            # The scores of earlier steps are no longer known; `check_processors` has seen that they do not matter.
+            # The scores of earlier steps are not stored; `check_processor` has verified that they have no effect.
             out = processor(ids[:, : self._prompt + length], scores.clone())
             self._called[generated[:length]] = processor
         while len(self._called) > _MOST_COPIES:
@@ -132,11 +133,11 @@ class _Steps(LogitsProcessor):
 
 
 class Watched(PerText):
-    """A processor that showed no state when it was tried; one whose state changes later is followed as by `Stepwise`.
+    """Wrapper for a processor that was stateless when tested. It switches to `Stepwise` calls if the state changes later.
 
     Args:
-        processor: fresh; it is never called itself.
-        batch: rows of the `generate` call that it belongs to.
+        processor: in its initial state. Only copies of it are called.
+        batch: number of rows in the `generate` call.
     """
 
     def __init__(self, processor: LogitsProcessor, batch: int = 1) -> None:
@@ -149,7 +150,7 @@ class Watched(PerText):
 
 
 class _Watch(_Steps):
-    """Calls one copy until its state changes: the prefixes before had none, so that any can be stepped through again."""
+    """Call a single copy until its state changes. Earlier prefixes had no state, so they can be recomputed from the start."""
 
     def __init__(self, name: str, fresh: LogitsProcessor, prompt: int, batch: int) -> None:
         super().__init__(fresh, prompt)
@@ -164,7 +165,7 @@ class _Watch(_Steps):
         if not _equal_parts(_parts(self._one), self._state):
             if self._batch > 1:
                 raise InputError(
-                    f"logits processor {self._name} keeps state between calls, which the rows of a batch share; generate "
+                    f"logits processor {self._name} keeps state between calls that the rows of a batch share; generate "
                     "one text at a time"
                 )
             self._called[tuple(ids[0, self._prompt :].tolist())], self._one = self._one, None
@@ -172,7 +173,7 @@ class _Watch(_Steps):
 
 
 def _parts(processor: LogitsProcessor) -> list[Any]:
-    """Return what a change of a processor's attributes changes, in a fixed order: values, sizes, versions of tensors."""
+    """Return the values, container sizes and tensor versions of a processor's attributes, in a fixed order."""
     parts: list[Any] = []
     seen: set[int] = set()
     waiting: list[Any] = [vars(processor)]
@@ -192,16 +193,16 @@ def _parts(processor: LogitsProcessor) -> list[Any]:
     return parts
 
 
-def _equal_parts(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(
-        a is b or (type(a) is type(b) and isinstance(a, _VALUES) and a == b) for a, b in zip(some, others, strict=True)
+def _equal_parts(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(
+        a is b or (type(a) is type(b) and isinstance(a, _VALUES) and a == b) for a, b in zip(first, second, strict=True)
     )
 
 
 def copied(processor: LogitsProcessor) -> LogitsProcessor:
     """Return an independent copy that shares models, tokenizers and compiled grammars.
 
-    Matchers of grammar libraries, which `copy.deepcopy` cannot copy, are copied by their own methods.
+    `copy.deepcopy` cannot copy the matchers of grammar libraries, so their `fork` or `deep_copy` methods are called.
     """
     memo: dict[int, Any] = {}
     seen: set[int] = set()
@@ -218,8 +219,8 @@ def copied(processor: LogitsProcessor) -> LogitsProcessor:
         elif isinstance(value, torch.nn.Module | PreTrainedTokenizerBase):
             memo[id(value)] = value
         elif type(value).__module__.startswith("xgrammar") or type(value).__name__ in ("LLMatcher", "LLTokenizer"):
-            copying = getattr(value, "fork", None) or getattr(value, "deep_copy", None)
-            memo[id(value)] = value if copying is None else copying()
+            copy_method = getattr(value, "fork", None) or getattr(value, "deep_copy", None)
+            memo[id(value)] = value if copy_method is None else copy_method()
         elif isinstance(value, MethodType):
             waiting.append(value.__self__)
         elif not isinstance(value, type | FunctionType | ModuleType | Tensor):
@@ -230,40 +231,41 @@ def copied(processor: LogitsProcessor) -> LogitsProcessor:
 def check_processor(
     processor: LogitsProcessor, vocabulary: int, device: torch.device, batch: int = 1
 ) -> LogitsProcessor:
-    """Return a processor in a form that can be called for any prefix in any order.
+    """Return a processor that can be called for any prefix in any order.
 
-    One that is not known is tried on copies: what gives the scores of a function of (input_ids, scores) becomes `Watched`,
-    since its state may begin with a token that the trial lacks; one whose state depends on the tokens alone `Stepwise`.
+    Processors that are not listed in `STATELESS` are tested on copies. A processor that behaves as a function of
+    (input_ids, scores) is wrapped in `Watched`, because a token that the test does not contain may start its state. A
+    processor whose state depends only on the tokens is wrapped in `Stepwise`.
 
     Args:
-        processor: as a user gives it; it is not changed.
-        vocabulary: V.
-        device: of the logits.
-        batch: rows of the `generate` call that it belongs to.
+        processor: the user's processor; it is not modified.
+        vocabulary: vocabulary size V.
+        device: device of the logits.
+        batch: number of rows in the `generate` call.
 
     Raises:
-        InputError: it depends on anything else, cannot be copied, or treats the rows of a batch differently.
+        InputError: the processor depends on anything else, cannot be copied, or treats the rows of a batch differently.
     """
     if isinstance(processor, PerText) or type(processor) in STATELESS:
         return processor
     name = type(processor).__name__
     if name in _RUN_MODELS:
         raise InputError(
-            f"logits processor {name} keeps state between calls, a cache of the target's, which candidates cannot follow; "
-            "leave guidance_scale out"
+            f"logits processor {name} keeps state between calls (a cache of the target), which speculative decoding does "
+            "not support; remove guidance_scale"
         )
     try:
         copied(processor)
     except Exception as error:
         raise InputError(
-            f"logits processor {name} cannot be copied ({type(error).__name__}), so its calls cannot follow candidates; "
-            "give it a __deepcopy__ method"
+            f"logits processor {name} cannot be copied ({type(error).__name__}), so its state cannot be rolled back; "
+            "define a __deepcopy__ method"
         ) from None
     return _Trial(processor, vocabulary, device).result(batch)
 
 
 class _Trial:
-    """Calls copies of a processor along two texts of its own choice."""
+    """Test of a processor: calls copies of it along two generated texts."""
 
     def __init__(self, processor: LogitsProcessor, vocabulary: int, device: torch.device) -> None:
         self._processor, self._name = processor, type(processor).__name__
@@ -271,16 +273,16 @@ class _Trial:
         self._prefix = torch.randint(vocabulary, (1, _PREFIX), generator=generator, device="cpu").to(device)
         logits = torch.randn(2, _STEPS, 1, vocabulary, generator=generator, device="cpu", dtype=torch.float32)
         self._logits = logits.to(device)
-        # Two texts, the second of which goes on with the second best tokens.
+        # The first text continues with the best tokens, the second text with the second-best tokens.
         self._texts = [self._text(0), self._text(1)]
 
     def _text(self, rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return ids, scores and result of each step, up to the first that raises."""
-        one, ids, steps = copied(self._processor), self._prefix, []
+        """Return ids, scores and result of each step, up to the first call that raises."""
+        processor, ids, steps = copied(self._processor), self._prefix, []
         for logits in self._logits[rank]:
             try:
-                out = one(ids, logits.clone())
-            except Exception:  # it may need another text
+                out = processor(ids, logits.clone())
+            except Exception:  # the processor may require a specific prefix
                 break
             steps.append((ids, logits, out))
             best = out[0].topk(2)
@@ -290,14 +292,14 @@ class _Trial:
 
     def result(self, batch: int) -> LogitsProcessor:
         """See `check_processor`."""
-        tried = min(map(len, self._texts))
-        if tried and self._is_function():
+        completed = min(map(len, self._texts))
+        if completed and self._is_function():
             by_contract = isinstance(self._processor, PrefixConstrainedLogitsProcessor)
             return self._processor if by_contract else Watched(self._processor, batch)
-        if tried and not self._is_restartable():
+        if completed and not self._is_restartable():
             raise InputError(
-                f"logits processor {self._name} keeps state between calls that does not depend on the tokens alone (random "
-                "numbers, earlier scores, or something that its copies share), so candidates cannot be scored; "
+                f"logits processor {self._name} keeps state between calls that does not depend only on the tokens (random "
+                "numbers, earlier scores, or objects shared by its copies), so candidates cannot be scored; "
                 "make it a function of (input_ids, scores)"
             )
         if batch > 1 and not self._treats_rows_alike():
@@ -307,72 +309,74 @@ class _Trial:
         return Stepwise(self._processor)
 
     def _is_function(self) -> bool:
-        """Whether copies give the same scores in another order, and with both texts as two rows, and stay as they were."""
+        """Return whether copies give the same scores in another order and for two rows, without a change of attributes."""
         first, second = self._texts
         count = min(len(first), len(second))
         try:
             for order in ([*range(count)[::-1]], [count // 2, count - 1]):
-                one = copied(self._processor)
-                for at in order:
-                    for ids, logits, out in (first[at], second[at]):
-                        if not torch.equal(one(ids, logits.clone()), out):
+                processor = copied(self._processor)
+                for step in order:
+                    for ids, logits, out in (first[step], second[step]):
+                        if not torch.equal(processor(ids, logits.clone()), out):
                             return False
         except Exception:
             return False
-        # Such a function is one of the prefix by contract, and told the row's number: `Sampler` calls it row by row.
+        # By contract its function depends only on the prefix and the batch index. `Sampler` calls it row by row.
         if isinstance(self._processor, PrefixConstrainedLogitsProcessor):
             return True
-        # A counter may matter only after more calls than these.
-        return _same(vars(one), vars(copied(self._processor)), set()) and self._treats_rows_alike()
+        # The effect of a counter may begin only after more calls than the test makes, so attributes are compared too.
+        return _same(vars(processor), vars(copied(self._processor)), set()) and self._treats_rows_alike()
 
     def _is_restartable(self) -> bool:
-        """Whether copies that are called step by step, in turns and with other scores before, give the same scores."""
+        """Return whether copies give the same scores when calls alternate and earlier calls had different scores."""
         try:
             return all(map(self._gives_the_same, range(min(map(len, self._texts)))))
         except Exception:
             return False
 
     def _gives_the_same(self, last: int) -> bool:
-        """Whether copies called up to a step give its scores, whatever the scores of the steps before were."""
-        both = [copied(self._processor) for _ in self._texts]
+        """Return whether copies reproduce the scores of a step after earlier calls with different scores."""
+        copies = [copied(self._processor) for _ in self._texts]
         for step in range(last):
-            for one, text in zip(both, self._texts, strict=True):
+            for processor, text in zip(copies, self._texts, strict=True):
                 ids, logits, _ = text[step]
-                one(ids, logits.flip(-1))
+                processor(ids, logits.flip(-1))
         results = [
-            (one(text[last][0], text[last][1].clone()), text[last][2])
-            for one, text in zip(both, self._texts, strict=True)
+            (processor(text[last][0], text[last][1].clone()), text[last][2])
+            for processor, text in zip(copies, self._texts, strict=True)
         ]
-        return all(torch.equal(made, out) for made, out in results)
+        return all(torch.equal(actual, expected) for actual, expected in results)
 
     def _treats_rows_alike(self) -> bool:
-        """Whether two rows of one call get what each gets alone."""
-        one = copied(self._processor)
+        """Return whether a call with two rows gives the same scores as separate calls."""
+        processor = copied(self._processor)
         try:
             for steps in zip(*self._texts, strict=False):
                 ids, logits, out = (torch.cat(parts) for parts in zip(*steps, strict=True))
-                if not torch.equal(one(ids, logits), out):
+                if not torch.equal(processor(ids, logits), out):
                     return False
         except Exception:
             return False
         return True
 
 
-def _same(one: Any, other: Any, compared: set[int]) -> bool:
-    """Whether two attributes are equal, as far as can be told; what cannot be compared is not."""
-    if one is other or id(one) in compared:
+def _same(first: Any, second: Any, compared: set[int]) -> bool:
+    """Return whether two attribute values are equal. Values that cannot be compared count as different."""
+    if first is second or id(first) in compared:
         return True
-    compared.add(id(one))
-    if type(one) is not type(other):
+    compared.add(id(first))
+    if type(first) is not type(second):
         return False
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key], compared) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(_same(a, b, compared) for a, b in zip(one, other, strict=True))
-    if isinstance(one, torch.Generator):
-        return torch.equal(one.get_state(), other.get_state())
-    if hasattr(one, "__dict__"):
-        return _same(vars(one), vars(other), compared)
-    return bool(one == other)
+    if isinstance(first, Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(
+            _same(value, second[key], compared) for key, value in first.items()
+        )
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(_same(a, b, compared) for a, b in zip(first, second, strict=True))
+    if isinstance(first, torch.Generator):
+        return torch.equal(first.get_state(), second.get_state())
+    if hasattr(first, "__dict__"):
+        return _same(vars(first), vars(second), compared)
+    return bool(first == second)
