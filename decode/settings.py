@@ -57,6 +57,11 @@ class Settings:
     def __post_init__(self) -> None:
         check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, max_depth=self.max_depth)
         check_limits(fallback=self.fallback)
+        if not isinstance(self.shaping, Shaping):
+            raise InputError(f"shaping: expected a `Shaping`, not {type(self.shaping).__name__}")
+        processors = self.shaping.processors
+        if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
+            raise InputError("processors: expected a tuple of logits processors")
         check_mode_name(self.verification)
         check_drift(self.drift)
         if self.tree is not None:

@@ -13,8 +13,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
-_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--(no-(?!repeat-))?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
-"""An option of the command line, or a command in backticks, which stays as it is."""
+_OPTION = re.compile(r"`[^`]*`|(?<![\w'/-])--(no-(?!repeat-))?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
+"""An option of the command line. Commands in backticks, quoted values and parts of paths stay as they are."""
 
 _PARAMETERS = {"for": "host", "param": "params", "stop": "stops"}
 """Parameters that are not called as their options are."""

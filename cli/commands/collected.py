@@ -53,7 +53,8 @@ def show_trace(trace: Trace, place: Place, json: bool) -> None:
     options = [word for k, v in sampled.items() if v is not None for word in (f"--{k.replace('_', '-')}", v)]
     options += [] if asked.get("model_defaults", True) else ["--no-model-defaults"]
     chat = ["--chat"] if asked.get("chat") else []
-    prompts = asked.get("prompts") or "PROMPTS"
+    source = asked.get("prompts")
+    prompts = "PROMPTS" if source in (None, "-") else source  # a pipe is read once
     told = [*chat, *options, *_rounds(header, asked.get("through")), "--prompts", prompts]
     next_step("profile", *pair_options(header), *told, "--out", "profile.json")
 

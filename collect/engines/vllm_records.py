@@ -131,7 +131,7 @@ class _Record:
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise InputError(
                 f"--from-vllm: {where}: expected a response with metrics.speculative_decoding "
-                f"(vllm serve --per-request-spec-decode-metrics detailed): {type(error).__name__}: {error}"
+                f"(`vllm serve --per-request-spec-decode-metrics detailed`): {type(error).__name__}: {error}"
             ) from None
         if len(self.accepted) != len(self.drafted) or any(
             not 0 <= a <= d for a, d in zip(self.accepted, self.drafted, strict=False)
@@ -141,7 +141,7 @@ class _Record:
             raise InputError(
                 f"--from-vllm: {where}: expected {len(self.drafted)} steps of {max(self.drafted, default=0)} drafted tokens, "
                 f"but they drafted {total} in all, and not how many each; record with "
-                "--per-request-spec-decode-metrics detailed, or leave the line out"
+                "`--per-request-spec-decode-metrics detailed`, or leave the line out"
             )
         if max(self.drafted, default=0) >= MOST_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
             raise InputError(

@@ -30,6 +30,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
+from transformers import MinLengthLogitsProcessor
 from typer.main import get_command
 
 ODD = [
@@ -48,6 +49,7 @@ ODD = [
     ({"tree": ""}, "tree"),
     ({"drift": "on"}, "drift"),
     ({"stops": ("w9",)}, "stops"),
+    ({"shaping": None}, "shaping"),
 ]
 
 
@@ -56,6 +58,12 @@ def test_settings_are_validated_at_construction(options: dict[str, Any], name: s
     with pytest.raises(InputError, match=name) as caught:
         Settings(**options)
     assert "--" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("processors", [(1,), MinLengthLogitsProcessor(2, 0)])
+def test_processors_are_validated_at_construction(processors: Any) -> None:
+    with pytest.raises(InputError, match="processors"):
+        Settings(shaping=Shaping(processors=processors))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +158,8 @@ def test_errors_and_warnings_name_parameters_and_the_command_line_has_its_option
     named = "max_new_tokens: leaves no room, less `depth`; see `specstop profile --batch 2`, or give `cross_fit=False`"
     for kind in (InputError, PairError, PolicyError, TraceError, SpecstopWarning):
         assert str(kind(text)) == named and kind(text).command_line == text
-    assert with_parameters("a -- b, x--y, 1--2 and --") == "a -- b, x--y, 1--2 and --"
+    for unchanged in ("a -- b, x--y, 1--2 and --", "expected a number, not '--depth'", "./--depth does not exist"):
+        assert with_parameters(unchanged) == unchanged
 
 
 @pytest.mark.parametrize("top_k", [0, 50])

@@ -41,7 +41,7 @@ def check_host(host: str, traces: Sequence[Trace], rule: str | None, hidden: Seq
             raise TraceError(
                 f"--for {host}: {trace.folder} has labels {header.label!r} at temperature {header.temperature:g}; "
                 f"{host} verifies the draft's likeliest token, accepted with the target's probability of it: "
-                "expected labels of the kind 'point' (specstop collect --verification point), or temperature 0"
+                "expected labels of the kind 'point' (`specstop collect --verification point`), or temperature 0"
             )
 
 

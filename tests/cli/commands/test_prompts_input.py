@@ -58,7 +58,8 @@ def test_prompts_of_a_pipe_are_kept_for_resume(
 ) -> None:
     out = tmp_path / "trace"
     give(monkeypatch, "".join(f"w{n} w{n + 1}\n" for n in range(5, 20)))
-    assert cli("collect", *models, "--prompts", "-", "--out", out, *SMALL).code == 0
+    first = cli("collect", *models, "--prompts", "-", "--out", out, *SMALL)
+    assert first.code == 0 and "--prompts PROMPTS" in first.out, "the pipe is empty for the next command"
     whole = open_trace(out).table()
     unfinished(out)
     give(monkeypatch, "")
