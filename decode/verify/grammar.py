@@ -1,7 +1,7 @@
-"""Structured output: a JSON schema or a grammar that every text obeys, with any drafter, on chains and trees.
+"""Structured output: texts that match a JSON schema or a grammar, with any drafter, on chains and trees.
 
-Target and draft rows get the same masks, so candidates obey the grammar too. A matcher follows the text by rolling back
-and accepting tokens from one prefix to the next; it never parses a text from its start again.
+Target and draft logits receive the same masks, so candidates match the grammar too. A matcher moves from one prefix to the
+next by rolling back and accepting tokens. It never parses a text from the start again.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .grammar_backends import (
 from .processors import PerText
 
 _MOST_MASKS = 1024
-"""Masks that are kept of one text: those of a round and some more."""
+"""Maximum number of cached masks per text, more than one round requires."""
 
 
 class Grammar(PerText):
     """A constraint for `Shaping(processors=(grammar,))` or `generate(logits_processor=[grammar])`.
 
-    A text may end where the grammar is complete. The length limit may cut it before; `matches` tells.
+    A text may end where the grammar is complete. The length limit may truncate it earlier; `matches` checks a text.
 
     Args:
-        name: as in headers.
-        compile: from the ids that end a text to what makes matchers.
+        name: used in headers.
+        compile: maps the end-of-text token ids to a factory of matchers.
     """
 
     def __init__(self, name: str, compile: Compile) -> None:
@@ -51,12 +51,12 @@ class Grammar(PerText):
     def from_json_schema(
         cls, schema: str | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, backend: str = "auto"
     ) -> Grammar:
-        """Return the grammar of the JSON values that a schema allows, with at most one space or line break between tokens.
+        """Return the grammar of a JSON schema, with at most one space or line break between JSON tokens.
 
         Args:
-            schema: its text, or the parsed object.
-            tokenizer: of the target.
-            backend: `llguidance`, `xgrammar`, or `auto`, the first of them that is installed.
+            schema: JSON text or the parsed object.
+            tokenizer: tokenizer of the target.
+            backend: `llguidance`, `xgrammar`, or `auto`, which selects the first of these that is installed.
 
         Raises:
             InputError: the schema is invalid or has features that the backend does not support, or no backend is installed.
@@ -66,10 +66,10 @@ class Grammar(PerText):
 
     @classmethod
     def from_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, backend: str = "auto") -> Grammar:
-        """Return a context-free grammar: EBNF as of llama.cpp, whose rules have `::=` and begin at `root`, or Lark.
+        """Return a context-free grammar.
 
         Args:
-            text: of the grammar.
+            text: grammar in the EBNF format of llama.cpp (rules with `::=`, start symbol `root`) or in Lark format.
             tokenizer, backend: see `from_json_schema`.
 
         Raises:
@@ -79,23 +79,23 @@ class Grammar(PerText):
 
     @classmethod
     def _of(cls, kind: str, source: str, tokenizer: PreTrainedTokenizerBase, backend: str) -> Grammar:
-        chosen = choose_backend(backend)
-        compiling = compile_llguidance if chosen == "llguidance" else compile_xgrammar
+        selected = choose_backend(backend)
+        compile_grammar = compile_llguidance if selected == "llguidance" else compile_xgrammar
         digest = hashlib.blake2b(source.encode(), digest_size=6).hexdigest()
-        return cls(f"{kind} {digest} ({chosen})", compiling(kind, source, tokenizer))
+        return cls(f"{kind} {digest} ({selected})", compile_grammar(kind, source, tokenizer))
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """Return a fresh matcher.
+        """Return a matcher at the start of a text.
 
         Args:
-            eos: ids that end a text.
+            eos: end-of-text token ids.
 
         Raises:
-            InputError: there are none, so that no text could end.
+            InputError: `eos` is empty.
         """
         ends = tuple(sorted(eos))
         if not ends:
-            raise InputError(f"{self.name}: expected an end-of-text token, which ends the text; set eos_token_id")
+            raise InputError(f"{self.name}: expected at least one end-of-text token, got none; set eos_token_id")
         if ends not in self._compiled:
             self._compiled[ends] = self._compile(ends)
         return self._compiled[ends]()
@@ -105,7 +105,7 @@ class Grammar(PerText):
         return GrammarMask(lambda: self.matcher(eos), prompt)
 
     def matches(self, tokens: Sequence[int], eos: Sequence[int]) -> bool:
-        """Return whether generated tokens are a complete text of the grammar, with or without the end-of-text token."""
+        """Return whether generated tokens form a complete text of the grammar; the end-of-text token is optional."""
         matcher = self.matcher(eos)
         text = list(tokens[:-1] if tokens and tokens[-1] in matcher.ends else tokens)
         return all(map(matcher.accept, text)) and bool(
@@ -114,11 +114,11 @@ class Grammar(PerText):
 
 
 class XGrammarProcessor(PerText):
-    """xgrammar's own processor for transformers, re-created from its compiled grammar.
+    """Constraint with the compiled grammar of an `xgrammar.contrib.hf.LogitsProcessor`.
 
     Args:
-        processor: xgrammar's; it is not changed.
-        row: of the batch.
+        processor: xgrammar's processor; it is not modified.
+        row: batch index.
     """
 
     def __init__(self, processor: Any, row: int = 0) -> None:
@@ -126,18 +126,18 @@ class XGrammarProcessor(PerText):
         self.name, self._compiled = type(processor).__name__, compiled[row if len(compiled) > 1 else 0]
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> GrammarMask:
-        """See `PerText.for_text`. A text ends with the grammar's own stop tokens."""
+        """See `PerText.for_text`. The stop tokens of the compiled grammar end a text; `eos` is ignored."""
         return GrammarMask(lambda: XGrammarMatcher(self._compiled), prompt)
 
 
 def is_xgrammar(processor: LogitsProcessor) -> bool:
-    """Whether it is xgrammar's own processor for transformers."""
-    kind = type(processor)
-    return kind.__module__ == "xgrammar.contrib.hf" and kind.__name__ == "LogitsProcessor"
+    """Return whether a processor is an `xgrammar.contrib.hf.LogitsProcessor`."""
+    cls = type(processor)
+    return cls.__module__ == "xgrammar.contrib.hf" and cls.__name__ == "LogitsProcessor"
 
 
 class _Follower:
-    """A matcher at some prefix of a text, and the masks of the prefixes that it has been at."""
+    """A matcher at the current prefix of a text, with a cache of the masks of earlier prefixes."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
@@ -145,7 +145,7 @@ class _Follower:
         self._masks: dict[tuple[int, ...], Array | None] = {}
 
     def mask(self, generated: tuple[int, ...]) -> Array | None:
-        """Return which tokens may come next; None after a text that does not obey, which no accepted token follows."""
+        """Return the mask of allowed next tokens, or None if the prefix does not match the grammar."""
         if generated not in self._masks:
             if len(self._masks) >= _MOST_MASKS:
                 self._masks.clear()
@@ -153,28 +153,30 @@ class _Follower:
         return self._masks[generated]
 
     def _follow(self, generated: tuple[int, ...]) -> bool:
-        """Bring the matcher to a prefix, up to the end of the text if it has one; return whether it obeys."""
+        """Move the matcher to a prefix, at most to the first end-of-text token; return whether the prefix matches."""
         accepted = self._accepted
         common = len(accepted)
         if generated[:common] != accepted:
             pairs = zip(accepted, generated, strict=False)
-            common = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(accepted), len(generated)))
+            common = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(accepted), len(generated)))
         self._matcher.rollback(len(accepted) - common)
-        end, obeys = common, True
+        end, matches = common, True
         while end < len(generated) and generated[end] not in self._matcher.ends:
-            if not (obeys := self._matcher.accept(generated[end])):
+            if not (matches := self._matcher.accept(generated[end])):
                 break
             end += 1
         self._accepted = generated[:end]
-        return obeys
+        return matches
 
 
 class GrammarMask(LogitsProcessor):
-    """Sets the scores of tokens that a grammar does not allow to -inf; a function of (input_ids, scores).
+    """Logits processor that sets the scores of tokens that a grammar does not allow to -inf.
+
+    The result is a function of (input_ids, scores).
 
     Args:
-        matcher: makes fresh matchers.
-        prompt: length of what stands before the constrained text.
+        matcher: factory of matchers at the start of a text.
+        prompt: number of tokens before the constrained text.
     """
 
     def __init__(self, matcher: Callable[[], Matcher], prompt: int) -> None:
@@ -182,13 +184,13 @@ class GrammarMask(LogitsProcessor):
         self._followers = [_Follower(matcher())]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return [R, V], as transformers calls it: each row is a text of its own."""
+        """Return masked scores [R, V]. As in transformers, each row is a separate text."""
         while len(self._followers) < len(input_ids):
             self._followers.append(_Follower(self._matcher()))
         return self._masked(input_ids.tolist(), scores, self._followers)
 
     def masked(self, prefixes: Sequence[Sequence[int] | None], scores: Tensor) -> Tensor:
-        """Return [R, V], rows after prefixes of one text; those of None stay as they are."""
+        """Return masked scores [R, V] of prefixes of one text. Rows with a prefix of None are not changed."""
         return self._masked(prefixes, scores, self._followers[:1] * len(prefixes))
 
     def _masked(
@@ -202,6 +204,6 @@ class GrammarMask(LogitsProcessor):
 
 
 def allowed(words: Array, vocabulary: int) -> Array:
-    """Return [V] bool from the bits of a mask; tokens beyond them, as padded vocabularies have them, are not allowed."""
+    """Return a mask as bool [V]. Tokens beyond the last bit, such as padding of the vocabulary, are not allowed."""
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocabulary]
     return np.pad(bits, (0, vocabulary - len(bits))).astype(bool)

@@ -1,4 +1,4 @@
-"""Matchers of xgrammar and llguidance in one form: accept a token, roll back, say which tokens may come next."""
+"""Common interface to the matchers of xgrammar and llguidance: accept a token, roll back, compute the token mask."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ...policies.errors import InputError
 from ...policies.files.json_text import strict_loads
 
 BACKENDS = ("llguidance", "xgrammar")
-"""In the order in which `auto` tries them."""
+"""Supported backends, in the order of preference of `auto`."""
 
 
 class Matcher(Protocol):
-    """Follows one text.
+    """Incremental matcher of one text against a grammar.
 
     Attributes:
-        ends: ids that end a text; they are never accepted, and allowed where the grammar is complete.
+        ends: end-of-text token ids. They are allowed where the grammar is complete and are never accepted.
     """
 
     ends: frozenset[int]
 
     def accept(self, token: int) -> bool:
-        """Append a token; False, with nothing changed, if the grammar does not allow it."""
+        """Append a token. Return False without a change of state if the grammar does not allow it."""
 
     def rollback(self, tokens: int) -> None:
-        """Remove so many of the last tokens."""
+        """Remove the last `tokens` tokens."""
 
     def mask(self) -> Array:
-        """Return [W] uint32, a bit for each token: whether it may come next."""
+        """Return [W] uint32 with one bit per token, set if the token is allowed next."""
 
 
 class LLGuidanceMatcher:
-    """llguidance's `LLMatcher`."""
+    """Matcher based on `llguidance.LLMatcher`."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self.ends, self._matcher = frozenset(ends), matcher
@@ -56,22 +56,20 @@ class LLGuidanceMatcher:
         """See `Matcher.mask`."""
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():
-            raise InputError(
-                f"grammar: llguidance gave up: {one_line(self._matcher.get_error())}; simplify the grammar"
-            )
+            raise InputError(f"grammar: llguidance failed: {one_line(self._matcher.get_error())}; simplify the grammar")
         if not self._matcher.is_accepting():
             words = words.copy()
-            for end in self.ends:  # one may be an ordinary token, which the grammar allows as text
+            for end in self.ends:  # an end token may also be an ordinary token that the grammar allows as text
                 words[end >> 5] &= ~np.uint32(1 << (end & 31))
         return words
 
 
 class XGrammarMatcher:
-    """xgrammar's `GrammarMatcher`.
+    """Matcher based on `xgrammar.GrammarMatcher`.
 
     Args:
-        compiled: its grammar.
-        banned: [V] bool, tokens that the grammar allows by mistake.
+        compiled: compiled grammar.
+        banned: [V] bool, tokens that xgrammar allows incorrectly.
     """
 
     def __init__(self, compiled: Any, banned: Array | None = None) -> None:
@@ -81,7 +79,7 @@ class XGrammarMatcher:
         self._possible = np.ones(size, dtype=bool) if banned is None else ~banned
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._bits = xgrammar.allocate_token_bitmask(1, size)
-        # Bits beyond the vocabulary are set, so padding would be allowed.
+        # xgrammar sets the bits beyond the vocabulary. They are cleared here, otherwise padding would be allowed.
         packed = np.zeros(4 * self._bits.shape[1], dtype=np.uint8)
         packed[: -(-size // 8)] = np.packbits(self._possible, bitorder="little")
         self._words = packed.view(np.uint32)
@@ -103,42 +101,45 @@ class XGrammarMatcher:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a package can be imported."""
+    """Return whether a package can be imported."""
     return importlib.util.find_spec(name) is not None
 
 
 def choose_backend(name: str) -> str:
-    """Return the backend that is used.
+    """Return the name of an installed backend.
+
+    Args:
+        name: a name of `BACKENDS`, or `auto` for the first one that is installed.
 
     Raises:
-        InputError: an unknown one, or it is not installed.
+        InputError: the name is unknown or the backend is not installed.
     """
     if name not in ("auto", *BACKENDS):
         raise InputError(f"backend: expected auto, {' or '.join(BACKENDS)}, got {name!r}")
-    installed = [one for one in BACKENDS if name in ("auto", one) and is_installed(one)]
+    installed = [backend for backend in BACKENDS if name in ("auto", backend) and is_installed(backend)]
     if not installed:
-        wanted = "specstop[grammar]" if name == "auto" else name
+        requirement = "specstop[grammar]" if name == "auto" else name
         raise InputError(
             f"structured output: expected {'llguidance or xgrammar' if name == 'auto' else name} to be installed; "
-            f"python -m pip install '{wanted}'"
+            f"python -m pip install '{requirement}'"
         )
     return installed[0]
 
 
 Compile = Callable[[Sequence[int]], Callable[[], Matcher]]
-"""From the ids that end a text to what makes matchers."""
+"""Maps the end-of-text token ids to a factory of matchers."""
 
 
 def compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Compile:
-    """Return what compiles a grammar with llguidance.
+    """Parse a grammar with llguidance and return a function that compiles it.
 
     Args:
         kind: `json-schema` or `grammar` (Lark, or EBNF with `::=`).
-        source: its text.
-        tokenizer: a fast one.
+        source: text of the schema or grammar.
+        tokenizer: a fast tokenizer.
 
     Raises:
-        InputError: the grammar is invalid or has features that are not supported, or the tokenizer is not a fast one.
+        InputError: the grammar is invalid or has unsupported features, or the tokenizer is not a fast tokenizer.
     """
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -149,29 +150,29 @@ def compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBas
             grammar = LLMatcher.grammar_from_json_schema(source, defaults={"whitespace_pattern": "[ \\n]?"})
         else:
             grammar = LLMatcher.grammar_from_lark(any_to_lark(source) if "::=" in source else source)
-    except Exception as error:  # the converter of EBNF raises bare ones
+    except Exception as error:  # the EBNF converter raises `Exception`
         raise invalid(kind, str(error)) from None
     if fault := LLMatcher.validate_grammar(grammar):
         raise invalid(kind, fault)
 
-    def compiled(ends: Sequence[int]) -> Callable[[], Matcher]:
-        ends = [end for end in ends if end < len(tokenizer)]  # padding ends no text
+    def compile_for(ends: Sequence[int]) -> Callable[[], Matcher]:
+        ends = [end for end in ends if end < len(tokenizer)]  # ids in the padding of the vocabulary are not tokens
         try:
-            known = from_tokenizer(tokenizer, eos_token=list(ends))  # type: ignore[arg-type]
+            ll_tokenizer = from_tokenizer(tokenizer, eos_token=list(ends))  # type: ignore[arg-type]
         except ValueError as error:
             raise InputError(
                 f"structured output: llguidance cannot read this tokenizer ({one_line(str(error))})"
             ) from None
-        if fault := LLMatcher.validate_grammar(grammar, known):
+        if fault := LLMatcher.validate_grammar(grammar, ll_tokenizer):
             raise invalid(kind, fault)
-        first = LLMatcher(known, grammar, log_level=0)
-        return lambda: LLGuidanceMatcher(first.deep_copy(), ends)
+        template = LLMatcher(ll_tokenizer, grammar, log_level=0)
+        return lambda: LLGuidanceMatcher(template.deep_copy(), ends)
 
-    return compiled
+    return compile_for
 
 
 def compile_xgrammar(kind: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Compile:
-    """Return what compiles a grammar with xgrammar; see `compile_llguidance`."""
+    """Parse a grammar with xgrammar and return a function that compiles it; see `compile_llguidance`."""
     import xgrammar
 
     try:
@@ -184,23 +185,23 @@ def compile_xgrammar(kind: str, source: str, tokenizer: PreTrainedTokenizerBase)
     except RuntimeError as error:
         raise invalid(kind, str(error)) from None
 
-    def compiled(ends: Sequence[int]) -> Callable[[], Matcher]:
-        known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=list(ends))
-        made = xgrammar.GrammarCompiler(known, max_threads=1).compile_grammar(grammar)
+    def compile_for(ends: Sequence[int]) -> Callable[[], Matcher]:
+        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=list(ends))
+        compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(grammar)
         banned = None
         if kind == "json-schema":
-            # Strings with `maxLength` may hold raw control characters, which JSON does not allow (xgrammar 0.2.8).
-            banned = np.array([any(byte < 32 for byte in token) for token in known.decoded_vocab])
-        return lambda: XGrammarMatcher(made, banned)
+            # xgrammar 0.2.8 allows raw control characters in strings with `maxLength`. JSON does not.
+            banned = np.array([any(byte < 32 for byte in token) for token in info.decoded_vocab])
+        return lambda: XGrammarMatcher(compiled, banned)
 
-    return compiled
+    return compile_for
 
 
 def check_json(schema: str) -> str:
-    """Return the text of a JSON schema, which is an object.
+    """Validate the text of a JSON schema and return it; `true` becomes an empty object.
 
     Raises:
-        InputError: it is not JSON, or neither an object nor `true`.
+        InputError: the text is not JSON, or neither an object nor `true`.
     """
     try:
         parsed = strict_loads(schema)
@@ -214,10 +215,10 @@ def check_json(schema: str) -> str:
 
 
 def invalid(kind: str, fault: str) -> InputError:
-    """Return the error of a grammar that cannot be used."""
-    return InputError(f"{kind}: expected one that the library can compile; {one_line(fault)}")
+    """Return the error for a grammar that cannot be compiled."""
+    return InputError(f"{kind}: expected a valid and supported {kind}; {one_line(fault)}")
 
 
 def one_line(text: str) -> str:
-    """Return a message of a library on one line, cut where it is long."""
+    """Return a library's error message as one line of at most 200 characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())[:200]
