@@ -1,1 +1,1 @@
-"""How a model is read: what it reads right, what its layers see, and position encodings that depend on the length."""
+"""How the loop calls a model: supported calls, masks by layer type, and length-dependent position encodings."""
