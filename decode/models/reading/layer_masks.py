@@ -1,4 +1,4 @@
-"""Masks as a model reads them: in the form of its attention backend, and of each kind of layer."""
+"""Attention masks in the form that a model expects: by attention backend and by layer type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from transformers import PreTrainedModel
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 KINDS = (FULL, SLIDING, CHUNKED)
-"""Layers whose masks are made here, as `layer_types` of a configuration calls them."""
+"""Layer types for which masks are computed here, with the names of `layer_types` in the configuration."""
 
 
 def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """Return the boolean mask [..., query, key] in the form that the model's attention backend reads correctly.
+    """Convert the boolean mask [..., query, key] to an additive mask. Return other masks unchanged.
 
-    That is numbers for sdpa too, which would make them of a boolean one in every layer (measured: 3 to 4% of a small model's
-    call). Half of the lowest: kernels multiply by log2 e, and infinite it leaves NaN where nothing of some keys is seen.
+    sdpa also accepts a boolean mask, but converts it in every layer (measured: 3 to 4% of a small model's call). Masked
+    entries are half of the lowest value: kernels multiply by log2(e), and an infinite value would give NaN for a query that
+    sees none of the keys of a block.
     """
     if mask.dtype != torch.bool:
         return mask
@@ -28,12 +29,12 @@ def backend_mask(mask: Tensor, model: PreTrainedModel) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """What layers of each kind see of what a causal mask lets them see.
+    """Restrictions of the causal mask for each layer type.
 
     Attributes:
-        window: tokens that sliding-window layers see.
-        chunk: tokens of a chunk, within which layers of chunked attention see.
-        kinds: of `KINDS`, that the model has.
+        window: Size in tokens of the sliding window.
+        chunk: Size in tokens of a chunk of chunked attention.
+        kinds: Layer types of the model, a subset of `KINDS`.
     """
 
     window: int
@@ -42,7 +43,7 @@ class LayerMasks:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> LayerMasks | None:
-        """Return those of a model; None where all its layers see everything."""
+        """Return the masks of a model; None if all its layers use full attention."""
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or [])
         window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -52,24 +53,25 @@ class LayerMasks:
             kinds = {SLIDING}
         if chunk is None:
             kinds.discard(CHUNKED)
-        known = tuple(kind for kind in KINDS if kind in kinds)
-        return None if known in ((), (FULL,)) else cls(int(window or 0), int(chunk or 0), known)
+        supported = tuple(kind for kind in KINDS if kind in kinds)
+        return None if supported in ((), (FULL,)) else cls(int(window or 0), int(chunk or 0), supported)
 
     def cut(self, mask: Tensor, positions: Tensor, position_at: Tensor, model: PreTrainedModel) -> Any:
-        """Return the mask of the backend, one for each kind if there are several.
+        """Return the mask for the attention backend, or a dictionary by layer type if the model has several types.
 
         Args:
             mask: [B, 1, n, slots] bool.
-            positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
-            model: that reads them.
+            positions: [B, n] positions of the queries.
+            position_at: [B, slots] positions of the keys in the slots.
+            model: Model that receives the masks.
         """
         query, key = positions[:, None, :, None], position_at[:, None, None]
-        made = {}
+        masks = {}
         for kind in self.kinds:
             if kind == SLIDING:
-                made[kind] = backend_mask(mask & (query - key < self.window), model)
+                masks[kind] = backend_mask(mask & (query - key < self.window), model)
             elif kind == CHUNKED:
-                made[kind] = backend_mask(mask & (query // self.chunk == key // self.chunk), model)
+                masks[kind] = backend_mask(mask & (query // self.chunk == key // self.chunk), model)
             else:
-                made[kind] = backend_mask(mask, model)
-        return made if len(made) > 1 else made[self.kinds[0]]
+                masks[kind] = backend_mask(mask, model)
+        return masks if len(masks) > 1 else masks[self.kinds[0]]
