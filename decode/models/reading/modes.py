@@ -1,4 +1,4 @@
-"""How a model can be read (see `self_check`)."""
+"""Kinds of calls that a model supports (see `self_check`)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers import PreTrainedModel
 from ....policies.errors import SpecstopWarning
 
 ENDLESS = 1 << 30
-"""Tokens that a model reads whose positions nothing limits."""
+"""Maximum text length of a model without a limit on positions."""
 
 _WARNED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model reads right.
+    """Calls for which a model returns correct logits.
 
     Attributes:
-        masked: under masks [B, 1, n, slots] that it is given; else only chains, under the mask that it makes itself.
-        tree: candidates of one depth beside each other.
-        side_by_side: several texts in one call; else they are read one after the other.
+        masked: Calls with masks [B, 1, n, slots] of the loop. If False, only chains, with the mask that the model computes.
+        tree: Several candidates of the same depth in one call.
+        side_by_side: Several texts in one call. If False, the texts of a batch are read one after the other.
     """
 
     masked: bool = True
@@ -35,17 +35,17 @@ READS_ALL = Reading()
 
 
 def readable(model: PreTrainedModel) -> int:
-    """Return the longest text that a model reads."""
+    """Return the maximum length in tokens of a text."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) and longest > 0 else ENDLESS
 
 
 def warn_one_at_a_time(model: PreTrainedModel) -> None:
-    """Warn, once a model, that the texts of a batch are read one after the other."""
+    """Warn, once per model, that the texts of a batch are read one after the other."""
     if model not in _WARNED:
         _WARNED.add(model)
         warnings.warn(
-            f"{type(model).__name__}: several texts in one call get other logits than each alone, so the texts of a batch "
+            f"{type(model).__name__}: reading several texts in one call changes their logits, so the texts of a batch "
             "are read one at a time; larger batches are no faster",
             SpecstopWarning,
             stacklevel=4,
