@@ -1,7 +1,7 @@
-"""Check, before a model decodes, that it reads a text through our cache as the library reads it whole.
+"""Check, before a model decodes, that reading a text through our cache gives the logits of the library.
 
-A few tokens are read in each way that the loop reads: as a chain with a roll-back, as a tree, and beside another text. Their
-logits are compared with those of the library's forward without a cache, so that no list of classes is needed.
+The check reads a few tokens with each kind of call that the loop uses: a chain with a roll-back, a tree, and two texts in one
+call. It compares the logits with those of a forward pass of the library without a cache. No list of classes is needed.
 """
 
 from __future__ import annotations
@@ -29,47 +29,46 @@ from .modes import Reading, readable
 from .ropes import length_rope
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
-"""Root mean square of the differences of logits, as a share of their spread over the vocabulary, that rounding explains."""
+"""Tolerance for rounding: RMS difference of logits divided by their standard deviation over the vocabulary."""
 
 _CAUSAL = 0.2
-"""Share beyond which no rounding of activations explains that logits depend on the tokens after them."""
+"""Upper bound of the effect of quantised activations on logits. A larger difference means that later tokens are visible."""
 
 _UNROUNDED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
-"""Where modules are defined that round no activations."""
+"""Packages of modules that do not quantise activations."""
 
 _PREFIX, _OTHER, _MORE = 5, 3, 9
-"""Tokens of the prompts of both texts, and those that the first is continued by."""
+"""Prompt lengths of the first and the second text, and length of the continuation of the first."""
 
 _LONGEST_WINDOW = 1024
-"""Windows that the model applies to slots by itself are crossed by the text of the check up to this size."""
+"""Largest `window_size` for which the first text is made longer than the window."""
 
 _RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Reading]] = weakref.WeakKeyDictionary()
 
-
 _LOCK = threading.Lock()
-"""Threads may share a model: one of them checks it."""
+"""Threads may share a model. Only one of them checks it."""
 
 
 class _Differs(Exception):
-    """Logits that are not those of the library; the message says how they were read."""
+    """The logits differ from those of the library. The message names the call."""
 
 
 def check_model(role: str, model: PreTrainedModel) -> Reading:
-    """Return how a model can be read; it is checked once, and again when its configuration or adapters have changed.
+    """Return the kinds of calls that a model supports. The result is cached until its configuration or adapters change.
 
     Args:
         role: `target` or `draft`, for messages.
-        model: to be checked; its mode and the random state of torch are left as they are.
+        model: Model to check. Its mode and the random state of torch are not changed.
 
     Raises:
-        PairError: a chain of tokens read through the cache has other logits than the library's forward.
+        PairError: The logits of a chain read through the cache differ from those of the library's forward pass.
     """
     key = _key(model)
     with _LOCK:
-        known = _RESULTS.get(model)
-        if known is None or known[0] != key:
-            known = _RESULTS[model] = key, _check(role, model)
-        return known[1]
+        result = _RESULTS.get(model)
+        if result is None or result[0] != key:
+            result = _RESULTS[model] = key, _check(role, model)
+        return result[1]
 
 
 def _key(model: PreTrainedModel) -> object:
@@ -78,14 +77,14 @@ def _key(model: PreTrainedModel) -> object:
 
 
 def _check(role: str, model: PreTrainedModel) -> Reading:
-    # A compact forward has no other to be compared with; weights that lie on the disk would be read for every call.
-    if not hasattr(model, "prepare_inputs_for_generation") or any(one.is_meta for one in model.parameters()):
+    # A compact engine has no reference forward pass. Weights offloaded to disk would be loaded again for every call.
+    if not hasattr(model, "prepare_inputs_for_generation") or any(p.is_meta for p in model.parameters()):
         return Reading()
-    view, guard = open_view(model)  # the model itself stays as it is
+    view, guard = open_view(model)  # does not modify the model
     with torch.no_grad(), guard, torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         try:
             texts = _Texts.of(view)
-        except Exception as error:  # any class of the library may fail in a way of its own
+        except Exception as error:  # the type of the error depends on the class
             raise _refusal(role, model, f"its forward without a cache fails: {_short(error)}") from None
         if texts is None:
             return Reading()
@@ -93,7 +92,7 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
             why = "the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)"
             raise _refusal(role, model, why)
         reasons = []
-        # Without masks of ours the library's apply, whose windows its own cache would have cut out.
+        # Without our masks, layers with a window need the library's own cache, which drops tokens outside the window.
         for masked in (True, False) if LayerMasks.of(model) is None else (True,):
             try:
                 reading = texts.read(model, Reading(masked=masked))
@@ -126,14 +125,15 @@ def _short(error: Exception) -> str:
 
 @dataclass
 class _Texts:
-    """Two texts and the logits of the library's forward.
+    """Two texts and their logits in a forward pass of the library.
 
     Attributes:
-        first, second: token ids; the prompt of the first is all but its last `_MORE`.
-        unlike: tokens that `first` does not have where they are read.
-        rows: [n, V] logits of each.
-        drift: difference that reading the prompt alone makes to its last logits.
-        tolerance: differences that count as rounding.
+        first: [1, n] token ids. The prompt is all but the last `_MORE`.
+        second: [1, n] token ids.
+        unlike: Tokens that differ from the continuation of `first` at each position.
+        rows: [n, V] logits of each text.
+        drift: Difference of the last logits of the prompt between the prompt alone and the whole text.
+        tolerance: Largest difference that counts as rounding.
     """
 
     first: Tensor
@@ -145,7 +145,7 @@ class _Texts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Texts | None:
-        """Return the texts for a model; None where it reads none so long, or gives logits that are not finite."""
+        """Return the texts for a model; None if its limits are too small or its logits are not finite."""
         config = model.config.get_text_config()
         window = getattr(config, "window_size", None)
         prefix = window + 2 if isinstance(window, int) and _PREFIX < window <= _LONGEST_WINDOW else _PREFIX
@@ -158,19 +158,21 @@ class _Texts:
             return None
         ids = [pool[(7 * at * at + 3 * at + at // 3) % len(pool)] for at in range(count + _OTHER + 2)]
         unlike = [pool[(pool.index(token) + 1) % len(pool)] for token in ids[prefix:count]]
-        first, second = (torch.tensor([some], device=model.device) for some in (ids[:count], ids[count:]))
+        first, second = (torch.tensor([tokens], device=model.device) for tokens in (ids[:count], ids[count:]))
         rows = plain_logits(model, first), plain_logits(model, second)
-        if not all(bool(some.amax(-1).isfinite().all()) for some in rows):
-            return None  # a broken model is reported when it decodes
+        if not all(bool(logits.amax(-1).isfinite().all()) for logits in rows):
+            return None  # decoding reports a broken model
         drift = _gap(plain_logits(model, first[:, :prefix])[-1:], rows[0][prefix - 1 : prefix])
         base = ROUNDING.get(model.dtype, 0.2)
         return cls(first, second, unlike, rows, drift, base)
 
     def read(self, model: PreTrainedModel, reading: Reading) -> Reading:
-        """Return how the model reads these texts right.
+        """Return the kinds of calls that give the expected logits.
+
+        Errors of the model while it reads a chain are not caught.
 
         Raises:
-            _Differs: a chain has other logits; anything else that reading it raises.
+            _Differs: The logits of a chain differ.
         """
         count, self._model = self.first.shape[1], model
         cache = CachedModel(model, count + 4, self.rows[0].shape[-1], streams=2, reading=reading)
@@ -179,16 +181,16 @@ class _Texts:
             return Reading(masked=False, tree=False, side_by_side=False)
         start = count - _MORE + 5
         results = []
-        for method in (self._tree, self._beside):
+        for method in (self._tree, self._batch):
             try:
                 results.append(method(cache, start))
-            except Exception:  # what a class does not know of ends in any error
+            except Exception:  # an unsupported call may raise any error
                 results.append(False)
             cache.roll_back(start)
         return Reading(tree=results[0], side_by_side=results[1])
 
     def _chain(self, cache: CachedModel, start: int) -> None:
-        """Read the prompt, one token, three of which two are rolled back, and then several."""
+        """Read the prompt, one token, three tokens of which two are rolled back, and then three more."""
         first = self.first
         self._expect("its prompt", cache.read(first[:, :start], 1)[0], start)
         if not cache.is_used:
@@ -208,7 +210,7 @@ class _Texts:
         return _gap(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
 
     def _tree(self, cache: CachedModel, start: int) -> bool:
-        """Return whether the second branch of a tree, and a token after it, have the logits of the text."""
+        """Return whether the second branch of a tree, and a token after it, have the expected logits."""
         first, at = self.first[0].tolist(), start - self.first.shape[1] + _MORE
         tree = from_widths((2, 1))  # rows: the root, its children, their children
         tokens = [first[start], self.unlike[at + 1], first[start + 1], self.unlike[at + 2], first[start + 2]]
@@ -219,25 +221,25 @@ class _Texts:
         cache.keep(start, [start, start + 2, start + 4])
         return self._agree(cache.read(self.first[:, start + 3 :][:, :1])[0], self.rows[0][start + 3 : start + 4])
 
-    def _beside(self, cache: CachedModel, start: int) -> bool:
-        """Return whether both texts have the same logits read in one call, of which they have unequal shares."""
+    def _batch(self, cache: CachedModel, start: int) -> bool:
+        """Return whether both texts have the expected logits if calls read different numbers of tokens of each."""
         cache.read(self.second[:, :_OTHER], 1, stream=1)
         first, second = self.first[0].tolist(), self.second[0].tolist()
         for parts, ends in (
             ([Part(1, second[_OTHER : _OTHER + 1]), Part(0, first[start : start + 3])], (_OTHER + 1, start + 3)),
             ([Part(0, first[start + 3 : start + 4]), Part(1, second[_OTHER + 1 :])], (start + 4, _OTHER + 2)),
         ):
-            got, row = cache.read_parts(parts), 0
+            logits, row = cache.read_parts(parts), 0
             for part, end in zip(parts, ends, strict=True):
                 size = len(part.tokens)
-                if not self._agree(got[row : row + size], self.rows[part.stream][end - size : end]):
+                if not self._agree(logits[row : row + size], self.rows[part.stream][end - size : end]):
                     return False
                 row += size
         return True
 
 
 def _is_unrounded(model: PreTrainedModel) -> bool:
-    """Whether all of a model is made of ordinary layers with weights of floating point."""
+    """Whether a model consists of standard layers with unquantised floating-point weights."""
     weights = all(p.is_floating_point() and p.dtype.itemsize > 1 and is_plain(p) for p in model.parameters())
     return weights and all(
         type(module).__module__.startswith(_UNROUNDED) and not module._forward_pre_hooks and not module._forward_hooks
@@ -246,35 +248,35 @@ def _is_unrounded(model: PreTrainedModel) -> bool:
 
 
 def _special(config: dict[str, Any]) -> set[int]:
-    """Return the token ids that a configuration names: those of images, of padding, of ends."""
+    """Return the special token ids of a configuration, such as image, padding and end-of-sequence tokens."""
     ids: set[int] = set()
     for name, value in config.items():
         if isinstance(value, dict):
             ids |= _special(value)
         elif str(name).endswith(("token_id", "token_index", "token_ids")):
-            ids.update(one for one in (value if isinstance(value, list | tuple) else [value]) if type(one) is int)
+            ids.update(item for item in (value if isinstance(value, list | tuple) else [value]) if type(item) is int)
     return ids
 
 
 def plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return [n, V], the logits of a text [1, n] as `generate` has the model read it, without a cache."""
+    """Return the logits [n, V] of a text [1, n] with the inputs that `generate` prepares, without a cache."""
     inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False, "is_first_iteration": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
     library: Any = type(model)
-    # That of the class: PEFT replaces a model's, to insert soft prompts, which the loop leaves to the prompt's reading.
+    # Call the method of the class: PEFT replaces that of the instance to insert soft prompts, which the prefill handles.
     prepared = library.prepare_inputs_for_generation(model, ids, **inputs)
     logits: Tensor = model(**{name: value for name, value in prepared.items() if value is not None}).logits[0]
     return logits
 
 
 def _gap(rows: Tensor, expected: Tensor) -> float:
-    """Return the root mean square of differences [n, V] over the spread of what is expected, of the worst row."""
+    """Return the RMS difference of logits [n, V] over the standard deviation of the expected ones, the maximum over rows."""
     width = min(rows.shape[-1], expected.shape[-1])
     a, b = rows[..., :width].double(), expected[..., :width].double()
     finite = b.isfinite()
     if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
         return torch.inf
-    apart = torch.where(finite, a - b, 0.0).square().mean(-1).sqrt()
+    difference = torch.where(finite, a - b, 0.0).square().mean(-1).sqrt()
     spread = torch.where(finite, b, 0.0).std(-1, correction=0).clamp_min(1e-9 * float(b[finite].abs().max()) + 1e-30)
-    return float((apart / spread).max())
+    return float((difference / spread).max())
