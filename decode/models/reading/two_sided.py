@@ -1,7 +1,7 @@
-"""A cached model whose position encoding has other factors from a length on (LongRoPE).
+"""A cached model with a position encoding that changes its factors at a given length (LongRoPE).
 
-A call takes its factors from the last position that it reads. Here each text is read as if it were decoded by itself, one
-token a call: no call has texts on both sides of the boundary, and no round reaches over it (`LengthRope.allowed`).
+A call uses the factors of the last position that it reads. To give each text the same factors as token-by-token decoding of
+that text alone, no call contains texts on both sides of the boundary, and no round crosses it (`LengthRope.allowed`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class TwoSidedModel(CachedModel):
     """A `CachedModel` of a model with LongRoPE.
 
     Args:
-        model, capacity, vocabulary, hidden, streams, device, reading: as of `CachedModel`.
-        rope: where the factors change.
+        model, capacity, vocabulary, hidden, streams, device, reading: See `CachedModel`.
+        rope: Length at which the factors change.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class TwoSidedModel(CachedModel):
     ) -> None:
         super().__init__(model, capacity, vocabulary, hidden, streams, device, reading)
         self._rope = rope
-        self._tokens = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
-        self._long = [False] * streams  # whether a stream's keys have the second factors
+        self._tokens = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # [S, capacity]
+        self._long = [False] * streams  # whether the cached keys of a stream use the second factors
 
     def read(
         self,
@@ -55,8 +55,8 @@ class TwoSidedModel(CachedModel):
         last = start + tokens.shape[1] if positions is None else 1 + int(positions.max())
         is_long = last > self._rope.original
         if self._rope.rereads and start and is_long and not self._long[stream]:
-            # As `generate` does: all that came before is read again with the second factors. The first new token comes
-            # with it, since the call must reach beyond the boundary.
+            # Like `generate`, read all earlier tokens again with the second factors. The first new token is included because
+            # the call must reach beyond the boundary.
             before = torch.cat([self._tokens[stream : stream + 1, :start], tokens[:, :1]], 1)
             self.roll_back(0, stream)
             super().read(before, 1, stream=stream)
@@ -67,24 +67,24 @@ class TwoSidedModel(CachedModel):
         return logits
 
     def roll_back(self, length: int, stream: int = 0) -> None:
-        """Forget all tokens of a stream after the first `length`."""
+        """Remove all tokens of a stream after the first `length`."""
         super().roll_back(length, stream)
         self._long[stream] &= length > 0
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
-        """Forget all of a stream but some slots; see `CachedModel.keep`."""
-        own = self._tokens[stream]
-        own[base : base + len(slots)] = own[list(slots)]
+        """Remove all tokens of a stream after `base` except those in `slots`; see `CachedModel.keep`."""
+        tokens = self._tokens[stream]
+        tokens[base : base + len(slots)] = tokens[list(slots)]
         super().keep(base, slots, stream)
 
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Append what several streams read: one call for each side of the boundary, and one for each text that reaches it."""
+        """Append tokens to several streams: one call for each side of the boundary and one for each text that crosses it."""
         groups: dict[int, list[Part]] = {}
         for part in parts:
             is_long = self._end(part) > self._rope.original
             changes = self._rope.rereads and is_long and not self._long[part.stream]
             groups.setdefault(part.stream if changes else -1 - is_long, []).append(part)
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
         for group in groups.values():
             for part in group:
                 start = self.lengths[part.stream]
@@ -93,14 +93,14 @@ class TwoSidedModel(CachedModel):
             logits, bounds = super().read_parts(group), split(group)
             for part, first, end, last in zip(group, bounds[:-1], bounds[1:], ends, strict=True):
                 self._long[part.stream] = last > self._rope.original
-                found[part.stream] = logits[first:end], None if self.states is None else self.states[:, first:end]
+                outputs[part.stream] = logits[first:end], None if self.states is None else self.states[:, first:end]
         if len(groups) > 1:
-            states = [found[part.stream][1] for part in parts]
-            self.states = torch.cat([one for one in states if one is not None], 1) if self._hidden else None
-        return torch.cat([found[part.stream][0] for part in parts])
+            states = [outputs[part.stream][1] for part in parts]
+            self.states = torch.cat([state for state in states if state is not None], 1) if self._hidden else None
+        return torch.cat([outputs[part.stream][0] for part in parts])
 
     def _end(self, part: Part) -> int:
-        """Return one more than the last position that a part reads."""
+        """Return the last position of a part plus one."""
         if part.tree is None:
             return self.lengths[part.stream] + len(part.tokens)
         return int(part.tree.base + part.tree.topology.depths[list(part.tree.rows)].max()) + 1
