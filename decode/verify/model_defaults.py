@@ -1,4 +1,4 @@
-"""The sampling defaults of a model: what its `generation_config` changes in the distribution of the next token."""
+"""Sampling defaults of a model: the fields of its `generation_config` that change the next-token distribution."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ APPLIED: Mapping[str, Any] = {
     "top_p": 1.0,
     "typical_p": 1.0,
 }
-"""Fields of `GenerationConfig` that transformers turns into logits processors, with the value that changes nothing."""
+"""Fields of `GenerationConfig` for which transformers creates logits processors, with their neutral values."""
 
 SAMPLING = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_k", "top_p", "typical_p"})
-"""Those of `APPLIED` that greedy decoding leaves aside."""
+"""Fields of `APPLIED` that greedy decoding ignores."""
 
 REFUSED: Mapping[str, Any] = {
     "constraints": None,
@@ -50,7 +50,7 @@ REFUSED: Mapping[str, Any] = {
     "token_healing": False,
     "watermarking_config": None,
 }
-"""Fields that change the text and cannot be applied to a tree of candidates, with the value that changes nothing."""
+"""Fields that change the text and cannot be applied to a tree of candidates, with their neutral values."""
 
 LEFT_OUT: Mapping[str, Any] = {
     "dola_layers": None,
@@ -59,28 +59,28 @@ LEFT_OUT: Mapping[str, Any] = {
     "penalty_alpha": 0.0,
     "stop_strings": None,
 }
-"""Fields that choose another way of decoding or end texts early: a run chooses these itself, and warns."""
+"""Fields that select another decoding method or end texts early. They are ignored with a warning."""
 
 INERT = frozenset(
     {
-        # What a run chooses itself.
+        # Set by the options of a run.
         "do_sample", "temperature", "max_length", "max_new_tokens", "num_return_sequences", "seed",
-        # Of beam search alone.
+        # Used only by beam search.
         "diversity_penalty", "early_stopping", "length_penalty", "low_memory", "num_beam_groups",
-        # How drafts are made and caches kept: the text does not depend on it.
+        # Drafting and caching, which do not change the text.
         "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
         "cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile",
         "is_assistant", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
         "num_assistant_tokens_schedule", "prefill_chunk_size", "prompt_lookup_num_tokens", "speculation_type",
         "target_lookbehind", "use_cache", "use_mtp",
-        # What `generate` returns.
+        # Return values of `generate`.
         "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
-        # Token ids; those that end a text are read with the pair.
+        # Token ids. The end-of-text ids are loaded with the pair.
         "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id",
         "transformers_version",
     }
 )  # fmt: skip
-"""Fields that the text does not depend on here."""
+"""Fields that do not change the text of a run."""
 
 
 _KNOWN: Mapping[type[LogitsProcessor], tuple[str, str]] = {
@@ -103,14 +103,14 @@ _KNOWN: Mapping[type[LogitsProcessor], tuple[str, str]] = {
     library.TopHLogitsWarper: ("top_h", "top_h"),
     library.TypicalLogitsWarper: ("typical_p", "mass"),
 }
-"""The option of `Shaping` that each stands for, and where it keeps the value; "" = True."""
+"""Equivalent option of `Shaping` and attribute with its value for each type; an attribute of "" means True."""
 
 
 def model_defaults(config: GenerationConfig | None) -> dict[str, Any]:
-    """Return the fields of a model's `generation_config` that change its text, by name, as JSON has them.
+    """Return the fields of a model's `generation_config` that change its text, as JSON values by name.
 
-    Fields that the installed transformers has and this module does not know are among them, so that `check_fields` refuses
-    them. The library's own default of `top_k=50` is no field of a model, and is left out.
+    The result includes fields of the installed transformers that this module does not list, so that `check_fields` rejects
+    them. It excludes transformers' default of `top_k=50`, which is not a setting of the model.
     """
     if config is None:
         return {}
@@ -122,31 +122,31 @@ def model_defaults(config: GenerationConfig | None) -> dict[str, Any]:
         if name in known and name not in INERT and not name.startswith("_") and not is_neutral(value, neutral.get(name))
     }
     if fields.get("min_new_tokens") is not None:
-        fields.pop("min_length", None)  # as `generate` has it
+        fields.pop("min_length", None)  # same precedence as in `generate`
     return fields
 
 
 def is_neutral(value: Any, neutral: Any) -> bool:
-    """Whether a field's value changes nothing."""
+    """Return whether the value of a field has no effect."""
     return value is None or value == neutral or (isinstance(value, list | tuple | dict) and not value)
 
 
 def check_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are applied; warn of those that are left out.
+    """Return the fields to apply, and warn about fields that are ignored.
 
     Raises:
-        InputError: a field cannot be applied.
+        InputError: a field is not supported.
     """
     for name, value in fields.items():
         if name not in APPLIED and name not in LEFT_OUT and value is not None:
             raise InputError(
-                f"the target's generation_config sets {name}={value!s:.60}, which cannot be applied here; give "
+                f"the target's generation_config sets {name}={value!s:.60}, which is not supported; pass "
                 "--no-model-defaults to decode without the model's sampling defaults"
             )
-    if left := [f"{name}={fields[name]!s:.60}" for name in LEFT_OUT if fields.get(name) is not None]:
+    if ignored := [f"{name}={fields[name]!s:.60}" for name in LEFT_OUT if fields.get(name) is not None]:
         warnings.warn(
-            f"the target's generation_config sets {', '.join(left)}, which is left out: texts are decoded token by token to "
-            "their end",
+            f"the target's generation_config sets {', '.join(ignored)}, which is ignored: texts are decoded token by token "
+            "until an end-of-text token or the length limit",
             SpecstopWarning,
             stacklevel=4,
         )
@@ -162,50 +162,50 @@ def library_processors(
     eos: Tensor | None,
     device: torch.device,
 ) -> LogitsProcessorList:
-    """Return the logits processors that `generate` makes of fields of `GenerationConfig`, in its order.
+    """Return the logits processors that `generate` creates for fields of `GenerationConfig`, in the same order.
 
     Args:
-        fields: of `APPLIED`.
-        others: the caller's processors, which come before the temperature.
-        temperature: 0 = greedy, without the processors of sampling.
-        prompt: [n] its token ids, or their number if they are not known.
-        limit: most new tokens of the text, if known.
-        eos: ids that end a text; None = none.
-        device: of the logits.
+        fields: fields of `APPLIED`.
+        others: the caller's processors, placed before the temperature.
+        temperature: 0 for greedy decoding, without sampling processors.
+        prompt: [n] prompt token ids, or their number n if the ids are not known.
+        limit: maximum number of new tokens, if known.
+        eos: end-of-text token ids; None if there are none.
+        device: device of the logits.
 
     Raises:
-        InputError: a field has a value that transformers refuses.
+        InputError: transformers rejects the value of a field.
     """
     from transformers import GenerationMixin
 
     class Builder(GenerationMixin):
-        """What `_get_logits_processor` reads of a model."""
+        """Minimal model with the attributes that `_get_logits_processor` reads."""
 
         config = PreTrainedConfig()
 
     config: Any = GenerationConfig()
-    for name, value in fields.items():  # not through its constructor, which logs what does not go together
+    for name, value in fields.items():  # the constructor would log incompatible fields
         setattr(config, name, value)
     config.do_sample, config.temperature, config._eos_token_tensor = temperature > 0, temperature, eos
     length = prompt if isinstance(prompt, int) else len(prompt)
     if eos is None:
-        config.exponential_decay_length_penalty = None  # of the tokens that end a text
+        config.exponential_decay_length_penalty = None  # applies only to end-of-text tokens
     if limit is None:
         config.forced_eos_token_id = None
     else:
         config.max_length = length + limit
     try:
         builder: Any = Builder()
-        made: LogitsProcessorList = builder._get_logits_processor(
+        processors: LogitsProcessorList = builder._get_logits_processor(
             config, length, None if isinstance(prompt, int) else prompt[None], None, others, str(device), {}
         )
     except (ValueError, TypeError) as error:
         raise InputError(f"{' '.join(str(error).split())}") from None
-    return made
+    return processors
 
 
 def processor_options(processors: Sequence[LogitsProcessor]) -> tuple[float, dict[str, Any], list[str]]:
-    """Return what processors stand for: a temperature, options of `Shaping` by name, and the type names of the others."""
+    """Return the temperature, the options of `Shaping` by name, and the names of the remaining processors."""
     temperature, options, others = 1.0, {}, []
     for processor in processors:
         if type(processor) is library.TemperatureLogitsWarper:
@@ -213,19 +213,19 @@ def processor_options(processors: Sequence[LogitsProcessor]) -> tuple[float, dic
         elif type(processor) in _KNOWN:
             option, attribute = _KNOWN[type(processor)]
             value = as_json(getattr(processor, attribute)) if attribute else True
-            options[option] = float(f"{value:.6g}") if isinstance(value, float) else value  # some are of float32
+            options[option] = float(f"{value:.6g}") if isinstance(value, float) else value  # may be a float32 value
         else:
             others.append(processor_name(processor))
     return temperature, options, others
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON has it: lists for tuples and tensors, and for a `sequence_bias` that is a dictionary."""
+    """Convert a value to JSON types: tuples, tensors and a dictionary of `sequence_bias` become lists."""
     if isinstance(value, Tensor):
         return value.tolist()
     if isinstance(value, dict):
-        odd = any(isinstance(key, tuple) for key in value)
-        return [[list(key), bias] for key, bias in value.items()] if odd else dict(value)
+        tuple_keys = any(isinstance(key, tuple) for key in value)
+        return [[list(key), bias] for key, bias in value.items()] if tuple_keys else dict(value)
     if isinstance(value, list | tuple):
-        return [as_json(one) for one in value]
+        return [as_json(item) for item in value]
     return value
