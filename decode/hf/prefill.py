@@ -59,8 +59,13 @@ class Prefill:
         # With a mask of their length the ids are the whole text; with a longer one they are what follows the cache.
         return count - self._cached if count == (mask_length if mask is None else mask.shape[1]) else None
 
-    def left_padding(self) -> list[int] | None:
-        """Return the padding of each row if the prompt is token ids after left padding, at positions from 0 on, else None."""
+    def left_padding(self, masked: bool = True) -> list[int] | None:
+        """Return the padding of each row if the prompt is token ids after left padding, at positions from 0 on, else None.
+
+        Args:
+            masked: whether the model reads masks of the loop (`Reading`). Without positions of `generate` such a model counts
+                slots, padding among them (BART); others count what their own mask shows, or distances (Bloom, MPT).
+        """
         inputs, ids = self.inputs, self._ids
         input_ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if _extra(inputs) or input_ids is None or input_ids.shape != ids.shape:
@@ -74,6 +79,8 @@ class Prefill:
         padding = count - seen.sum(1)  # [B]
         expected = torch.arange(count, device=device) - padding[:, None]  # [B, n] positions
         if not torch.equal(expected >= 0, seen) or bool((padding == count).any()):
+            return None
+        if positions is None and masked and bool(padding.any()):
             return None
         if positions is not None and bool(((positions.to(device) != expected) & seen).any()):
             return None

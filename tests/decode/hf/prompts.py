@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     CLIPVisionConfig,
@@ -54,6 +56,19 @@ def gpt2() -> PreTrainedModel:
     config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
     ends = {"eos_token_id": None, "bos_token_id": 1, "tie_word_embeddings": False}
     return GPT2LMHeadModel(GPT2Config(**config, **ends, initializer_range=0.4))
+
+
+def bart() -> PreTrainedModel:
+    """A model that takes no positions and counts padding as well."""
+    config = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 2,
+        "init_std": 0.4,
+    }
+    ends = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0, "forced_eos_token_id": None}
+    return BartForCausalLM(BartConfig(**config, **ends, decoder_ffn_dim=64, max_position_embeddings=128))
 
 
 def bloom() -> PreTrainedModel:
@@ -104,6 +119,7 @@ def paligemma() -> PreTrainedModel:
 BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
     "gpt2": gpt2,
+    "bart": bart,
     "bloom": bloom,
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TEXT, sliding_window=WINDOW)),
     "gemma3": gemma3,
