@@ -1,1 +1,1 @@
-"""What is read before a model is built: its folder, its config, its adapter, and the memory that it needs."""
+"""Checks before a model is loaded: its folder, config and adapter, and the memory that it requires."""
