@@ -1,7 +1,7 @@
-"""PEFT adapters: folders that are applied to their base model on loading, and models that carry one already.
+"""PEFT adapters: adapter folders that are applied to their base model on loading, and models that contain adapters.
 
-An adapter that changes weights is merged where that costs no precision, so that every engine computes the adapted model. In
-half precision merging would round small changes away: there the adapter's layers stay, and only engines that keep them run.
+In float32 and float64, an adapter that changes weights is merged, so that every engine computes the adapted model. In half
+precision, rounding would lose small changes. The adapter's layers are then kept, and only engines that call them can be used.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .hashing import ADAPTED, model_hash
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPED = ("XLORA", "POLY", "SHADOW", "ADAPTION_PROMPT")
-"""Types that act outside the model's own layers, or read more than its inputs."""
+"""Adapter types that act outside the layers of the model or depend on more than the inputs of a layer."""
 _EXPECTED = "expected one that changes weights, such as LoRA"
 _LIBRARIES = ("torch", "transformers", "specstop")
 _PROBE, _TOLERANCE = 8, 1e-2
-"""Tokens that a merged model is compared on, and the difference allowed, relative to the largest logit."""
+"""Number of tokens for the comparison after merging, and its tolerance relative to the largest logit."""
 
 
 def check_adapter(where: str, raw: Mapping[str, Any], is_alone: bool) -> str:
-    """Return the name of the base model of an adapter.
+    """Validate the configuration of an adapter and return the name of its base model.
 
     Args:
-        where: folder or hub name.
-        raw: the content of its `adapter_config.json`.
-        is_alone: there are no weights of the base model beside it.
+        where: Folder or hub name of the adapter.
+        raw: Content of `adapter_config.json`.
+        is_alone: Whether the folder lacks the weights of the base model.
 
     Raises:
-        ValueError: peft is not installed, the adapter names no base model, or it is of a type that cannot be applied.
+        ValueError: peft is not installed, the base model is missing, or the adapter type is not supported.
     """
     if not is_peft_available():
         raise ValueError(f"its {ADAPTER} needs peft: python -m pip install peft")
     from peft import PeftConfig, PeftType
 
     if (kind := raw.get("peft_type")) not in list(PeftType):
-        raise ValueError(f"{ADAPTER}: expected a peft_type that the installed peft knows, not {str(kind)[:80]!r}")
+        raise ValueError(f"{ADAPTER}: expected a peft_type that the installed peft supports, not {str(kind)[:80]!r}")
     if refusal := _refusal(PeftConfig.from_pretrained(where)):
         raise ValueError(refusal)
     base = raw.get("base_model_name_or_path")
@@ -62,7 +62,7 @@ _OPTIONAL: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
 
 
 def _refusal(config: Any) -> str:
-    """Return why an adapter of this peft configuration cannot be applied, or nothing."""
+    """Return why an adapter with this peft configuration cannot be applied, or an empty string."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning:
         return (
@@ -76,28 +76,28 @@ def _refusal(config: Any) -> str:
 
 
 def unwrap(model: Any, role: str) -> PreTrainedModel:
-    """Return the model inside a `PeftModel`, with the adapter's layers in it; another model as it is.
+    """Return the base model of a `PeftModel`, including its adapter layers. Return any other model unchanged.
 
     Raises:
-        PairError: the adapter is none that the layers have.
+        PairError: The adapter type is not supported.
     """
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         if refusal := _refusal(config):
             raise PairError(f"the {role} cannot be run: {refusal}")
-    inside: PreTrainedModel = model.get_base_model() if _package(model) == "peft" else model
-    return inside
+    base: PreTrainedModel = model.get_base_model() if _package(model) == "peft" else model
+    return base
 
 
 def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
     """Apply an adapter to its base model, in place: merged into the weights in float32 and float64, else as layers.
 
     Args:
-        model: the base, in evaluation mode.
-        where: folder or hub name of the adapter, from `check_adapter`.
+        model: Base model, in evaluation mode.
+        where: Folder or hub name of an adapter that `check_adapter` accepted.
 
     Raises:
-        ValueError: its weights are missing, of other shapes or not finite, or the model cannot carry it.
+        ValueError: Its weights are missing, have wrong shapes or are not finite, or the model does not support it.
     """
     from peft import PeftConfig, PeftModel
 
@@ -107,15 +107,15 @@ def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
             "an adapter cannot be applied to offloaded layers; merge it (merge_and_unload) and save the model"
         )
     digest = hashlib.blake2b(model_hash(model).encode() + _content(where), digest_size=8)
-    # peft would place a model again, whose layers all lie on the CPU as wanted.
-    placed = vars(model).pop("hf_device_map", None)
+    # peft would dispatch the model again, although all its layers are on the intended devices.
+    device_map = vars(model).pop("hf_device_map", None)
     config = PeftConfig.from_pretrained(where)
     config.inference_mode = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice for training and saving
         wrapped: Any = PeftModel(model, config)
-        account = wrapped.load_adapter(where, "default", torch_device="cpu", key_mapping=_renamed(model))
-        for problem, names in (("lack", account.missing_keys), ("have no place for", account.unexpected_keys)):
+        load_result = wrapped.load_adapter(where, "default", torch_device="cpu", key_mapping=_renamed(model))
+        for problem, names in (("lack", load_result.missing_keys), ("have no place for", load_result.unexpected_keys)):
             if names:
                 raise ValueError(f"the adapter's weights {problem} {names[0]}".replace("weights have", "layers have"))
         for name, parameter in wrapped.named_parameters():
@@ -123,21 +123,21 @@ def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
                 raise ValueError(f"the adapter's {name} has values that are NaN or infinite")
         adapted = _logits(wrapped.base_model, model)
         if model.dtype in (torch.float32, torch.float64) and not kept_as_is(model):
-            # One that cannot be merged stays in its layers, which compute the same; so do those left of one half merged.
+            # If merging fails, the remaining adapter layers are kept. They compute the same function.
             with contextlib.suppress(ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError):
                 wrapped.base_model.merge_and_unload(safe_merge=True)
     model = wrapped.get_base_model()
     if (_logits(model, model) - adapted).abs().max() > _TOLERANCE * adapted.abs().max():
         raise ValueError(f"its {config.peft_type} adapter depends on more than the layers' inputs; {_EXPECTED}")
-    if placed is not None:
-        model.hf_device_map = placed
+    if device_map is not None:
+        model.hf_device_map = device_map
     setattr(model, ADAPTED, digest.hexdigest())
     model.config.name_or_path = where
     return model
 
 
 def _content(where: str) -> bytes:
-    """Return the digest of what an adapter's files say."""
+    """Return a digest of the files of an adapter."""
     files = [file for name in (ADAPTER, *_WEIGHTS) if (file := cached_file(where, name, **_OPTIONAL)) is not None]
     if len(files) < 2:
         raise ValueError(f"the adapter has no {_WEIGHTS[0]}")
@@ -160,21 +160,21 @@ def _logits(called: Any, model: PreTrainedModel) -> Tensor:
 
 
 def is_modified(module: nn.Module) -> bool:
-    """Whether a module may compute something else than its class in torch or transformers: adapters, hooks, patches."""
+    """Whether a module may differ from its class in torch or transformers because of adapters, hooks or patches."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return (
         _package(module) not in _LIBRARIES
         or "forward" in vars(module)
         or hasattr(module, "parametrizations")
-        # Those by which transformers collects hidden states change nothing.
+        # The hooks with which transformers collects hidden states do not change the result.
         or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
     )
 
 
 def modified_module(model: nn.Module) -> str:
-    """Return the name and class of the first module that `is_modified`, or nothing."""
-    found = ((name, module) for name, module in model.named_modules() if name and is_modified(module))
-    return next((f"{name}, a {type(module).__name__}" for name, module in found), "")
+    """Return the name and class of the first module for which `is_modified` is true, or an empty string."""
+    modified = ((name, module) for name, module in model.named_modules() if name and is_modified(module))
+    return next((f"{name}, a {type(module).__name__}" for name, module in modified), "")
 
 
 def _package(module: Any) -> str:
