@@ -1,4 +1,4 @@
-"""Short hashes by which traces, policies and drafters know a model."""
+"""Short hashes that identify a model in traces, policies and drafters."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from transformers import PreTrainedModel
 from ..placement import tensors
 
 ADAPTED = "specstop_adapted_hash"
-"""Attribute of a model whose adapter was applied on loading: the hash of both, however the adapter was applied."""
+"""Attribute of a model with an adapter applied on loading: the hash of both, whether or not the adapter was merged."""
 
 _SAMPLES = 64
 
 
 def model_hash(model: PreTrainedModel) -> str:
-    """Return a hash of a model's parameter names and shapes and of a spread sample of their values, adapters included.
+    """Return a hash of the names, shapes and evenly spaced sample values of all parameters, including those of adapters.
 
-    Values are rounded to bfloat16, so that a checkpoint has one hash loaded in that, in float32 or in float64. In float16 it
-    has another one: what that loses of a value cannot be had again.
+    Values are rounded to bfloat16, so that a checkpoint has the same hash in bfloat16, float32 and float64. In float16 its
+    hash may differ, because conversion to float16 loses information.
     """
-    if known := getattr(model, ADAPTED, ""):
-        return str(known)
+    if stored := getattr(model, ADAPTED, ""):
+        return str(stored)
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors(model):
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
         if sample.is_floating_point() and sample.dtype.itemsize == 1:
-            sample = sample.view(torch.uint8)  # not every type of eight bits can be converted
+            sample = sample.view(torch.uint8)  # some 8-bit types cannot be converted
         rounded = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else torch.float32).float()
         digest.update(f"{name} {tuple(tensor.shape)} ".encode() + rounded.numpy().tobytes())
     for name, module in model.named_modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # a layer of peft
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # an adapter layer of peft
             digest.update(f"{name} {module.active_adapters} {module.disable_adapters} {module.scaling}".encode())
     return digest.hexdigest()
