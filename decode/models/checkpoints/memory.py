@@ -1,4 +1,4 @@
-"""Memory that models need and that there is, compared before weights are loaded."""
+"""Comparison of required and available memory before weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ....policies.errors import PairError
 from ..placement import is_quantised
 from .opening import Checkpoint, held_tensors, library_errors
 
-_CGROUP = Path("/sys/fs/cgroup")  # of a container; those of single processes below it are left aside
+_CGROUP = Path("/sys/fs/cgroup")  # limits of the container; nested cgroups are ignored
 
 
 def check_memory(sides: Sequence[Checkpoint], device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse models whose weights cannot fit: their size is a lower bound of what loading and decoding take.
+    """Raise an error if the weights of models exceed the available memory. Loading and decoding require at least that much.
 
     Args:
-        sides: those that are loaded whole on `device`.
-        device, dtype: of the models; quantised ones have the size of their files.
+        sides: Checkpoints that are loaded entirely on `device`.
+        device: Device of the models.
+        dtype: Type of the weights. For quantised models, the types in their files are used instead.
 
     Raises:
-        PairError: they need more than there is.
+        PairError: The models require more memory than is available.
     """
     available = available_bytes(device)
     if available is None or not sides:
@@ -34,7 +35,7 @@ def check_memory(sides: Sequence[Checkpoint], device: torch.device, dtype: torch
     needs = [_file_bytes(side, dtype) for side in sides]
     if sum(needs) <= available:
         return
-    # Files may hold more than the model has a place for, such as a vision tower.
+    # Files may contain weights that the model does not use, such as a vision tower.
     needs = [min(need, _model_bytes(side, dtype)) for side, need in zip(sides, needs, strict=True)]
     if sum(needs) <= available:
         return
@@ -48,7 +49,7 @@ def check_memory(sides: Sequence[Checkpoint], device: torch.device, dtype: torch
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that can be allocated on a device, swap and caches of files included; None = unknown."""
+    """Return the bytes that can be allocated on a device, including swap and file caches; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -56,20 +57,20 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _host_bytes() -> Iterator[int]:
-    """Yield upper bounds of what this process can allocate."""
+    """Yield upper bounds of the bytes that this process can allocate."""
     swap = 0
     with contextlib.suppress(OSError, KeyError):
         raw = Path("/proc/meminfo").read_text()
         sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", raw, re.MULTILINE)}
         swap = sizes["SwapFree"]
         yield sizes["MemAvailable"] + swap
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # not every system has these names
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # not available on every system
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + swap
     for limit, used, files in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number; most machines have one of the two
+        with contextlib.suppress(OSError, ValueError):  # "max" is not a number; most machines have only one of the two
             free = int((_CGROUP / limit).read_text()) - int((_CGROUP / used).read_text())
             cached = re.search(r"^(?:file|cache) (\d+)", (_CGROUP / files).read_text(), re.MULTILINE)
             yield max(0, free + (int(cached[1]) if cached else 0)) + swap
@@ -77,9 +78,9 @@ def _host_bytes() -> Iterator[int]:
 
 def _file_bytes(side: Checkpoint, dtype: torch.dtype) -> int:
     with library_errors(side.option, side.name, "a model"):
-        held = held_tensors(side.where).values()
-    own = is_quantised(side.config)
-    return sum(tensor.numel() * (tensor.dtype if own else dtype).itemsize for tensor in held)
+        stored = held_tensors(side.where).values()
+    quantised = is_quantised(side.config)
+    return sum(tensor.numel() * (tensor.dtype if quantised else dtype).itemsize for tensor in stored)
 
 
 def _model_bytes(side: Checkpoint, dtype: torch.dtype) -> int:
