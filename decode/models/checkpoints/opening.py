@@ -1,4 +1,4 @@
-"""Model folders and hub names: where a model is, what its config says, and the tensors that its weight files hold."""
+"""Model folders and hub names: locate a model, validate its config and list the tensors of its weight files."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _SIZES = (
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _LARGEST = 1 << 31
-_LONGEST = 300  # characters of a message of the library
+_LONGEST = 300  # maximum characters of an error message of the library
 _HUB_S = 5.0
-"""Seconds that the hub has to answer whether there is a model."""
+"""Timeout in seconds of the request whether a model exists on the hub."""
 
 _OWN_CODE = (
-    "it needs code of its own (auto_map in its config), and code from a model folder is never run; choose a model that "
+    "it requires custom code (auto_map in its config), and code from a model folder is never run; choose a model that "
     "transformers supports by itself"
 )
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder or hub name whose config was read, and held against the weight files where they are at hand.
+    """A folder or hub name with a validated config. The config of a folder is also compared with its weight files.
 
     Attributes:
-        option: of the command line, for messages.
-        name: as given; of an adapter, also what it adapts.
-        where: as the library wants it; of an adapter its base model.
-        config: of the model.
-        adapter: folder or hub name of the PEFT adapter that is applied to it; "" = none.
+        option: Command-line option, for messages.
+        name: Name for messages. It includes the base model of an adapter.
+        where: Folder or hub name of the model, or of the base model of an adapter, for `from_pretrained`.
+        config: Config of the model.
+        adapter: Folder or hub name of the PEFT adapter to apply; empty if there is none.
     """
 
     option: str
@@ -61,21 +61,21 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -> Checkpoint:
-    """Read and check the config of a model, or of an adapter and of the model that it adapts.
+    """Read and validate the config of a model, or of an adapter and its base model.
 
     Args:
-        name: folder or hub name.
-        option: of the command line, for messages.
-        takes_adapter: False for the base model of an adapter.
+        name: Folder or hub name.
+        option: Command-line option, for messages.
+        takes_adapter: Whether an adapter is accepted; False for the base model of an adapter.
 
     Raises:
-        PairError: there is no such folder or model, its config asks for what no model has, or the adapter cannot be applied.
+        PairError: The folder or model does not exist, its config is invalid, or the adapter cannot be applied.
     """
     where = _locate(name, option)
     with library_errors(option, name, "a model"):
         adapter = read_config(where, ADAPTER)
         raw = read_config(where, _CONFIG)
-        # The library takes the last of duplicate keys, and ignores a broken generation config.
+        # The library uses the last of duplicate keys and ignores an invalid generation config.
         for name_of_file in ("generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"):
             read_config(where, name_of_file)
     if adapter is not None:
@@ -84,7 +84,7 @@ def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -
                 f"{option}: expected a model, but {name} is an adapter itself; merge it into its model first"
             )
         with library_errors(option, name, "an adapter"):
-            # A config alone is a copy of the base model's.
+            # A config without weights is a copy of the config of the base model.
             is_alone = raw is None or not held_tensors(where)
             base = check_adapter(where, adapter, is_alone)
         if is_alone:
@@ -95,7 +95,7 @@ def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -
             raise ValueError(f"it has no {_CONFIG}")
         if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
             raise ValueError(_OWN_CODE)
-        if Path(where).is_dir():  # first: a config may list its layers one by one
+        if Path(where).is_dir():  # before AutoConfig, which may build a list with an entry for each layer
             check_layers(raw, len(held_tensors(where)))
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
         _check_sizes(config)
@@ -103,10 +103,10 @@ def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -
 
 
 def read_config(where: str, name: str) -> dict[str, Any] | None:
-    """Return a JSON object beside a model, or None if there is no such file.
+    """Return the JSON object in a file of a model folder, or None if the file does not exist.
 
     Raises:
-        ValueError: it is no JSON object, or a key occurs twice.
+        ValueError: The file is not a JSON object, or a key occurs twice.
     """
     file = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
     if file is None:
@@ -121,12 +121,12 @@ def read_config(where: str, name: str) -> dict[str, Any] | None:
 
 
 def _locate(name: str | Path, option: str) -> str:
-    """Return the name as `from_pretrained` wants it; what looks like a path must exist, a hub name must be there."""
+    """Return the folder or hub name for `from_pretrained`. A path must exist. A hub name must be cached or on the hub."""
     text, expected = str(name), f"{option}: expected a model folder or a hub name"
     path = Path(os.path.expanduser(text))
     if path.is_dir():
         if not any((path / file).is_file() for file in (_CONFIG, ADAPTER)):
-            gguf = next((f" but {one.name}: {_CONVERT}" for one in sorted(path.glob("*.gguf"))), "")
+            gguf = next((f" but {file.name}: {_CONVERT}" for file in sorted(path.glob("*.gguf"))), "")
             raise PairError(f"{option}: expected a model folder, but {text} has no {_CONFIG}{gguf}")
         return str(path)
     if path.exists():
@@ -150,7 +150,7 @@ def _locate(name: str | Path, option: str) -> str:
         if cached is None:
             raise PairError(f"{expected}; {text} does not exist here and the hub is switched off (HF_HUB_OFFLINE)")
         return text
-    # The library would try again for half a minute, at each file that a model need not have.
+    # Without this check, the library would retry each optional file for half a minute.
     refusal = _hub_refusal(text)
     if refusal and cached is None:
         raise PairError(f"{expected}; {refusal}")
@@ -170,21 +170,21 @@ _CONVERT = (
 
 
 def _hub_refusal(name: str) -> str:
-    """Return why the hub does not give a model, or nothing; it is asked once."""
+    """Return why a model is not available on the hub, or an empty string. Sends one request."""
     try:
         get_hf_file_metadata(hf_hub_url(name, _CONFIG), timeout=_HUB_S)
     except (EntryNotFoundError, GatedRepoError):
-        return ""  # it may be an adapter; the library says what a gated model needs
+        return ""  # may be an adapter; for a gated model the error of the library is more precise
     except RepositoryNotFoundError:
         return f"{name} exists neither here nor on the hub, or it is private (hf auth login)"
-    except Exception:  # of whichever client the hub's library uses
+    except Exception:  # the type depends on the HTTP client of huggingface_hub
         return f"{name} does not exist here and the hub cannot be reached"
     return ""
 
 
 @contextlib.contextmanager
 def library_errors(option: str, name: str | Path, what: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside, with files of somebody else's making, into a `PairError` of one line."""
+    """Convert any error while third-party files are read to a `PairError` with a one-line message."""
     try:
         yield
     except pickle.UnpicklingError:
@@ -192,11 +192,11 @@ def library_errors(option: str, name: str | Path, what: str) -> Iterator[None]:
             f"{option}: cannot load {what} from {name}: its weights are a pickle of more than tensors; nothing of it was "
             "run: get them as safetensors"
         ) from None
-    except Exception as error:  # the library raises nearly everything on a broken config
+    except Exception as error:  # an invalid config may raise almost any error
         plain = isinstance(error, OSError | ValueError | RuntimeError | StrictDataclassError)
         kind = "" if plain else f"{type(error).__name__}: "
         text = " ".join(str(error).split()) or type(error).__name__
-        if "trust_remote_code" in text:  # advice that cannot be followed here
+        if "trust_remote_code" in text:  # the advice of the library does not apply
             text = _OWN_CODE
         line = "".join(c if c.isprintable() else "?" for c in kind + text)
         short = line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
@@ -204,7 +204,7 @@ def library_errors(option: str, name: str | Path, what: str) -> Iterator[None]:
 
 
 def _check_sizes(config: PreTrainedConfig) -> None:
-    """Refuse what is no language model, and sizes that are none; what a config leaves out or has by layer stays."""
+    """Raise an error for other model types and invalid sizes. Missing and per-layer sizes are not checked."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"config.json: model_type: expected a causal language model, not {config.model_type!r}")
     text = config.get_text_config()
@@ -220,19 +220,19 @@ def _check_sizes(config: PreTrainedConfig) -> None:
 
 
 def held_tensors(where: str) -> dict[str, Tensor]:
-    """Return the tensors of the weight files by name, without their data; nothing where there are no known files."""
+    """Return the tensors of the weight files by name, without data; empty if there are no known files."""
     for name in _WEIGHTS:
         file = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             files = get_checkpoint_shard_files(where, file)[0] if name.endswith(".json") else [file]
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the protocol of a pickle that is refused anyway
+                warnings.simplefilter("ignore")  # about the protocol of a pickle, which is rejected anyway
                 return {key: tensor for part in files for key, tensor in load_state_dict(part, "meta").items()}
     return {}
 
 
 def check_layers(config: Mapping[str, Any], tensors: int) -> None:
-    """Refuse more layers than there are tensors: such a model would take hours to build."""
+    """Raise an error if there are more layers than tensors. Building such a model could take hours."""
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, Mapping) else {}):
         for name in _LAYERS:
