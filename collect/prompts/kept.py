@@ -1,6 +1,6 @@
-"""The prompts of a run, kept in its folder as they were read and written through a chat template.
+"""Prompts stored in the folder of a run, as read and rendered with the chat template.
 
-A run goes on with these: a template may write today's date, and a pipe is read only once.
+A resumed run uses the stored prompts, because a template may insert the current date and a pipe can be read only once.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _OPTIONS = "options"
 
 
 def kept_text(prompts: Sequence[Prompt], options: Mapping[str, Any]) -> str:
-    """Return the contents of the file: a line with the options that chose the prompts, and a line for each."""
+    """Return the file contents: one line with the options that selected the prompts, then one line per prompt."""
     values = [{_OPTIONS: dict(options)}, *map(dataclasses.asdict, prompts)]
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
 def kept_prompts(folder: Path, options: Mapping[str, Any]) -> list[Prompt] | None:
-    """Return the prompts of a run; None if it has none, or they were chosen by other options.
+    """Load the stored prompts of a run. Return None if there are none, or if they were selected with other options.
 
     Args:
-        folder: of the trace.
-        options: that choose prompts.
+        folder: folder of the trace.
+        options: options that select prompts.
 
     Raises:
         TraceError: the file is damaged.
@@ -49,9 +49,9 @@ def kept_prompts(folder: Path, options: Mapping[str, Any]) -> list[Prompt] | Non
 
 
 def keep_prompts(folder: Path, prompts: Sequence[Prompt], options: Mapping[str, Any]) -> list[Prompt]:
-    """Keep the prompts of a run unless another process has done so, and return those that are kept.
+    """Store the prompts of a run, unless another process has stored them, and return the stored prompts.
 
-    If other options chose those that are there, the given ones are returned: the header tells whether they are the same.
+    If the stored prompts were selected with other options, `prompts` is returned. The header check then compares the two.
     """
     folder.mkdir(parents=True, exist_ok=True)
     put(folder / PROMPTS_FILE, kept_text(prompts, options), once=True)
@@ -60,15 +60,15 @@ def keep_prompts(folder: Path, prompts: Sequence[Prompt], options: Mapping[str, 
 
 
 def require_stored(source: str | None) -> None:
-    """Refuse a pipe as the source of several processes.
+    """Check that the source of the prompts is not a pipe, which several processes cannot share.
 
     Raises:
-        InputError: it is one.
+        InputError: the source is a pipe.
     """
     if source is not None and is_stream(source):
         raise InputError(
-            f"--prompts {source}: expected a file or a data set, which each of several processes can read; write the prompts "
-            "into a file first"
+            f"--prompts {source}: expected a file or a data set, because several processes read the prompts, got a pipe; "
+            "write the prompts to a file first"
         )
 
 

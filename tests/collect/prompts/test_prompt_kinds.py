@@ -98,7 +98,7 @@ def test_conversations_are_read_in_any_form(
         ([3], "a value of type int"),
         ([[3]], "a list of int|a value of type int"),
         ({"a": 1}, "an object"),
-        ([{"from": "gpt", "value": "x"}], "messages of gpt alone"),
+        ([{"from": "gpt", "value": "x"}], "only messages of gpt"),
         ([], "an empty list"),
     ],
     ids=str,
