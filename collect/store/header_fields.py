@@ -1,4 +1,4 @@
-"""Types of the header's fields: bounds that hold for each field alone, checked when a header is read."""
+"""Types of the header fields, with bounds that are validated for each field separately when a header is read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ...policies.features.hidden_states import HIDDEN_STATES
 from ...policies.limits import LIMITS, MOST_ROWS
 
 MOST = 1 << 31
-"""Token ids and counts lie below: columns are int32."""
+"""Exclusive upper bound of token ids and counts, because columns are int32."""
 
 _WIDEST = 1 << 20
 _LONGEST, _DEEPEST = 4096, 8
-"""Characters of a text, and levels of nested JSON values."""
+"""Maximum number of characters of a text, and of levels of nested JSON values."""
 
 
 def limited(name: str) -> AfterValidator:
-    """Return a validator for the bounds of the option `name` (`policies.limits`)."""
+    """Return a validator for the bounds of the option `name` in `policies.limits`."""
 
     def check(value: Any) -> Any:
-        if wanted := LIMITS[name].wanted(value, int(LIMITS[name].least)):
-            raise ValueError(f"expected {wanted}")
+        if requirement := LIMITS[name].wanted(value, int(LIMITS[name].least)):
+            raise ValueError(f"expected {requirement}")
         return value
 
     return AfterValidator(check)
@@ -41,9 +41,9 @@ def _check_topology(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_features(names: Sequence[str], kinds: Sequence[Kind]) -> None:
-    known = [name for name, feature in FEATURES.items() if feature.kind in kinds]
-    if len(set(names)) < len(names) or not set(names) <= set(known):
-        raise ValueError(f"expected distinct features among {', '.join(known)}")
+    valid = [name for name, feature in FEATURES.items() if feature.kind in kinds]
+    if len(set(names)) < len(names) or not set(names) <= set(valid):
+        raise ValueError(f"expected distinct features among {', '.join(valid)}")
 
 
 def _check_node_features(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,31 +67,31 @@ def _check_verification(name: str) -> str:
 def _check_label(name: str) -> str:
     from ...decode.verify.modes import MODES
 
-    known = dict.fromkeys([*(mode.label for mode in MODES.values()), "outcome"])  # "outcome": records of an engine
-    if name not in known:
-        raise ValueError(f"expected one of {', '.join(known)}")
+    labels = dict.fromkeys([*(mode.label for mode in MODES.values()), "outcome"])  # "outcome": records of an engine
+    if name not in labels:
+        raise ValueError(f"expected one of {', '.join(labels)}")
     return name
 
 
 def _check_hidden(widths: Mapping[str, int]) -> Mapping[str, int]:
     if not set(widths) <= set(HIDDEN_STATES) or not all(0 < width <= _WIDEST for width in widths.values()):
-        raise ValueError(f"expected widths of 1 to {_WIDEST} of {', '.join(HIDDEN_STATES)}")
+        raise ValueError(f"expected widths from 1 to {_WIDEST} for {', '.join(HIDDEN_STATES)}")
     return widths
 
 
 def _check_sampling(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for option, value in options.items():
         name = option.replace("_", "-")
-        if name in LIMITS and (wanted := LIMITS[name].wanted(value, int(LIMITS[name].least))):
-            raise ValueError(f"expected {wanted} as {option}")
+        if name in LIMITS and (requirement := LIMITS[name].wanted(value, int(LIMITS[name].least))):
+            raise ValueError(f"expected {requirement} as {option}")
     _check_json(options)
     return options
 
 
 def _check_json(value: Any, level: int = 0) -> Any:
-    """Return a JSON value whose numbers are finite and whose texts and nesting are bounded."""
+    """Validate a JSON value: numbers must be finite, and the length of texts and the nesting are limited."""
     if level > _DEEPEST:
-        raise ValueError(f"expected at most {_DEEPEST} levels")
+        raise ValueError(f"expected at most {_DEEPEST} levels of nesting")
     if isinstance(value, str) and len(value) > _LONGEST:
         raise ValueError(f"expected texts of at most {_LONGEST} characters")
     if isinstance(value, float) and not math.isfinite(value):

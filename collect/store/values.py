@@ -1,4 +1,4 @@
-"""Bounds of the columns of a trace, and whether its rows make whole texts: damaged or foreign files are refused by name."""
+"""Validation of trace columns: bounds of the values, and consistency of the rows of each text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .header_fields import MOST
 Array = np.ndarray[Any, Any]
 
 TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
-"""What `check_texts` reads."""
+"""Columns that `check_texts` reads."""
 
 _CHANCES = ("draft_prob", "target_prob", "overlap", "accept_chance", "next_chance")
 _ROUNDING = 1e-3
-"""Sums of float32 probabilities exceed 1 by less."""
+"""Tolerance for sums of float32 probabilities that exceed 1."""
 
 _FLOAT16_EXPONENT = 0x7C00
 
 
 def _bounds(header: Header, name: str) -> tuple[float, float]:
-    """Return the smallest and largest value of a column of numbers."""
+    """Return the smallest and largest valid value of a numeric column."""
     tokens = header.vocabulary or MOST
     bounds: Mapping[str, tuple[float, float]] = {
         "sequence": (0, header.prompts * header.draws - 1),
@@ -50,7 +50,7 @@ def _bounds(header: Header, name: str) -> tuple[float, float]:
 
 
 def column_array(column: pa.ChunkedArray) -> Array:
-    """Return a column as an array [N], or [N, nodes] if it is of fixed-size lists."""
+    """Return a column as an array [N], or [N, nodes] for fixed-size lists."""
     if not pa.types.is_fixed_size_list(column.type):
         return np.asarray(column.to_numpy())
     width = column.type.list_size
@@ -62,13 +62,13 @@ def check_values(header: Header, rows: pa.Table | pa.RecordBatch, where: str) ->
     """Check that columns have no nulls and that their numbers are finite and in range.
 
     Args:
-        header: of the trace.
-        rows: some rows of some columns.
-        where: the file, for messages.
+        header: header of the trace.
+        rows: any rows and columns of the trace.
+        where: file name for messages.
 
     Raises:
-        TraceError: one has; the message names the column, its bounds and the value.
-        pa.ArrowInvalid: a text is not UTF-8.
+        TraceError: a value is invalid; the message names the column, its bounds and the value.
+        pa.ArrowInvalid: a text is not valid UTF-8.
     """
     for name in rows.schema.names:
         column = rows.column(name)
@@ -80,18 +80,18 @@ def check_values(header: Header, rows: pa.Table | pa.RecordBatch, where: str) ->
                     f"traces: {where}: expected a value in each row of {name}, got a null; collect it again"
                 )
             if pa.types.is_string(flat.type):
-                flat.validate(full=True)  # ArrowInvalid if it is not UTF-8
+                flat.validate(full=True)  # raises ArrowInvalid for invalid UTF-8
             elif len(flat) and not pa.types.is_boolean(flat.type):
                 _check_numbers(header, name, flat.to_numpy(zero_copy_only=False), where)
 
 
 def _check_numbers(header: Header, name: str, values: Array, where: str) -> None:
-    if values.dtype == np.float16:  # comparisons of float16 are emulated
+    if values.dtype == np.float16:  # float16 comparisons are emulated and slow
         if ((values.view(np.uint16) & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any():
             raise TraceError(f"traces: {where}: expected finite numbers in {name}; collect it again")
         return
     least, most = _bounds(header, name)
-    low, high = values.min(), values.max()  # NaN if one is
+    low, high = values.min(), values.max()  # NaN if any value is NaN
     if not (least <= low and high <= most):
         kind = "finite numbers" if name in FEATURES and name not in ("depth", "branch_rank") else "numbers"
         bad = low if not least <= low else high
@@ -101,18 +101,18 @@ def _check_numbers(header: Header, name: str, values: Array, where: str) -> None
 
 
 def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> None:
-    """Check that the rows of each text belong together.
+    """Check that the rows of each text are consistent.
 
     Args:
-        header: of the trace.
-        columns: `TEXT_COLUMNS` as arrays [N], `accepted` [N, nodes].
-        where: the folder, for messages.
+        header: header of the trace.
+        columns: `TEXT_COLUMNS` as arrays [N], and `accepted` as [N, nodes].
+        where: folder name for messages.
 
     Raises:
-        TraceError: an anchor lies outside its text, is missing or there twice, or `accepted` is no path of the tree.
+        TraceError: an anchor is out of range, missing or duplicated, or `accepted` is not a path of the tree.
     """
     sequence, anchor, text, prompt, length, accepted = (columns[name] for name in TEXT_COLUMNS)
-    order = np.lexsort((anchor, sequence))  # by the last key first
+    order = np.lexsort((anchor, sequence))  # sort by sequence, then by anchor
     sequence, anchor, text, prompt = sequence[order], anchor[order], text[order], prompt[order]
     same = np.diff(sequence) == 0
     step = np.diff(anchor)[same]
@@ -121,22 +121,22 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
     tree = header.tree
     for wrong, expected in (
         ((anchor >= text).any(), "each anchor before the end of its text (anchor < text_tokens)"),
-        ((step == 0).any(), "each anchor of a text once"),
-        ((np.diff(text)[same] != 0).any(), "one number of text_tokens in the rows of a text"),
-        ((np.diff(prompt)[same] != 0).any(), "one number of prompt_tokens in the rows of a text"),
+        ((step == 0).any(), "no duplicate anchors in a text"),
+        ((np.diff(text)[same] != 0).any(), "the same text_tokens in all rows of a text"),
+        ((np.diff(prompt)[same] != 0).any(), "the same prompt_tokens in all rows of a text"),
         (
             header.has_every_anchor
             and ((step != 1).any() or (anchor[first] != 1).any() or (anchor[last] + 1 != text[last]).any()),
             "every anchor of each text, from 1 to text_tokens - 1",
         ),
-        ((accepted.sum(1) != length).any(), "as many nodes in `accepted` as accepted_length says"),
+        ((accepted.sum(1) != length).any(), "accepted_length nodes in `accepted`"),
         (
             not MODES[header.verification].deferred and (path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(),
-            "accepted nodes below accepted ones",
+            "accepted nodes only below accepted nodes",
         ),
         (
             not tree.is_chain and any((path[:, level].sum(1) > 1).any() for level in tree.levels),
-            "at most one accepted node of each depth",
+            "at most one accepted node at each depth",
         ),
     ):
         if wrong:
