@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,12 @@ from .records import Generation
 from .settings import Settings
 from .verify.noise import stream_key
 from .verify.trained_for import tell_if_unmeasured, tell_if_untrained
+
+
+def _is_prompt(prompt: object) -> bool:
+    """Whether it is a text or a sequence of token ids; the values of bytes would be read as ids."""
+    sequence = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping))
+    return isinstance(prompt, str) or (sequence and getattr(prompt, "ndim", 1) == 1)
 
 
 def decode(
@@ -63,10 +69,11 @@ def decode(
     if pair.tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
     prompts = as_list(prompts)
-    if (odd := next((prompt for prompt in prompts if isinstance(prompt, int)), None)) is not None:
-        raise InputError(
-            f"prompts: expected texts or lists of token ids, not the number {odd}; pass [ids] for one prompt"
-        )
+    for prompt in prompts:
+        if not _is_prompt(prompt):
+            raise InputError(
+                f"prompts: expected texts or lists of token ids, not {prompt!r:.60}; pass [ids] for one prompt"
+            )
     policy, drafter = with_costs(as_policy(policy), profile), drafter or pair.drafter
     settings = (settings or Settings()).for_pair(pair).for_policy(policy)
     tell_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))

@@ -84,8 +84,18 @@ def test_a_text_is_one_prompt(pair: Pair, prompts: list[Prompt]) -> None:
     (one,) = decode(pair, text, FixedLength(3), settings=settings)
     assert decode(pair, [text], FixedLength(3), settings=settings)[0].tokens == one.tokens
     assert len(decode(pair, text, FixedLength(3), settings=settings, ids="a")) == 1
-    with pytest.raises(InputError, match="prompts: expected texts or lists of token ids, not the number 7"):
-        decode(pair, [7, 8, 9], FixedLength(3), settings=settings)  # type: ignore[list-item]
+    odd: list[Any] = [
+        [7, 8, 9],
+        np.array([7, 8]),
+        torch.tensor([7, 8]),
+        text.encode(),
+        [text.encode()],
+        Path("a"),
+        None,
+    ]
+    for value in odd:
+        with pytest.raises(InputError, match="prompts: expected texts or lists of token ids, not "):
+            decode(pair, value, FixedLength(3), settings=settings)
     with pytest.raises(InputError, match="ids: expected one for each of 2 prompts, not 1"):
         decode(pair, [text, text], FixedLength(3), settings=settings, ids=["a"])
 
