@@ -1,7 +1,7 @@
 """A cached model with a position encoding that changes its factors at a given length (LongRoPE).
 
 A call uses the factors of the last position that it reads. To give each text the same factors as token-by-token decoding of
-that text alone, no call contains texts on both sides of the boundary, and no round crosses it (`LengthRope.allowed`).
+that text alone, no call contains texts on both sides of the boundary, and no round spans it (`LengthRope.allowed`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TwoSidedModel(CachedModel):
         super().keep(base, slots, stream)
 
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Append tokens to several streams: one call for each side of the boundary and one for each text that crosses it."""
+        """Append tokens to several streams: one call for each side of the boundary and one for each text that reaches it."""
         groups: dict[int, list[Part]] = {}
         for part in parts:
             is_long = self._end(part) > self._rope.original
