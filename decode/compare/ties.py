@@ -1,4 +1,4 @@
-"""Texts that leave the plain one: at a tie of the two best tokens, which rounding decides, or for no such reason."""
+"""Differences between speculative and plain texts: near ties of the two best tokens and unexplained differences."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ def count_differences(
     texts: Sequence[Generation],
     base: Sequence[Generation],
 ) -> tuple[int, int]:
-    """Return how many greedy texts leave the plain one at a tie, and how many for no such reason.
+    """Count the greedy texts that differ from plain decoding, at a tie and for other reasons.
 
-    It is a tie if the scores of the two best tokens differ by no more than rounding in the target's type explains.
+    A tie means that the scores of the two best tokens differ by no more than the rounding error of the target's dtype.
 
     Args:
-        pair: whose target decodes.
-        settings: of the run, at temperature 0.
-        prompts: token ids.
-        texts, base: of the prompts, by the method and by plain decoding.
+        pair: Models of the run.
+        settings: Settings of the run, at temperature 0.
+        prompts: Token ids of the prompts.
+        texts: Texts of the method, one per prompt.
+        base: Texts of plain decoding, one per prompt.
+
+    Returns:
+        Number of differences at a tie and number of other differences.
     """
     ties = wrong = 0
     for prompt, text, plain in zip(prompts, texts, base, strict=True):
         if text.tokens == plain.tokens:
             continue
         shared = zip(text.tokens, plain.tokens, strict=False)
-        first = next((at for at, (own, other) in enumerate(shared) if own != other), None)
-        # A text that ends where the other goes on has no token to compare.
+        first = next((at for at, (token, other) in enumerate(shared) if token != other), None)
+        # If one text is a prefix of the other, there is no token to compare.
         if first is not None and _is_tie(pair, settings, prompt, plain.tokens[:first]):
             ties += 1
         else:
