@@ -1,7 +1,7 @@
-"""Arguments of `generate`: each is honoured, has no effect, or is refused by name.
+"""Validation of the arguments of `generate`: each is supported, has no effect, or raises an error that names it.
 
-The tables list every parameter of `generate` and every field of `GenerationConfig` in transformers 5.23. Fields, parameters
-and model inputs that they do not list, such as those of a later version, are refused if they are set.
+The tables list every parameter of `generate` and every field of `GenerationConfig` in transformers 5.23. Setting fields,
+parameters or model inputs that are not listed, such as those of a later version, raises an error.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ HONOURED = _names(
     "sequence_bias watermarking_config num_return_sequences return_dict_in_generate pad_token_id bos_token_id eos_token_id "
     "stop_strings token_healing disable_compile encoder_repetition_penalty encoder_no_repeat_ngram_size"
 )
-"""Fields of `GenerationConfig` that reach this loop as its limits, logits processors, stopping criteria or input ids.
+"""Supported fields of `GenerationConfig`. They reach the loop as limits, logits processors, stopping criteria or input ids.
 
-For stop strings and token healing transformers raises an error itself: they need a tokenizer, which it drops here."""
+transformers raises an error for stop strings and token healing: they require a tokenizer, which it does not pass on."""
 
 NO_EFFECT = _names("early_stopping length_penalty decoder_start_token_id max_cache_len")
-"""Fields without effect on sampling and greedy decoding, in transformers either."""
+"""Fields without effect on sampling and greedy decoding, also in transformers."""
 
 _BEAMS = "beam search is not speculative; expected num_beams=1"
-_OWN_CACHE = "the loop keeps a cache of its own; leave it out"
-_POLICY = "policy= decides how many tokens are drafted, and drafter= what drafts them; leave it out"
-_ROUNDS = "a round has no output for each single token; leave it out"
+_CACHE = "the loop manages its cache itself; leave it out"
+_POLICY = "policy= sets the draft length and drafter= selects the drafter; leave it out"
+_ROUNDS = "a round does not return outputs for each token; leave it out"
 _OTHER_METHOD = "this decoding method is not speculative; leave it out"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"), _BEAMS),
     **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), _ROUNDS),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "low_memory", "continuous_batching_config"), _OTHER_METHOD),
-    "guidance_scale": "its processor keeps state between calls, which a tree of candidates cannot serve; leave it out",
+    "guidance_scale": "its processor keeps state between calls, which a tree of candidates does not support; leave it out",
     "assistant_ensemble_weight": "it changes the text; leave it out",
 }
-"""Fields that are refused unless they have their default, with the reason and what to do."""
+"""Fields that must have their default value, with the reason and the remedy."""
 
 REFUSED_OF_THE_CALL: Mapping[str, str] = {
-    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config"), _OWN_CACHE),
+    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config"), _CACHE),
     "prefill_chunk_size": "a prompt is read in one call; leave it out",
     "compile_config": "calls are recorded on a GPU, not compiled; leave it out",
     **dict.fromkeys(
@@ -62,7 +62,7 @@ REFUSED_OF_THE_CALL: Mapping[str, str] = {
         _POLICY,
     ),
 }
-"""The same for fields that do not change the text: the model's own configuration may set them."""
+"""The same for fields that do not change the text. The generation config of the model may set them."""
 
 _ALLOWED = {
     "cache_implementation": (None, "dynamic", "static"),
@@ -75,14 +75,14 @@ PARAMETERS = _names(
     "self inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn custom_generate kwargs "
     "negative_prompt_ids negative_prompt_attention_mask"
 )
-"""Parameters of `generate` that reach this loop, or have no effect without `guidance_scale`."""
+"""Parameters of `generate` that reach the loop or have no effect without `guidance_scale`."""
 
 DROPPED: Mapping[str, str] = {
     "assistant_model": "expected draft_model= (assistant_model= does not reach a callable)",
     "streamer": "expected text_streamer= (streamer= does not reach a callable)",
     "synced_gpus": "the loop does not synchronize processes; leave it out",
 }
-"""Parameters that `generate` does not pass to a callable, and what to do instead."""
+"""Parameters that `generate` does not pass to a callable, and the remedy."""
 
 READ = _names(
     "attention_mask position_ids past_key_values token_type_ids mm_token_type_ids moe_mm_token_type_ids inputs_embeds "
@@ -92,18 +92,18 @@ READ = _names(
     "image_grid_thw video_grid_thw second_per_grid_ts patches_grid image_token_pooling image_grids video_token_pooling "
     "video_grids spatial_shapes use_cache logits_to_keep"
 )
-"""Inputs of models that a prompt is read with (`prefill`)."""
+"""Model inputs that are supported in the prefill."""
 
 
 def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None:
-    """Refuse, by name, fields of a configuration that the loop does not honour.
+    """Raise an error for fields of a generation config that the loop does not support.
 
     Args:
-        config: of the call, completed by `generate`.
-        own: the model's own configuration.
+        config: Generation config of the call, completed by `generate`.
+        own: Generation config of the model.
 
     Raises:
-        InputError: a field is refused, or unknown and not left at its default.
+        InputError: An unsupported or unknown field does not have its default value.
     """
     defaults = GenerationConfig._get_default_generation_params()
     fields = vars(GenerationConfig())
@@ -113,7 +113,7 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         if value is None or any(_is(value, other) for other in (*_ALLOWED.get(name, ()), defaults.get(name, False))):
             continue
         reason = REFUSED.get(name)
-        # Entries of a model's generation_config.json that are no fields are for custom code: transformers does not read them.
+        # Other entries of generation_config.json are for custom code. transformers does not read them.
         if (
             reason is None
             and (name in REFUSED_OF_THE_CALL or name not in fields)
@@ -127,10 +127,10 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
 
 
 def check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
-    """Refuse, by name, inputs of the model that a prompt cannot be read with.
+    """Raise an error for model inputs that the prefill does not support.
 
     Raises:
-        InputError: one is unknown, or there are no token ids.
+        InputError: An input is unknown, or there are no token ids.
     """
     unknown = sorted(name for name, value in inputs.items() if value is not None and name not in READ)
     if unknown:
@@ -146,19 +146,19 @@ def check_inputs(inputs: Mapping[str, Any], ids: Tensor) -> None:
 
 
 def check_adapters(model: PreTrainedModel) -> None:
-    """Refuse, by name, PEFT arguments that refer to the rows of a call: the loop reads several texts as one row.
+    """Raise an error for PEFT arguments that refer to the rows of a batch: the loop may read several texts as one row.
 
     Raises:
-        InputError: one adapter for each row, or activated LoRA, which counts tokens from the end of a call.
+        InputError: The call selects an adapter for each row or uses activated LoRA, which counts from the end of a call.
     """
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            given = getattr(hook, "keywords", None) or {}
-            if len(given.get("adapter_names") or ()) > 1:
+            keywords = getattr(hook, "keywords", None) or {}
+            if len(keywords.get("adapter_names") or ()) > 1:
                 raise InputError(
-                    "specstop_generate: adapter_names: expected one row, or one adapter for all: set_adapter(...)"
+                    "specstop_generate: adapter_names: expected one row, or one adapter for all rows; call set_adapter(...)"
                 )
-            if given.get("alora_offsets") is not None:
+            if keywords.get("alora_offsets") is not None:
                 raise InputError(
                     "specstop_generate: alora_offsets: activated LoRA counts tokens from the end of a call, and the loop "
                     "reads several; call generate without custom_generate"
@@ -166,10 +166,10 @@ def check_adapters(model: PreTrainedModel) -> None:
 
 
 def check_dropped() -> None:
-    """Refuse, by name, parameters that the enclosing call of `generate` does not pass on; only its frame shows them.
+    """Raise an error for parameters that the enclosing `generate` does not pass on. They are read from its frame.
 
     Raises:
-        InputError: one of `DROPPED` or an unknown parameter is set.
+        InputError: A parameter of `DROPPED` or an unknown parameter is set.
     """
     frame, code = inspect.currentframe(), inspect.unwrap(GenerationMixin.generate).__code__
     for _ in range(8):  # this function, decorators, `generate`
@@ -179,20 +179,20 @@ def check_dropped() -> None:
     if frame is None or frame.f_code is not code:
         return
     names: Iterable[str] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = {name: frame.f_locals.get(name) for name in names if name not in PARAMETERS}
-    for name, value in given.items():
+    arguments = {name: frame.f_locals.get(name) for name in names if name not in PARAMETERS}
+    for name, value in arguments.items():
         if value is not None and value is not False:
             reason = DROPPED.get(name, "this parameter of generate is unknown to the loop; leave it out")
             raise InputError(f"specstop_generate: {name}: {reason}")
 
 
 def _is(value: Any, other: Any) -> bool:
-    """Whether two values are the same; arrays never are."""
+    """Whether two values are equal; False for arrays."""
     same = value == other
     return same if isinstance(same, bool) else False
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message, in a line."""
+    """Return the representation of a value on one line, truncated for messages."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 40 else text[:37] + "..."
