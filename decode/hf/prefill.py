@@ -1,9 +1,9 @@
-"""Prompts that the target reads as its own `generate` does: with masked tokens, positions, a cache to start from, images.
+"""Prefill as in `generate` of the target: with masked tokens, position ids, an initial cache or images.
 
-The first step is the model's own: `prepare_inputs_for_generation` and one forward call for all rows of a batch. The keys and
-values it caches are copied to the buffers of the loop. A second step of the model shows how `generate` would continue: which
-slots later tokens see, and at which positions they are. The loop continues a text only if it computes the same logits for
-that second step (`ReadPrompt.check`).
+The first step uses `prepare_inputs_for_generation` of the model and one forward pass for all rows of a batch. The cached keys
+and values are copied to the buffers of the loop. A second step of the model determines how `generate` would continue: which
+slots later tokens see, and their positions. The loop continues a text only if it computes the same logits for the second
+step (`ReadPrompt.check`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ..models.cache import CachedModel
 from ..models.kv_cache import ReadPrompt
 
 _LOOP_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-"""Model inputs that the loop itself passes at each call."""
+"""Model inputs that the loop passes in each call."""
 
 
 class Prefill:
     """The first step of `generate` for a batch.
 
     Args:
-        model: the target, a `PreTrainedModel`.
-        input_ids: [B, n].
-        inputs: the other model inputs that `generate` has prepared. Neither they nor the cache among them are changed.
-        mask_length: columns of an attention mask of ones, which `generate` removes; -1 = there was none.
+        model: The target, a `PreTrainedModel`.
+        input_ids: [B, n] token ids.
+        inputs: Other model inputs prepared by `generate`. They are not modified, including the cache.
+        mask_length: Number of columns of an attention mask of ones, which `generate` removes; -1 if there was none.
 
     Raises:
-        InputError: the cache is of a type that cannot be copied.
+        InputError: The type of the cache is not supported.
     """
 
     def __init__(self, model: Any, input_ids: Tensor, inputs: Mapping[str, Any], mask_length: int = -1) -> None:
@@ -52,19 +52,19 @@ class Prefill:
         )
 
     def _uncached(self, mask_length: int) -> int | None:
-        """Return how many of the last tokens are not cached; None = all of them. The rule of `GenerationMixin._prefill`."""
+        """Return the number of uncached tokens, None if all are uncached, with the rule of `GenerationMixin._prefill`."""
         embeds, mask, count = self._kwargs.get("inputs_embeds"), self._kwargs.get("attention_mask"), self._ids.shape[1]
         if embeds is not None:
             return int(embeds.shape[1]) - self._cached
-        # With a mask of their length the ids are the whole text; with a longer one they are what follows the cache.
+        # If the mask has the same length, the ids are the whole text. If it is longer, the ids follow the cached tokens.
         return count - self._cached if count == (mask_length if mask is None else mask.shape[1]) else None
 
     def left_padding(self, masked: bool = True) -> list[int] | None:
-        """Return the padding of each row if the prompt is token ids after left padding, at positions from 0 on, else None.
+        """Return the left padding of each row, or None if the prompt is not token ids at positions from 0 after left padding.
 
         Args:
-            masked: whether the model reads masks of the loop (`Reading`). Without positions of `generate` such a model counts
-                slots, padding among them (BART); others count what their own mask shows, or distances (Bloom, MPT).
+            masked: Whether the model supports masks of the loop (`Reading`). Without position ids from `generate`, such a
+                model counts slots, including padding (BART). Others use their attention mask or distances (Bloom, MPT).
         """
         inputs, ids = self.inputs, self._ids
         input_ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -88,20 +88,20 @@ class Prefill:
 
     @torch.no_grad()
     def read(self, target: CachedModel) -> list[ReadPrompt]:
-        """Read the prompts with the target, then one more token to find out how it continues.
+        """Read the prompts with the target, and one more token to determine how `generate` continues.
 
         Returns:
-            A prompt for each row.
+            One prompt per row.
 
         Raises:
-            InputError: the attention mask does not cover what is read.
+            InputError: The attention mask does not cover all tokens.
         """
         model: Any = target.model
         out = target.call(**self.inputs, return_dict=True)
         logits, states = target.answer(out, 1)
         cache: Cache = self.inputs["past_key_values"]
         slots = int(cache.get_seq_length())
-        layers = [_states_of(layer) for layer in cache.layers]  # before the second step: a window drops its first token
+        layers = [_states_of(layer) for layer in cache.layers]  # the second step drops the first token of a window
         tokens = logits[:, -1].argmax(-1)
         kwargs = model._update_model_kwargs_for_generation(out, dict(self._kwargs))
         kwargs["past_key_values"] = cache
@@ -110,7 +110,7 @@ class Prefill:
         hidden = self._hidden(second.get("attention_mask"), slots, logits.device)
         offsets = self._offsets(second.get("position_ids"), slots, logits.device)
         after, _ = target.answer(target.call(**second, return_dict=True), 1)
-        # For messages: first what the model reads again at each step, as the loop does not pass it.
+        # For messages: inputs that the model needs again in later steps come first, because the loop does not pass them.
         arguments = tuple(_extra(second) or self._arguments())
         prompts = []
         for row in range(len(self._ids)):
@@ -125,49 +125,49 @@ class Prefill:
         return prompts
 
     def _arguments(self) -> list[str]:
-        """Return the names of the inputs that make the prompt more than token ids."""
+        """Return the names of the inputs besides the token ids."""
         names = _extra(self.inputs) + (["past_key_values"] if self._cached else [])
         names = [name if self._kwargs.get(name) is not None else f"{name} (added by the model)" for name in names]
         return names + [name for name in ("attention_mask", "position_ids") if self._kwargs.get(name) is not None]
 
     def _hidden(self, mask: Any, slots: int, device: torch.device) -> Tensor:
-        """Return [B, slots] bool: slots that the next token does not see, from its mask [B, slots + 1]."""
+        """Return [B, slots] bool, True for slots that the next token does not see, from its mask [B, slots + 1]."""
         if mask is None:
             return torch.zeros(len(self._ids), slots, dtype=torch.bool, device=device)
         if not isinstance(mask, Tensor) or mask.shape != (len(self._ids), slots + 1):
-            shape = f"{mask.shape[-1] - 1} columns" if isinstance(mask, Tensor) and mask.dim() == 2 else "another form"
+            shape = f"{mask.shape[-1] - 1} columns" if isinstance(mask, Tensor) and mask.dim() == 2 else "another shape"
             raise InputError(
-                f"specstop_generate: attention_mask: expected a column for each of the {slots} tokens that are read, cached "
-                f"ones included, got {shape}; leave it out if nothing is masked"
+                f"specstop_generate: attention_mask: expected one column for each of the {slots} tokens, including cached "
+                f"ones, got {shape}; leave it out if nothing is masked"
             )
         return ~mask[:, :-1].to(device).bool()
 
     def _offsets(self, positions: Tensor | None, slots: int, device: torch.device) -> Tensor:
         """Return [B, D]: position minus slot of the next token, from its positions [B or 1, 1] or [D, B or 1, 1]."""
-        if positions is None:  # the model counts its slots
+        if positions is None:  # the position of a token equals its slot
             return torch.zeros(len(self._ids), 1, dtype=torch.int64, device=device)
         last = positions[..., -1].to(device).reshape(-1, positions.shape[-2])  # [D, B or 1]
         offsets: Tensor = (last - slots).expand(-1, len(self._ids)).T
         return offsets
 
     def _draft_prompt(self, row: int, hidden: Tensor, states: Tensor | None) -> tuple[list[int], Tensor | None]:
-        """Return the token ids that a drafter reads, those that are not masked, and the target's states for them."""
+        """Return the unmasked token ids for the drafter and the hidden states of the target for these tokens."""
         ids = self._ids[row]
         if states is not None:
             ids = ids[-min(len(ids), states.shape[1]) :]
         visible = torch.ones(len(ids), dtype=torch.bool, device=hidden.device)
         masked = hidden[-len(ids) :]
         visible[len(ids) - len(masked) :] = ~masked
-        visible[-1] = True  # the next token is drawn from it, masked or not
+        visible[-1] = True  # the next token is sampled from its logits, masked or not
         row_states = None if states is None else states[row, -len(ids) :][visible]
         return ids[visible.to(ids.device)].tolist(), row_states
 
 
 def copy_cache(cache: Any) -> DynamicCache:
-    """Return a copy of a cache. It shares the tensors, which later calls replace instead of changing them.
+    """Return a shallow copy of a cache. Later calls replace the shared tensors instead of modifying them.
 
     Raises:
-        InputError: the cache has layers that are changed in place.
+        InputError: The cache has layers that are updated in place.
     """
     types = {type(layer) for layer in getattr(cache, "layers", [])}
     if type(cache) is not DynamicCache or not types <= {DynamicLayer, DynamicSlidingWindowLayer} or cache.offloading:
@@ -175,16 +175,16 @@ def copy_cache(cache: Any) -> DynamicCache:
             f"specstop_generate: past_key_values: expected a DynamicCache, got a {type(cache).__name__}; build the prefix "
             "with DynamicCache(config=model.config), or give the whole text as input_ids"
         )
-    copied = copy.copy(cache)
-    copied.layers = [copy.copy(layer) for layer in cache.layers]
-    return copied
+    clone = copy.copy(cache)
+    clone.layers = [copy.copy(layer) for layer in cache.layers]
+    return clone
 
 
 def _extra(inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of model inputs with a value that the loop does not pass."""
+    """Return the names of model inputs that are set and that the loop does not pass."""
     return [name for name, value in inputs.items() if name not in _LOOP_INPUTS and value is not None and value != {}]
 
 
 def _states_of(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the keys and values of a cache layer; None if it has no states of its own."""
+    """Return the keys and values of a cache layer; None if it is not initialized."""
     return (layer.keys, layer.values) if layer.is_initialized else None
