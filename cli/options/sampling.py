@@ -88,4 +88,5 @@ class Structure:
         except UnicodeDecodeError:
             raise InputError(f"{option}: expected text in UTF-8") from None
         except InputError as error:
-            raise InputError(f"{option}: {error.command_line}") from None
+            message = error.command_line.removeprefix("json-schema: ").removeprefix("grammar: ")
+            raise InputError(f"{option}: {message}") from None
