@@ -1,4 +1,4 @@
-"""Arguments that are lists: a text, a path or an object by itself is a list of one, and no text is read letter by letter."""
+"""Conversion and validation of list arguments. A single text, path or object becomes a list with one item."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .errors import InputError
 
 
 def check_token_ids(prompts: Any) -> None:
-    """Refuse texts in the place of token ids.
+    """Check that prompts are token ids instead of texts.
 
     Raises:
-        InputError: `prompts` is a text, or one of them is.
+        InputError: `prompts` is a text or contains a text.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise InputError(
-            "prompts: expected lists of token ids, not texts; `decode` takes texts, a tokenizer gives their ids"
+            "prompts: expected lists of token ids, not texts; call `decode` for texts, or encode them with a tokenizer"
         )
 
 
 def as_list(value: Any, *kinds: type) -> list[Any]:
-    """Return a list of what `value` holds; a text, a path, or an object of `kinds` by itself is a list of one."""
+    """Return the items of `value` as a list. A text, a path, or an object of `kinds` becomes a list with one item."""
     if isinstance(value, (str, bytes, os.PathLike, *kinds)) or not isinstance(value, Iterable):
         return [value]
     return list(value)

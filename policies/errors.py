@@ -1,10 +1,10 @@
-"""Exceptions and warnings that specstop raises on purpose.
+"""Exceptions and warnings of specstop.
 
-Every message says what was expected, what came and what to do, on one line: the command line prints it and exits with
-code 2. Each class is also the standard type that a caller would catch.
+Every message is one line that states the expected value, the actual value and a remedy. The command line prints the message
+and exits with code 2. Each class is also the standard type that a caller would catch.
 
-Messages are written with the options of the command line, such as `--max-new-tokens`, which no other word looks like. As a
-string an error or a warning names the parameters of Python in their place; `command_line` has the options.
+Messages are written with command line options such as `--max-new-tokens`, because these are easy to recognize. `str(error)`
+replaces the options with Python parameters; `error.command_line` contains the options.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ import re
 from collections.abc import Iterable
 
 _OPTION = re.compile(r"`[^`]*`|(?<![\w'/-])--(no-(?!repeat-))?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
-"""An option of the command line. Commands in backticks, quoted values and parts of paths stay as they are."""
+"""A command line option. Commands in backticks, quoted values and parts of paths are not changed."""
 
 _PARAMETERS = {"for": "host", "param": "params", "stop": "stops"}
-"""Parameters that are not called as their options are."""
+"""Parameter names that differ from the option names."""
 
 
 def with_parameters(text: str) -> str:
-    """Return a message with the parameters of Python in the place of the options of the command line."""
+    """Return a message with command line options replaced by Python parameters."""
 
-    subject = text.find(": ") if text.startswith("--") else 0  # what the message is about needs no quotes
+    prefix_end = text.find(": ") if text.startswith("--") else 0  # parameters in the prefix have no backticks
 
-    def parameter(found: re.Match[str]) -> str:
-        negated, option = found.groups()
+    def replace(match: re.Match[str]) -> str:
+        negated, option = match.groups()
         if option is None:
-            return found[0]
+            return match[0]
         name = _PARAMETERS.get(option, option.replace("-", "_")) + ("=False" if negated else "")
-        return name if found.start() < subject else f"`{name}`"
+        return name if match.start() < prefix_end else f"`{name}`"
 
-    return _OPTION.sub(parameter, text)
+    return _OPTION.sub(replace, text)
 
 
 class _Message(Exception):
-    """A message for Python and for the command line."""
+    """Message with a form for Python and a form for the command line."""
 
     @property
     def command_line(self) -> str:
-        """The message with the options of the command line."""
+        """The message with command line options."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -48,11 +48,11 @@ class _Message(Exception):
 
 
 class SpecstopError(_Message):
-    """Base of every error that a user can mend."""
+    """Base class of errors that a user can correct."""
 
 
 class InputError(SpecstopError, ValueError):
-    """A file, folder, option or prompt is not what a command needs."""
+    """A file, folder, option or prompt is invalid."""
 
 
 class PairError(SpecstopError, ValueError):
@@ -64,10 +64,10 @@ class PolicyError(SpecstopError, ValueError):
 
 
 class PolicyFailure(PolicyError, TypeError):
-    """A policy raised an error while it was loaded or asked, or its answer breaks the contract.
+    """A policy raised an error while it was loaded or called, or its return value violates the contract.
 
     Attributes:
-        file, line: where the error was raised, or of the method whose answer breaks the contract; "" and 0 if unknown.
+        file, line: location of the error, or of the method with the invalid return value; "" and 0 if unknown.
     """
 
     file: str = ""
@@ -75,14 +75,14 @@ class PolicyFailure(PolicyError, TypeError):
 
 
 class TraceError(SpecstopError, ValueError):
-    """A trace or a shard of it cannot be read, or does not fit what is asked of it."""
+    """A trace or one of its shards cannot be read, or is not suitable for the requested operation."""
 
 
 class SpecstopWarning(_Message, UserWarning):
-    """Something works, but not as the user may think."""
+    """An operation succeeds, but may behave differently from what the user expects."""
 
 
 def close_match(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the known name nearest to `name`, or an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    """Return `` (did you mean 'x'?)`` for the valid name closest to `name`, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

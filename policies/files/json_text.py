@@ -1,4 +1,4 @@
-"""JSON without duplicate keys, of which one parser takes the first and another the last."""
+"""JSON parsing that rejects duplicate keys, because parsers disagree about which of the values is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import InputError
 
 
 def strict_loads(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parse JSON as `json.loads` does, but refuse an object that has a key twice.
+    """Parse JSON with `json.loads`, but reject objects with duplicate keys.
 
     Raises:
         ValueError: the text is not JSON, or a key occurs twice; the message names the key.
@@ -20,7 +20,15 @@ def strict_loads(text: str | bytes, parse_constant: Callable[[str], Any] | None 
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Read a JSON file; a missing or broken one, or one with duplicate keys, is an `InputError` that names it as `what`."""
+    """Read a JSON file.
+
+    Args:
+        path: path of the file.
+        what: description of the file for messages.
+
+    Raises:
+        InputError: the file does not exist, is not valid JSON, or has duplicate keys.
+    """
     try:
         return strict_loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,15 +1,15 @@
-"""What is text: anything but half a surrogate pair, which JSON and command lines can carry but no file can hold."""
+"""Text validation and escaping. JSON and command lines can contain lone surrogates, which UTF-8 files cannot store."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-HALF = "half a surrogate pair, which is no text"
+HALF = "half a surrogate pair, which is not valid text"
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value, in the words that stand for it, can be written as UTF-8; containers with all that they hold."""
+    """Return whether the string form of a value, or of all items of a list or tuple, can be encoded as UTF-8."""
     if isinstance(value, (list, tuple)):
         return all(map(is_text, value))
     try:
@@ -20,19 +20,19 @@ def is_text(value: Any) -> bool:
 
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-"""Control characters but tab and newline, and those that reverse the direction of text: a terminal acts on them."""
+"""Control characters except tab and newline, and bidirectional controls. Terminals interpret them."""
 
 
 def printable(text: str) -> str:
-    r"""Return text with its control characters written as escapes, such as `\x1b`; tabs and newlines stay."""
+    r"""Return text with control characters escaped, such as `\x1b`. Tabs and newlines are not escaped."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def markdown(text: str, special: str = "<") -> str:
-    """Return text for a Markdown file in which neither HTML nor a link begins, and no control character is left.
+    """Escape text for a Markdown file, so that it contains no HTML, links or control characters.
 
     Args:
-        text: may hold ids and names of any origin.
+        text: untrusted text, such as ids and names.
         special: characters to escape.
     """
     escaped = "".join("\\" + c if c in special else c for c in printable(text))
@@ -40,5 +40,5 @@ def markdown(text: str, special: str = "<") -> str:
 
 
 def markdown_cell(text: str, special: str = "<|") -> str:
-    """Return text for a cell of a Markdown table: one line; see `markdown`."""
+    """Escape text for a cell of a Markdown table, on one line; see `markdown`."""
     return markdown(" ".join(text.split()), special)

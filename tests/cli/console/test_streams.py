@@ -129,7 +129,7 @@ def test_half_a_surrogate_pair_in_a_prompt_is_one_line(field: str, tmp_path: Pat
         answer = cli(*command, *models, "--prompts", tmp_path / "prompts.jsonl")
         assert (answer.code, answer.err.count("\n")) == (2, 1)
         name = "group" if field == "category" else field
-        assert f"prompts.jsonl, line 2: the {name} has half a surrogate pair, which is no text" in answer.err
+        assert f"prompts.jsonl, line 2: the {name} has half a surrogate pair, which is not valid text" in answer.err
         assert not (tmp_path / "out").exists()
 
 
