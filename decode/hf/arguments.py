@@ -95,12 +95,12 @@ READ = _names(
 """Model inputs that are supported in the prefill."""
 
 
-def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None:
+def check_config(config: GenerationConfig, model_config: GenerationConfig | None) -> None:
     """Raise an error for fields of a generation config that the loop does not support.
 
     Args:
         config: Generation config of the call, completed by `generate`.
-        own: Generation config of the model.
+        model_config: Generation config of the model.
 
     Raises:
         InputError: An unsupported or unknown field does not have its default value.
@@ -113,11 +113,11 @@ def check_config(config: GenerationConfig, own: GenerationConfig | None) -> None
         if value is None or any(_is(value, other) for other in (*_ALLOWED.get(name, ()), defaults.get(name, False))):
             continue
         reason = REFUSED.get(name)
-        # Other entries of generation_config.json are for custom code. transformers does not read them.
+        # Entries of generation_config.json that are not fields are for custom code. transformers does not read them.
         if (
             reason is None
             and (name in REFUSED_OF_THE_CALL or name not in fields)
-            and _is(value, getattr(own, name, None))
+            and _is(value, getattr(model_config, name, None))
         ):
             continue
         reason = reason or REFUSED_OF_THE_CALL.get(
