@@ -75,14 +75,14 @@ class Prefill:
         if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
             return None
         count, device = ids.shape[1], ids.device
-        seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().to(device)
-        padding = count - seen.sum(1)  # [B]
+        visible = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().to(device)
+        padding = count - visible.sum(1)  # [B]
         expected = torch.arange(count, device=device) - padding[:, None]  # [B, n] positions
-        if not torch.equal(expected >= 0, seen) or bool((padding == count).any()):
+        if not torch.equal(expected >= 0, visible) or bool((padding == count).any()):
             return None
         if positions is None and masked and bool(padding.any()):
             return None
-        if positions is not None and bool(((positions.to(device) != expected) & seen).any()):
+        if positions is not None and bool(((positions.to(device) != expected) & visible).any()):
             return None
         return list(map(int, padding))
 
