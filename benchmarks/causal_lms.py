@@ -1,4 +1,4 @@
-"""Every causal language model class of the installed transformers, built small: for `architectures.py`."""
+"""Small random models of all causal language model classes of the installed transformers, for `architectures.py`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 VOCABULARY = 96
 LARGEST = 30_000_000
-"""Weights of a model that counts as small."""
+"""Maximum number of weights of a small model."""
 
 SECONDS = 60
-"""That a class may take."""
+"""Time limit for building a model, and for each decoding method."""
 
 PROMPTS = ([5, 9, 17, 33, 3, 8, 60], [50, 51, 52], [7, 41, 9, 33, 12])
 NEW = 12
@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
     "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
     "global_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8,
 }  # fmt: skip
-"""Values of configuration fields, of those that a class has."""
+"""Values of configuration fields; fields that a class does not have are skipped."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -62,7 +62,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "roberta": {"is_decoder": True},
     "phi3": {"original_max_position_embeddings": 256},
 }
-"""Further values by model type."""
+"""Additional values by model type."""
 
 ATTEMPTS: tuple[dict[str, Any], ...] = (
     {},
@@ -75,14 +75,14 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"layer_types": ["sliding_attention", "full_attention"]},
     {"vision_config": None, "audio_config": None},
 )
-"""Further values for classes that `SMALL` alone does not fit, tried in turn."""
+"""Additional values for classes that cannot be built with `SMALL`, tried in order."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon alibi": ("falcon", {"alibi": True}),
     "roberta encoder": ("roberta", {"is_decoder": False}),
     "mistral without a window": ("mistral", {"sliding_window": None}),
 }
-"""Types that are built in a second way: the type and its fields."""
+"""Additional configurations of a model type: the type and its fields by name of the variant."""
 
 QUICK = (
     "llama",
@@ -102,13 +102,13 @@ QUICK = (
 
 @dataclass
 class Row:
-    """What became of one class.
+    """Results of one class.
 
     Attributes:
-        name: model type, or variant.
-        cls: the class.
-        cells: outcome by method: equal, wrong, refused or an exception.
-        note: why it was refused or not built.
+        name: model type or variant.
+        cls: name of the class.
+        cells: result by method: "equal", "wrong", "refused" or the name of an exception.
+        note: reason if the class was refused or not built.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Row:
 
     @property
     def faults(self) -> int:
-        """Texts that are wrong, and exceptions that are no refusals."""
+        """Number of methods with a wrong text or an unexpected exception."""
         return sum(cell not in ("equal", "refused") for cell in self.cells.values())
 
 
@@ -128,15 +128,18 @@ def names() -> list[str]:
 
 
 def build_class(name: str, attempt: dict[str, Any]) -> PreTrainedModel:
-    """Return a small random model of a type, in float64 and evaluation mode; of its own defaults for decoding it has none.
+    """Return a small random model in float64 and evaluation mode, without the generation defaults of its class.
 
     Args:
-        name: of `names()`.
-        attempt: of `ATTEMPTS`.
+        name: an entry of `names()`.
+        attempt: an entry of `ATTEMPTS`.
+
+    Raises:
+        ValueError: the model has more than `LARGEST` weights.
     """
-    kind, more = VARIANTS.get(name, (name, {}))
+    kind, fields = VARIANTS.get(name, (name, {}))
     config_class = CONFIG_MAPPING[kind]
-    values = {**attempt, **OVERRIDES.get(kind, {}), **more}
+    values = {**attempt, **OVERRIDES.get(kind, {}), **fields}
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(shrunk(config_class, values)).parameters())
     if size > LARGEST:
@@ -148,36 +151,36 @@ def build_class(name: str, attempt: dict[str, Any]) -> PreTrainedModel:
 
 
 def shrunk(config_class: Any, more: dict[str, Any]) -> Any:
-    """Return a configuration of a class with the values of `SMALL`, in its parts as well."""
+    """Return a configuration with the values of `SMALL` and `more`, also in its sub-configurations."""
     default = config_class()
-    fixed = {key for key in SMALL if isinstance(getattr(config_class, key, None), property)}
-    known = {*default.to_dict(), *default.attribute_map}
-    values = {key: value for key, value in {**SMALL, **more}.items() if key not in fixed and key in known}
-    for name, part in vars(default).items():
-        if hasattr(part, "to_dict") and name not in values:
-            values[name] = shrunk(type(part), more).to_dict()
+    properties = {key for key in SMALL if isinstance(getattr(config_class, key, None), property)}
+    fields = {*default.to_dict(), *default.attribute_map}
+    values = {key: value for key, value in {**SMALL, **more}.items() if key not in properties and key in fields}
+    for name, sub_config in vars(default).items():
+        if hasattr(sub_config, "to_dict") and name not in values:
+            values[name] = shrunk(type(sub_config), more).to_dict()
     return config_class(**values)
 
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Raise `TimeoutError` after so many seconds."""
+    """Raise `TimeoutError` if the block takes longer than `seconds`."""
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"more than {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    previous_handler = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 @torch.inference_mode()
 def expected_texts(model: PreTrainedModel) -> list[list[int]]:
-    """Return what the model's own `generate` adds to each prompt."""
+    """Return the new tokens of the model's `generate` method for each prompt."""
     library: Any = model
     texts = []
     for prompt in PROMPTS:
@@ -188,15 +191,15 @@ def expected_texts(model: PreTrainedModel) -> list[list[int]]:
 
 
 METHODS = {"alone": (0, None, 1), "side by side": (0, None, 3), "chain": (3, None, 3), "tree": (2, "2,2", 1)}
-"""Draft length, tree and batch of each method of decoding."""
+"""Draft length, tree and batch size of each decoding method."""
 
 
 def sweep_class(name: str, noisy: Callable[[PreTrainedModel], PreTrainedModel]) -> Row:
-    """Decode with one class by every method and compare with its `generate`.
+    """Decode with one class and each method, and compare the texts with those of its `generate` method.
 
     Args:
-        name: of `names()`.
-        noisy: makes the draft of the target.
+        name: an entry of `names()`.
+        noisy: function that returns the draft model for a target.
     """
     kind = VARIANTS.get(name, (name,))[0]
     row = Row(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
@@ -209,11 +212,11 @@ def sweep_class(name: str, noisy: Callable[[PreTrainedModel], PreTrainedModel]) 
                     model = build_class(name, attempt)
                     try:
                         expected = expected_texts(model)
-                    except (RuntimeError, TypeError, ValueError):  # some compute in float32 whatever their weights are
+                    except (RuntimeError, TypeError, ValueError):  # some classes always compute in float32
                         model = model.float()
                         expected = expected_texts(model)
                 break
-            except Exception as error:  # a class may fail as it likes
+            except Exception as error:  # a class may raise any exception
                 row.note, model = row.note or f"not built: {type(error).__name__}: {first_line(error)}", None
         if model is None:
             return row
@@ -223,8 +226,9 @@ def sweep_class(name: str, noisy: Callable[[PreTrainedModel], PreTrainedModel]) 
                 with time_limit(SECONDS):
                     pair = join(model, noisy(model))
                     speculator = Speculator(pair, FixedLength(depth), Settings(0.0, NEW, tree=tree), batch=batch)
-                    made = [list(one.tokens) for one in speculator.run([Request(prompt) for prompt in PROMPTS])]
-                row.cells[method] = "equal" if made == expected else "wrong"
+                    results = speculator.run([Request(prompt) for prompt in PROMPTS])
+                texts = [list(result.tokens) for result in results]
+                row.cells[method] = "equal" if texts == expected else "wrong"
             except (PairError, InputError) as error:
                 row.cells[method], row.note = "refused", first_line(error)
             except Exception as error:
@@ -233,5 +237,5 @@ def sweep_class(name: str, noisy: Callable[[PreTrainedModel], PreTrainedModel]) 
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, shortened."""
+    """Return the first line of an error message, at most 200 characters."""
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]

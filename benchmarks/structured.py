@@ -1,13 +1,13 @@
-"""Structured output: texts of random JSON schemas, valid and equal to plain constrained decoding, whatever is drafted.
+"""Structured output: validity of texts for random JSON schemas, and equality to plain constrained decoding.
 
     python benchmarks/structured.py --check
     python benchmarks/structured.py --quick
 
-Each schema has a prompt, which is decoded plainly and with each drafter, greedy and at temperature 0.7, as a chain and as a
-tree under `match` verification, whose text is that of plain decoding, and as a chain under `block` where it samples. The
-grammar libraries that are installed take turns, schema by schema. A text is valid if the checker below, which knows nothing
-of grammars, finds that it obeys its schema. Without `--pair` the shipped pair is used. The last line printed is one JSON
-object; with `--check` the exit code is 1 where a bar falls short.
+Each schema has one prompt. It is decoded with plain decoding and with each drafter, greedy and at temperature 0.7. The
+drafters use a chain and a tree with `match` verification, which must give the text of plain decoding, and, when sampling with
+the draft model, a chain with `block` verification. The installed grammar libraries alternate between schemas. The validity of
+a text is tested by a schema checker that does not depend on the grammar libraries. Without `--pair` the shipped pair is used.
+The last line of the output is a JSON object. With `--check` the exit code is 1 if a bar is not met.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
 def compared(
     pair: Pair, prompt: list[int], number: int, schema: dict[str, Any], backend: str, counts: Counter[str]
 ) -> None:
-    """Decode one prompt under a schema with each drafter and mode, and count texts that differ or are invalid."""
+    """Decode one prompt with a schema, each drafter and each mode, and count different and invalid texts."""
     assert pair.tokenizer is not None
     shaping = Shaping(processors=(Grammar.from_json_schema(schema, pair.tokenizer, backend),))
     request = Request(prompt, stream_key(number, "structured"))
@@ -84,7 +84,7 @@ def compared(
         plain = plain_texts(pair, [prompt], [request.key], NEW, temperature, shaping=shaping).tokens[0]
         count_validity(pair, plain, schema, counts)
         for drafter in DRAFTERS:
-            drafting = with_drafter(pair, drafter)
+            drafter_pair = with_drafter(pair, drafter)
             modes = [
                 ("match", None),
                 ("match", TREE),
@@ -92,36 +92,36 @@ def compared(
             ]
             for mode, tree in modes:
                 settings = Settings(temperature, NEW, verification=mode, tree=tree, shaping=shaping)
-                made = Speculator(drafting, FixedLength(DEPTH), settings).run([request])[0]
-                count_validity(pair, list(made.tokens), schema, counts)
+                result = Speculator(drafter_pair, FixedLength(DEPTH), settings).run([request])[0]
+                count_validity(pair, list(result.tokens), schema, counts)
                 if mode == "match":
-                    counts["sampled other" if temperature else "greedy other"] += list(made.tokens) != plain
+                    counts["sampled other" if temperature else "greedy other"] += list(result.tokens) != plain
                 if drafter == "model":
-                    counts["drafted"] += sum(one.verified for one in made.rounds)
-                    counts["accepted"] += sum(one.accepted for one in made.rounds)
+                    counts["drafted"] += sum(step.verified for step in result.rounds)
+                    counts["accepted"] += sum(step.accepted for step in result.rounds)
 
 
 def own_processor(pair: Pair, prompt: list[int], schema: dict[str, Any], counts: Counter[str]) -> None:
-    """Give xgrammar's own processor to `generate` with and without this loop, and count texts that differ."""
+    """Call `generate` with xgrammar's logits processor, with and without `specstop_generate`, and count different texts."""
     import xgrammar
 
     info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=pair.vocabulary)
     compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_json_schema(json.dumps(schema))
     ids, target = torch.tensor([prompt]), pair.target
-    fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 60}
-    ours = {"custom_generate": specstop_generate, "draft_model": pair.draft, "policy": f"fixed:{DEPTH}"}
+    common: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 60}
+    speculative = {"custom_generate": specstop_generate, "draft_model": pair.draft, "policy": f"fixed:{DEPTH}"}
     texts = [
-        target.generate(ids, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(compiled)], **fixed, **more)[
+        target.generate(ids, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(compiled)], **common, **extra)[
             0
         ].tolist()
-        for more in ({}, ours, {**ours, "tree": TREE})
+        for extra in ({}, speculative, {**speculative, "tree": TREE})
     ]
     counts["texts"] += len(texts)
     counts["own processor other"] += sum(text != texts[0] for text in texts)
 
 
 def count_validity(pair: Pair, tokens: list[int], schema: dict[str, Any], counts: Counter[str]) -> None:
-    """Count a text, and whether it is not JSON that obeys its schema."""
+    """Count a text, and count it as invalid if it is not JSON that matches the schema."""
     counts["texts"] += 1
     text = pair.tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[union-attr]
     try:
@@ -134,7 +134,7 @@ def count_validity(pair: Pair, tokens: list[int], schema: dict[str, Any], counts
 
 
 def random_object(chance: random.Random, depth: int) -> dict[str, Any]:
-    """Return a schema of an object of bounded size, whose properties hold objects and arrays up to a depth."""
+    """Return a random schema of an object with bounded size; objects and arrays are nested up to `depth` levels."""
     names = chance.sample(
         ["name", "age", "items", "ok", "id", "x", "type", "a b", "ключ", "value"], chance.randint(1, 4)
     )
@@ -147,7 +147,7 @@ def random_object(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def random_value(chance: random.Random, depth: int) -> dict[str, Any]:
-    """Return a schema of any kind."""
+    """Return a random schema of a value."""
     kinds = ["string", "integer", "boolean", "null", "enum", *(["object", "array"] if depth else [])]
     kind = chance.choice(kinds)
     if kind == "object":
@@ -168,16 +168,16 @@ def random_value(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def obeys(value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a value obeys a schema of `random_value`."""
+    """Return whether a value matches a schema of `random_value`."""
     if "enum" in schema:
-        return any(type(value) is type(one) and value == one for one in schema["enum"])
+        return any(type(value) is type(option) and value == option for option in schema["enum"])
     kind = schema["type"]
     if kind == "object":
-        known = schema["properties"]
+        properties = schema["properties"]
         return (
             isinstance(value, dict)
-            and set(schema["required"]) <= set(value) <= set(known)
-            and all(obeys(inner, known[name]) for name, inner in value.items())
+            and set(schema["required"]) <= set(value) <= set(properties)
+            and all(obeys(inner, properties[name]) for name, inner in value.items())
         )
     if kind == "array":
         sized = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
