@@ -115,11 +115,11 @@ def model_defaults(config: GenerationConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
     neutral = {**APPLIED, **REFUSED, **LEFT_OUT}
-    known = vars(GenerationConfig())
+    valid = vars(GenerationConfig())
     fields = {
         name: as_json(value)
         for name, value in vars(config).items()
-        if name in known and name not in INERT and not name.startswith("_") and not is_neutral(value, neutral.get(name))
+        if name in valid and name not in INERT and not name.startswith("_") and not is_neutral(value, neutral.get(name))
     }
     if fields.get("min_new_tokens") is not None:
         fields.pop("min_length", None)  # same precedence as in `generate`

@@ -89,7 +89,7 @@ def processor_name(processor: LogitsProcessor) -> str:
 
 
 class Stepwise(PerText):
-    """Wrapper for a processor whose state depends only on the tokens. Copies are called step by step along each prefix.
+    """Wrapper for a processor with state that depends only on the tokens. Calls copies step by step along each prefix.
 
     Args:
         processor: in its initial state. Only copies of it are called.
@@ -235,7 +235,7 @@ def check_processor(
 
     Processors that are not listed in `STATELESS` are tested on copies. A processor that behaves as a function of
     (input_ids, scores) is wrapped in `Watched`, because a token that the test does not contain may start its state. A
-    processor whose state depends only on the tokens is wrapped in `Stepwise`.
+    processor with state that depends only on the tokens is wrapped in `Stepwise`.
 
     Args:
         processor: the user's processor; it is not modified.
