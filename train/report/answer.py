@@ -20,6 +20,7 @@ from .records import (
     MOST_OF_TOKENS,
     NOISY,
     REFUSE,
+    ROUNDING,
     TOO_FEW,
     TUNED,
     Answer,
@@ -27,8 +28,6 @@ from .records import (
 )  # fmt: skip
 
 LEVEL_TEXT = f"{LEVEL:.0%} interval"
-
-ROUNDING = 1e-9
 
 SPREAD = 10.0
 """Slowest over fastest timing of the same call from which on the profile of a noisy machine is not believed."""

@@ -19,6 +19,7 @@ from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound
 from ..replay.traces.arrays import TraceArrays
 from .clusters import Clusters
+from .records import ROUNDING
 
 TAIL = 0.95
 
@@ -160,7 +161,9 @@ class _Table:
         """Return the figures of one line; a bound has no latencies."""
         speed, made = self._speeds[at], self._made[at]
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = (speed - self._best) / (self._speeds[-1] - self._best)  # 0 / 0 where bound and best are one
+            # 0 if the best fixed length is the bound, up to rounding: the gain of the oracle is 0.
+            has_gain = self._speeds[-1] > self._best * (1.0 + ROUNDING)
+            share = np.where(has_gain, (speed - self._best) / (self._speeds[-1] - self._best), 0.0)
         is_policy = 0 < at <= self._count
         to_best = self.to_best[at - 1] if is_policy else self.boot.interval(speed / self._best)
         to_plain = self.to_plain[at - 1] if is_policy else self.boot.interval(speed / self._plain)

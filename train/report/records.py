@@ -19,6 +19,9 @@ HF_DEFAULT, TUNED = "Hugging Face default", "confidence, tuned"
 """Rules that every report has for comparison."""
 
 
+ROUNDING = 1e-9
+"""Relative difference of two speeds that rounding explains."""
+
 MOST_OF_TOKENS = 1 / 3
 """Share of all tokens in one cluster from which on the others count too little for a verdict (`benchmarks/intervals.py`)."""
 

@@ -17,7 +17,7 @@ from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays
 from .insight import Entry
 from .pricing import Draws, Priced, Vary
-from .records import Line, verdict
+from .records import ROUNDING, Line, verdict
 
 if TYPE_CHECKING:
     from ..fit.continuation.values import Achievable
@@ -136,8 +136,8 @@ class Comparison:
         best, gap = self.speeds.best, np.zeros_like(rate)
         if self.ceiling is not None:
             with np.errstate(invalid="ignore", divide="ignore"):
-                # 0 if the best fixed length is the bound: there is no gain to have a share of.
-                gap = np.where(self.ceiling > best, (rate - best) / (self.ceiling - best), 0.0)
+                # 0 if the best fixed length is the bound, up to rounding: the gain of the oracle is 0.
+                gap = np.where(self.ceiling > best * (1.0 + ROUNDING), (rate - best) / (self.ceiling - best), 0.0)
         to_plain = self._to_plain.get(name) or self._boot.interval(rate / self.speeds.plain)
         to_best = self._to_best.get(name) or self._boot.interval(rate / best)
         numbers = counts or (0.0, 0.0, 0.0, 0.0)

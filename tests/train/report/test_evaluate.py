@@ -141,7 +141,10 @@ def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_pr
     """The replicates are paired: a fixed length that is best in all of them has no spread against itself."""
     table = dataclasses.replace(full_profile.low, draft_s=(1.0, 1.0))
     costly = dataclasses.replace(full_profile, low=table, high=table)
-    report = evaluate(sides[1], costly, [FixedLength(0)])
+    report = evaluate(sides[1], costly, [FixedLength(0), FixedLength(1)])
+    for line in report.lines:
+        if line.name != "oracle bound":
+            assert line.oracle_share == Ratio(0.0, 0.0, 0.0), "the oracle gains nothing, of which no line has a share"
     for ratio in (report.line("fixed:0").to_plain, report.line("fixed:0").to_best_fixed):
         assert ratio == Ratio(1.0, 1.0, 1.0)
     line, best = report.line("fixed:0"), report.line("best fixed")

@@ -55,7 +55,7 @@ class Design:
     def __init__(self, names: Sequence[str], rows: FitRows, buckets: int = BUCKETS) -> None:
         self.ids = [at for at, name in enumerate(names) if name in TOKEN_FEATURES]
         if not self.ids:
-            raise InputError(f"--features: the tokens head needs one of {', '.join(TOKEN_FEATURES)}")
+            raise InputError(f"--feature: the tokens head needs one of {', '.join(TOKEN_FEATURES)}")
         self.names = tuple(names)
         self.scalars = [at for at in range(len(names)) if at not in self.ids]
         self.basis = fit_basis(_only(rows, self.scalars), [names[at] for at in self.scalars])
