@@ -121,7 +121,7 @@ def specstop_generate(
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
     mask_length = getattr(generation_config, "_mask_length", -1)
     prefill = Prefill(speculator.target.model, input_ids, model_kwargs, mask_length)
-    padding = prefill.left_padding(pair.readings[0].masked)
+    padding = prefill.left_padding(pair.readings[0].padded)
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator

@@ -59,12 +59,11 @@ class Prefill:
         # If the mask has the same length, the ids are the whole text. If it is longer, the ids follow the cached tokens.
         return count - self._cached if count == (mask_length if mask is None else mask.shape[1]) else None
 
-    def left_padding(self, masked: bool = True) -> list[int] | None:
+    def left_padding(self, padded: bool = True) -> list[int] | None:
         """Return the left padding of each row, or None if the prompt is not token ids at positions from 0 after left padding.
 
         Args:
-            masked: Whether the model supports masks of the loop (`Reading`). Without position ids from `generate`, such a
-                model counts slots, including padding (BART). Others use their attention mask or distances (Bloom, MPT).
+            padded: Whether padding has no effect on the logits of the target (`Reading`).
         """
         inputs, ids = self.inputs, self._ids
         input_ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -80,7 +79,7 @@ class Prefill:
         expected = torch.arange(count, device=device) - padding[:, None]  # [B, n] positions
         if not torch.equal(expected >= 0, visible) or bool((padding == count).any()):
             return None
-        if positions is None and masked and bool(padding.any()):
+        if not padded and bool(padding.any()):
             return None
         if positions is not None and bool(((positions.to(device) != expected) & visible).any()):
             return None

@@ -24,11 +24,13 @@ class Reading:
         masked: Calls with masks [B, 1, n, slots] of the loop. If False, only chains, with the mask that the model computes.
         tree: Several candidates of the same depth in one call.
         side_by_side: Several texts in one call. If False, the texts of a batch are read one after the other.
+        padded: Masked padding on the left has no effect on the logits. If False, the model reads such prompts by itself.
     """
 
     masked: bool = True
     tree: bool = True
     side_by_side: bool = True
+    padded: bool = True
 
 
 READS_ALL = Reading()

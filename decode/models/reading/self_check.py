@@ -134,6 +134,7 @@ class _Texts:
         rows: [n, V] logits of each text.
         drift: Difference of the last logits of the prompt between the prompt alone and the whole text.
         tolerance: Largest difference that counts as rounding.
+        pads: Whether masked padding on the left leaves the last logits as they are.
     """
 
     first: Tensor
@@ -142,6 +143,7 @@ class _Texts:
     rows: tuple[Tensor, Tensor]
     drift: float
     tolerance: float
+    pads: bool
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Texts | None:
@@ -164,7 +166,10 @@ class _Texts:
             return None  # decoding reports a broken model
         drift = _gap(plain_logits(model, first[:, :prefix])[-1:], rows[0][prefix - 1 : prefix])
         base = ROUNDING.get(model.dtype, 0.2)
-        return cls(first, second, unlike, rows, drift, base)
+        padded = plain_logits(model, torch.cat([first[:, :2], second], 1), padding=2)[-1:]
+        # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
+        pads = not bool(padded.amax(-1).isfinite().all()) or _gap(padded, rows[1][-1:]) <= max(base, 3 * drift)
+        return cls(first, second, unlike, rows, drift, base, pads)
 
     def read(self, model: PreTrainedModel, reading: Reading) -> Reading:
         """Return the kinds of calls that give the expected logits.
@@ -178,7 +183,7 @@ class _Texts:
         cache = CachedModel(model, count + 4, self.rows[0].shape[-1], streams=2, reading=reading)
         self._chain(cache, count - _MORE)
         if not reading.masked:
-            return Reading(masked=False, tree=False, side_by_side=False)
+            return Reading(masked=False, tree=False, side_by_side=False, padded=self.pads)
         start = count - _MORE + 5
         results = []
         for method in (self._tree, self._batch):
@@ -187,7 +192,8 @@ class _Texts:
             except Exception:  # an unsupported call may raise any error
                 results.append(False)
             cache.roll_back(start)
-        return Reading(tree=results[0], side_by_side=results[1])
+        # Masks that do not separate texts may not hide padding in later calls either (GIT).
+        return Reading(tree=results[0], side_by_side=results[1], padded=self.pads and results[1])
 
     def _chain(self, cache: CachedModel, start: int) -> None:
         """Read the prompt, one token, three tokens of which two are rolled back, and then three more."""
@@ -258,11 +264,19 @@ def _special(config: dict[str, Any]) -> set[int]:
     return ids
 
 
-def plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the logits [n, V] of a text [1, n] with the inputs that `generate` prepares, without a cache."""
-    inputs: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False, "is_first_iteration": True}
+def plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tensor:
+    """Return the logits [n, V] of a text [1, n] with the inputs that `generate` prepares, without a cache.
+
+    Args:
+        model: The model.
+        ids: The tokens.
+        padding: Number of the first tokens that are masked.
+    """
+    mask = torch.ones_like(ids)
+    mask[:, :padding] = 0
+    inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": False, "is_first_iteration": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)
     library: Any = type(model)
     # Call the method of the class: PEFT replaces that of the instance to insert soft prompts, which the prefill handles.
     prepared = library.prepare_inputs_for_generation(model, ids, **inputs)

@@ -19,6 +19,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     GemmaConfig,
+    GitConfig,
+    GitForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -56,6 +58,16 @@ def gpt2() -> PreTrainedModel:
     config = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
     ends = {"eos_token_id": None, "bos_token_id": 1, "tie_word_embeddings": False}
     return GPT2LMHeadModel(GPT2Config(**config, **ends, initializer_range=0.4))
+
+
+def git() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = GitConfig(
+        vision_config={**vision, "image_size": 8, "patch_size": 4}, vocab_size=120, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=48, max_position_embeddings=64, initializer_range=0.4, bos_token_id=1,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return GitForCausalLM(config)
 
 
 def bart() -> PreTrainedModel:
@@ -120,6 +132,7 @@ BUILDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**TEXT)),
     "gpt2": gpt2,
     "bart": bart,
+    "git": git,
     "bloom": bloom,
     "mistral": lambda: MistralForCausalLM(MistralConfig(**TEXT, sliding_window=WINDOW)),
     "gemma3": gemma3,

@@ -158,6 +158,14 @@ def test_a_model_without_positions_is_padded_on_the_left_as_in_generate(kind: st
             assert torch.equal(ours(model, alone, DRAFTING[0]), model.generate(**alone, **OPTIONS))
 
 
+def test_a_model_that_reads_masked_padding_is_refused_by_name() -> None:
+    model = copy.deepcopy(prompts.model("git")).float()
+    with pytest.raises(InputError, match=r"attention_mask.*GitForCausalLM"):
+        ours(model, one_row(prompts.prompt("left", model), 0), DRAFTING[0])
+    whole = {"input_ids": prompts.ids(1, 11)}
+    assert torch.equal(ours(model, whole, DRAFTING[0]), model.generate(**whole, **OPTIONS))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_model_that_takes_no_mask_of_ours_goes_on_from_a_cache_alone(rows: int) -> None:
     model = prompts.model("bloom")
