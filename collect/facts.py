@@ -28,5 +28,5 @@ def facts(pair: Pair) -> dict[str, Any]:
 
 
 def _of_drafter(pair: Pair) -> dict[str, Any]:
-    told = {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
-    return {**told, "in turn": True} if drafts_in_turn(pair.drafter) else told
+    facts = {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
+    return {**facts, "in turn": True} if drafts_in_turn(pair.drafter) else facts

@@ -201,7 +201,7 @@ class ModelSource:
         """See `rounds.RoundSource`."""
         if (chooses := self._chooses) is None:
             return None
-        drafted = enumerate((found.drafted > 0).tolist())  # else nobody may have been asked
+        drafted = enumerate((found.drafted > 0).tolist())  # else no drafter may have been called
         return np.array([some and not chooses.reads(number) for number, some in drafted])
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:

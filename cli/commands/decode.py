@@ -67,7 +67,7 @@ def decode(
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
     from ...policies.latency.profile import Profile
 
-    costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
+    costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...collect.prompts.read import Prompt
     from ...decode.records import Tally
     from ...decode.run import decode as run
@@ -123,9 +123,9 @@ def decode(
     if cut:
         say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")
     if json:
-        told: dict[str, Any] = {"verification": describe(mode), "acceptance": tally.acceptance()}
-        told |= {} if grammar is None else {"incomplete": cut}
-        print_json({**tally.summary(), **told, "texts": [g.text for g in generations]})
+        details: dict[str, Any] = {"verification": describe(mode), "acceptance": tally.acceptance()}
+        details |= {} if grammar is None else {"incomplete": cut}
+        print_json({**tally.summary(), **details, "texts": [g.text for g in generations]})
         return
     results().write("\n" if kept else "")
     if not quiet:

@@ -229,7 +229,7 @@ def _of_row(shaping: Shaping, row: int) -> Shaping:
 
 @dataclasses.dataclass
 class _AllowedInRow:
-    """A `prefix_allowed_tokens_fn` that is told the row's number in the batch instead of the one it has alone."""
+    """A `prefix_allowed_tokens_fn` called with the number of the row in the batch instead of 0."""
 
     allowed: Callable[[int, Tensor], list[int]]
     row: int

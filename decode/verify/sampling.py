@@ -84,7 +84,7 @@ class Shaping:
 
     @staticmethod
     def of(facts: Mapping[str, Any]) -> Shaping:
-        """Return the shaping that `facts` tells of, without the defaults of a model.
+        """Return the shaping that `facts` describes, without the defaults of a model.
 
         Raises:
             InputError: an option is unknown or out of range, or there are further processors, of which names alone are known.
@@ -99,7 +99,7 @@ class Shaping:
         return Shaping(**own, others=others, model_defaults=False)
 
     def filled(self, defaults: Mapping[str, Any], max_new_tokens: int | None = None) -> Shaping:
-        """Return the shaping with the defaults of a model in the place of what is left to them; itself if nothing is.
+        """Return the shaping with unset fields replaced by the defaults of a model.
 
         Args:
             defaults: of `model_defaults`, or `facts` of a trace.

@@ -134,7 +134,7 @@ class _Texts:
         rows: [n, V] logits of each text.
         drift: Difference of the last logits of the prompt between the prompt alone and the whole text.
         tolerance: Largest difference that counts as rounding.
-        pads: Whether masked padding on the left leaves the last logits as they are.
+        padded: Whether masked padding on the left leaves the last logits as they are.
     """
 
     first: Tensor
@@ -143,7 +143,7 @@ class _Texts:
     rows: tuple[Tensor, Tensor]
     drift: float
     tolerance: float
-    pads: bool
+    padded: bool
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Texts | None:
@@ -166,10 +166,10 @@ class _Texts:
             return None  # decoding reports a broken model
         drift = _gap(plain_logits(model, first[:, :prefix])[-1:], rows[0][prefix - 1 : prefix])
         base = ROUNDING.get(model.dtype, 0.2)
-        padded = plain_logits(model, torch.cat([first[:, :2], second], 1), padding=2)[-1:]
+        last = plain_logits(model, torch.cat([first[:, :2], second], 1), padding=2)[-1:]
         # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
-        pads = not bool(padded.amax(-1).isfinite().all()) or _gap(padded, rows[1][-1:]) <= max(base, 3 * drift)
-        return cls(first, second, unlike, rows, drift, base, pads)
+        padded = not bool(last.amax(-1).isfinite().all()) or _gap(last, rows[1][-1:]) <= max(base, 3 * drift)
+        return cls(first, second, unlike, rows, drift, base, padded)
 
     def read(self, model: PreTrainedModel, reading: Reading) -> Reading:
         """Return the kinds of calls that give the expected logits.
@@ -183,7 +183,7 @@ class _Texts:
         cache = CachedModel(model, count + 4, self.rows[0].shape[-1], streams=2, reading=reading)
         self._chain(cache, count - _MORE)
         if not reading.masked:
-            return Reading(masked=False, tree=False, side_by_side=False, padded=self.pads)
+            return Reading(masked=False, tree=False, side_by_side=False, padded=self.padded)
         start = count - _MORE + 5
         results = []
         for method in (self._tree, self._batch):
@@ -193,7 +193,7 @@ class _Texts:
                 results.append(False)
             cache.roll_back(start)
         # Masks that do not separate texts may not hide padding in later calls either (GIT).
-        return Reading(tree=results[0], side_by_side=results[1], padded=self.pads and results[1])
+        return Reading(tree=results[0], side_by_side=results[1], padded=self.padded and results[1])
 
     def _chain(self, cache: CachedModel, start: int) -> None:
         """Read the prompt, one token, three tokens of which two are rolled back, and then three more."""
