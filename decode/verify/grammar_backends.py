@@ -97,7 +97,8 @@ class XGrammarMatcher:
     def mask(self) -> Array:
         """See `Matcher.mask`."""
         self._matcher.fill_next_token_bitmask(self._bits)
-        return self._bits[0].numpy().view(np.uint32) & self._words
+        allowed: Array = self._bits[0].numpy().view(np.uint32) & self._words
+        return allowed
 
 
 def is_installed(name: str) -> bool:
