@@ -20,9 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.outputs import RUN_FILE, staged_folder
-from ...policies.files.text import markdown_cell
+from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
 from ...policies.storage.safe_loading import (
     MOST_HEADER,
     MOST_TEXT,
@@ -33,6 +31,7 @@ from ...policies.storage.safe_loading import (
     parse_json,
     read_plain,
 )
+from ...policies.text import markdown_cell
 from ..models.cpu.products import can_pack
 from ..models.engine import pack
 from ..models.hidden import hidden_width

@@ -1,7 +1,7 @@
 """A policy as a folder for `generate(custom_generate=...)`: transformers loads its code, its code runs the exact policy.
 
 What is known of transformers 5.23: `custom_generate/generate.py` is copied into a cache and run there, with the modules that
-it imports from beside itself and no other file; so the policy's files travel in such a module, as text. Everything that
+it imports from staging_path itself and no other file; so the policy's files travel in such a module, as text. Everything that
 `generate` was called with arrives, `assistant_model` and `tokenizer` among it, nothing prepared; the code is run only with
 `trust_remote_code=True`, for a local folder too.
 """
@@ -19,8 +19,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import save_policy
@@ -78,13 +77,13 @@ def deploy_hf(
         The figures.
 
     Raises:
-        InputError: `out` is not empty, or as `claim_folder`; there is no such drafter, or it cannot be carried.
+        InputError: `out` is not empty, or as `prepare_output_dir`; there is no such drafter, or it cannot be carried.
         PolicyError: there is no such policy, or it is a plugin's, whose code is not carried.
     """
     chosen = settled or load_policy(policy)
     drafts = drafter_for(chosen, drafter)
     tell_untrained_on(chosen, drafts)
-    folder = claim_folder(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:
         raise PolicyError(

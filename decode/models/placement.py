@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.files.json_text import strict_loads
+from ...policies.text import strict_loads
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """How accelerate shares layers out by itself."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
-from ...policies.files.json_text import strict_loads
+from ...policies.text import strict_loads
 
 BACKENDS = ("llguidance", "xgrammar")
 """Supported backends, in the order of preference of `auto`."""

@@ -22,9 +22,7 @@ from safetensors import SafetensorError
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import feature
-from ..files.atomic import write_atomic, write_json
-from ..files.outputs import RUN_FILE, staged_folder
-from ..files.text import markdown_cell
+from ..files import RUN_FILE, staged_folder, write_atomic, write_json
 from ..heads.build import build_head
 from ..joint.survival import BatchPolicy, BatchStop
 from ..learned.calibration import Calibrator
@@ -36,6 +34,7 @@ from ..learned.tree_calibration import PathCalibrator
 from ..learned.trees import TreeGain
 from ..rules.chains import BatchRule, Continuation, build_rule
 from ..rules.trees import TreeRule
+from ..text import markdown_cell
 from .safe_loading import (
     MOST_DATA,
     MOST_TEXT,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PolicyError
-from ..files.atomic import MANIFEST
-from ..files.json_text import strict_loads
+from ..files import MANIFEST
+from ..text import strict_loads
 
 MOST_TEXT = 16 << 20
 MOST_DATA = 256 << 20

@@ -20,7 +20,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ....policies.errors import PairError
-from ....policies.files.json_text import strict_loads
+from ....policies.text import strict_loads
 from .adapters import ADAPTER, check_adapter
 
 _CONFIG = "config.json"

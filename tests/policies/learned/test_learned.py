@@ -15,7 +15,7 @@ from head_tensors import NAMES, TENSORS, features, knots
 from learned_policies import FACTS, learned
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.files.atomic import STAGE_PREFIX, sha256
+from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
