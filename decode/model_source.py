@@ -23,9 +23,9 @@ from .drafters.base import Chooses
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
+from .models.long_rope import readable
 from .models.packed import Part, TreeRows
 from .models.pair import Pair
-from .models.reading.modes import readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings

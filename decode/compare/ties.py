@@ -8,7 +8,7 @@ import torch
 
 from ..models.cache import CachedModel
 from ..models.pair import Pair
-from ..models.reading.self_check import ROUNDING
+from ..models.self_check import ROUNDING
 from ..records import Generation
 from ..settings import Settings
 from ..verify.sampling import Sampler
