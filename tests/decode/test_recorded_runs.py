@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import specstop.decode.benchmark as bench_module
 from conftest import build_draft, build_model
+from specstop.decode import Settings, Speculator, model_source
 from specstop.decode.benchmark import bench, run_alternating
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
