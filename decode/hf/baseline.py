@@ -127,7 +127,8 @@ class Assisted:
     @contextlib.contextmanager
     def _configured(self, draft: PreTrainedModel) -> Iterator[None]:
         """Configure the assistant for one text, and restore its configuration afterwards."""
-        setting, library = self._setting, candidate_generator
+        setting = self._setting
+        library: Any = candidate_generator
         # transformers fits the threshold again whenever scikit-learn is installed; it has no option to disable that.
         is_available = library.is_sklearn_available
         try:

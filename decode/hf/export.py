@@ -192,8 +192,8 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
         options.setdefault("text_streamer", streamer)
     _replace_stop_strings(options)
     # The method of the class: a model loaded from the same repository has an attribute `generate` that leads here.
-    decode: Any = type(model).generate
-    return decode(model, **{"drafter": drafter, **options}, custom_generate=specstop_generate)
+    cls: Any = type(model)
+    return cls.generate(model, **{"drafter": drafter, **options}, custom_generate=specstop_generate)
 
 
 def _local_folder(repository: str, revision: str | None) -> Path:
