@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ....decode.compare.intervals import Ratio
+from ....decode.benchmark import Ratio
 from ....policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ....policies.text import markdown, markdown_cell, printable
 from ..decision_costs import FILE as DECISIONS_FILE
