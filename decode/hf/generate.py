@@ -1,7 +1,7 @@
 """Speculative decoding in transformers: `target.generate(custom_generate=specstop_generate, ...)`.
 
-In transformers 5.23 `generate` does not pass `assistant_model`, `streamer` and `tokenizer` to a callable. They are replaced by
-`draft_model`, `text_streamer` and `stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
+In transformers 5.23 `generate` does not pass `assistant_model`, `streamer` and `tokenizer` to a callable. Use
+`draft_model`, `text_streamer` and `stopping_criteria=[StopStringCriteria(tokenizer, [...])]` instead.
 """
 
 from __future__ import annotations
