@@ -175,7 +175,7 @@ def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[
         )
     with configured(plain_pair, min_length=30):
         none = Settings(shaping=Shaping(min_new_tokens=0)).for_pair(plain_pair).shaping
-        assert none.facts == {}, "`generate` measures the shortest text by one of both"
+        assert none.to_dict() == {}, "`generate` measures the shortest text by one of both"
     with pytest.raises(InputError, match="temperature"):
         Shaping(others={"temperature": 0.7})
 
