@@ -33,6 +33,13 @@ def builtin_policies() -> list[str]:
     return sorted(BUILTINS)
 
 
+def silent() -> Any:
+    """Return the progress display that shows nothing."""
+    from specstop.policies.progress import silent as made
+
+    return made
+
+
 def replayed(arrays: Any, policy: Any, profile: Any) -> Any:
     """Return a policy replayed on the arrays of a trace, with the details of each round."""
     from specstop.train.replay.run import replay
@@ -176,22 +183,23 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
         return kind, NAMES, TENSORS[kind]()
 
     logistic, mlp = scalar("logistic"), scalar("mlp")
-    derived = Derived([0.1, 0.2, 0.3, 0.2, 0.25])
+    derived = Derived([0.04, 0.06, 0.08, 0.05, 0.07])
+    low = Derived([0.002, 0.003, 0.002, 0.001, 0.001])
     for kind in TENSORS:
-        save(f"{kind}-derived", scalar(kind), derived)
+        save(f"{kind}-derived", scalar(kind), low if kind == "resnet" else derived)
     kind, names, tensors = random_heads.RANDOM_HEADS["tokens"]
     save("tokens-derived", (kind, names, tensors), derived)
     save("mlp-survival", mlp, Threshold("survival", 0.2))
     save("mlp-step", mlp, Threshold("step", 0.35))
     save("mlp-any", mlp, AnyFork(0.4))
-    save("logistic-first2", logistic, Derived([0.1, 0.2, 0.3, 0.2, 0.25], first=2))
-    save("logistic-sizes", logistic, Derived([0.05, 0.1, 0.15, 0.1, 0.1], 1, ((2, None), (8, 2)), ((1, 1.0), (4, 1.6))))
+    save("logistic-first2", logistic, Derived([0.02, 0.02, 0.03, 0.05, 0.02], first=2))
+    save("logistic-sizes", logistic, Derived([0.02, 0.03, 0.04, 0.03, 0.03], 1, ((2, None), (8, 2)), ((1, 1.0), (4, 1.6))))
     chance = np.random.default_rng(12)
     tables = np.sort(chance.random((3, 5, 2, 4), dtype=np.float32), -1)
     tables[..., 0, 0], tables[..., 0, -1] = 0.0, 1.0
-    save("mlp-calibrated", mlp, Threshold("survival", 0.3), survival=SurvivalMaps(np.sort(tables, -1)))
+    save("mlp-calibrated", mlp, Threshold("survival", 0.08), survival=SurvivalMaps(np.sort(tables, -1)))
     save("resnet-draft", random_heads.resnet((), {"draft_hidden": draft}), Threshold("survival", 0.2))
-    save("resnet-both", random_heads.resnet(NAMES, {"draft_hidden": draft, "target_hidden": target}), derived)
+    save("resnet-both", random_heads.resnet(NAMES, {"draft_hidden": draft, "target_hidden": target}), low)
     save("specdec", random_heads.specdec(size=draft), Threshold("survival", 0.1))
     save("specdec-published", random_heads.specdec((0, 0, 0), draft), Threshold("survival", 0.1))
     save("dynasd-soft", ("dynasd-soft", (), random_heads.layers((draft, 6, 4, 1))), AnyFork(0.4))

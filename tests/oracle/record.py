@@ -35,6 +35,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from oracle_decisions import decisions  # noqa: E402
 from oracle_inputs import Inputs, build_inputs  # noqa: E402
+from oracle_offline import costs, export, hf, replay  # noqa: E402
 from oracle_texts import more_texts, seen, texts, trees  # noqa: E402
 
 
@@ -52,6 +53,10 @@ SECTIONS = {
     "texts": Section(texts),
     "more_texts": Section(more_texts),
     "seen": Section(seen, 1e-5, 5e-6),
+    "replay": Section(replay, 1e-5, 5e-6),
+    "costs": Section(costs, 1e-9, 1e-15),
+    "export": Section(export, 1e-9, 1e-15),
+    "hf": Section(hf),
 }
 
 MOST_SHOWN = 20
