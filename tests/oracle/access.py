@@ -1,8 +1,8 @@
 """All that the oracle imports from inside the packages: the one module to adapt when modules move.
 
-The recorder itself uses only what `specstop.decode`, `specstop.policies`, `specstop.collect` and `specstop.train` export. What
-is made by `make_policies` and `make_drafters` is written to folders; a check reads the folders of the baseline, and does not
-call these two functions.
+The other modules use only what `specstop.decode`, `specstop.policies`, `specstop.collect` and `specstop.train` export. What
+`make_policies` and `make_drafters` make is written to folders; a check reads the folders of the baseline, and does not call
+these two functions.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def silent() -> Any:
     from specstop.policies.progress import silent as made
 
     return made
+
+
+def request(prompt: Sequence[int], key: int) -> Any:
+    """Return a prompt with the key of its stream, as `Speculator.run` takes it."""
+    from specstop.decode.loop import Request
+
+    return Request(prompt, key)
 
 
 def replayed(arrays: Any, policy: Any, profile: Any) -> Any:
@@ -171,7 +178,9 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from trees import FREE, make_tree_policy
 
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    facts = Facts(0.8, "match", "match", {}, 52.5, (0.8, 0.75, 0.7, 0.7, 0.6), profile.to_dict(), {"seed": 1}, {"gain": 0.25})
+    facts = Facts(
+        0.8, "match", "match", {}, 52.5, (0.8, 0.75, 0.7, 0.7, 0.6), profile.to_dict(), {"seed": 1}, {"gain": 0.25}
+    )
     draft, target = widths["draft_hidden"], widths["target_hidden"]
 
     def save(name: str, head: tuple[str, tuple[str, ...], dict[str, Array]], rule: Any, **more: Any) -> None:
@@ -193,7 +202,11 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     save("mlp-step", mlp, Threshold("step", 0.35))
     save("mlp-any", mlp, AnyFork(0.4))
     save("logistic-first2", logistic, Derived([0.02, 0.02, 0.03, 0.05, 0.02], first=2))
-    save("logistic-sizes", logistic, Derived([0.02, 0.03, 0.04, 0.03, 0.03], 1, ((2, None), (8, 2)), ((1, 1.0), (4, 1.6))))
+    save(
+        "logistic-sizes",
+        logistic,
+        Derived([0.02, 0.03, 0.04, 0.03, 0.03], 1, ((2, None), (8, 2)), ((1, 1.0), (4, 1.6))),
+    )
     chance = np.random.default_rng(12)
     tables = np.sort(chance.random((3, 5, 2, 4), dtype=np.float32), -1)
     tables[..., 0, 0], tables[..., 0, -1] = 0.0, 1.0
@@ -215,7 +228,9 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
             "bias": np.array([0.5, 0.1, 0.3], dtype=np.float32),
         }
         name = "continuation-remembers" if rule.remembers else "continuation"
-        save_policy(ContinuationPolicy(name, NAMES, build_head("logistic", columns, weights), rule, 5, facts), folder / name)
+        save_policy(
+            ContinuationPolicy(name, NAMES, build_head("logistic", columns, weights), rule, 5, facts), folder / name
+        )
     plain = LearnedPolicy("batch", NAMES, build_head(*logistic), *maps, derived, 5, facts)
     for name, rule in {
         "batch-best": BatchRule("best"),

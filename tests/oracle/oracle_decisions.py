@@ -15,33 +15,114 @@ from specstop.policies import StopPolicy, load_policy
 
 Cases = Iterator[tuple[str, Any]]
 
-SPECS = (
-    *("fixed:0", "fixed:1", "fixed:3", "fixed:8", "fixed"),
-    *("confidence:0.4", "confidence:0.8", "confidence"),
-    *("entropy:0.6", "entropy:1.5", "entropy", "maxprob:0.6", "maxprob", "product:0.3", "product:0.05", "product"),
-    *("heuristic:20", "heuristic:2", "heuristic", "heuristic-transient:20", "heuristic-transient:3"),
-    *("adaedl:0.6", "adaedl:0.2", "adaedl"),
-    *("ddd:-0.5", "ddd:-2", "ddd", "eagle:59", "eagle:4", "eagle", "opt:0.5", "opt:0.2", "opt", "c2t:2", "c2t:0", "c2t"),
-    *("gain:0.1", "gain:0.02", "gain"),
-    *("online:0.4", "online", "roc:0.4", "roc", "tetris:3", "tetris:1", "tetris"),
-    *("adaptive-verification:4", "adaptive-verification:2", "adaptive-verification", "smartspec:0.7", "smartspec"),
-    *("load", "load?table=1:4,2:3,5:1", "load?table=1:4,8:2,32:0"),
-    *("bandit", "bandit?kind=thompson&arms=fixed:2,fixed:6", "bandit?kind=ucb&arms=fixed:1,confidence:0.4,entropy:0.6"),
-    *("bandit?explore=0.2&arms=fixed:2,fixed:4",),
-)
+SPECS = [
+    "fixed:0",
+    "fixed:1",
+    "fixed:3",
+    "fixed:8",
+    "fixed",
+    "confidence:0.4",
+    "confidence:0.8",
+    "confidence",
+    "entropy:0.6",
+    "entropy:1.5",
+    "entropy",
+    "maxprob:0.6",
+    "maxprob",
+    "product:0.3",
+    "product:0.05",
+    "product",
+    "heuristic:20",
+    "heuristic:2",
+    "heuristic",
+    "heuristic-transient:20",
+    "heuristic-transient:3",
+    "adaedl:0.6",
+    "adaedl:0.2",
+    "adaedl",
+    "ddd:-0.5",
+    "ddd:-2",
+    "ddd",
+    "eagle:59",
+    "eagle:4",
+    "eagle",
+    "opt:0.5",
+    "opt:0.2",
+    "opt",
+    "c2t:2",
+    "c2t:0",
+    "c2t",
+    "gain:0.1",
+    "gain:0.02",
+    "gain",
+    "online:0.4",
+    "online",
+    "roc:0.4",
+    "roc",
+    "tetris:3",
+    "tetris:1",
+    "tetris",
+    "adaptive-verification:4",
+    "adaptive-verification:2",
+    "adaptive-verification",
+    "smartspec:0.7",
+    "smartspec",
+    "load",
+    "load?table=1:4,2:3,5:1",
+    "load?table=1:4,8:2,32:0",
+    "bandit",
+    "bandit?kind=thompson&arms=fixed:2,fixed:6",
+    "bandit?kind=ucb&arms=fixed:1,confidence:0.4,entropy:0.6",
+    "bandit?explore=0.2&arms=fixed:2,fixed:4",
+]
 """Every built-in policy with some of its values."""
-BROKEN = (
-    *("fixed:x", "fixed:-1", "confidence:2", "confidence:a", "nothing", "fixed:3?length=2", "fixed?lenght=2", "bandit?kind=x"),
-    *("load?table=2:1", "load?table=x", "hub:", "./nowhere", "fixed?", "fixed:", "tetris:0", "eagle:-1", "c2t:x", "opt:2"),
-    *("entropy:-1", "maxprob:1.5", "product:-0.1", "online:3", "roc:2", "smartspec:2", "gain:-1", "heuristic:-1", "adaedl:9"),
-)
+BROKEN = [
+    "fixed:x",
+    "fixed:-1",
+    "confidence:2",
+    "confidence:a",
+    "nothing",
+    "fixed:3?length=2",
+    "fixed?lenght=2",
+    "bandit?kind=x",
+    "load?table=2:1",
+    "load?table=x",
+    "hub:",
+    "./nowhere",
+    "fixed?",
+    "fixed:",
+    "tetris:0",
+    "eagle:-1",
+    "c2t:x",
+    "opt:2",
+    "entropy:-1",
+    "maxprob:1.5",
+    "product:-0.1",
+    "online:3",
+    "roc:2",
+    "smartspec:2",
+    "gain:-1",
+    "heuristic:-1",
+    "adaedl:9",
+]
 LEARNS = ("online", "roc", "adaptive-verification", "bandit", "adaedl", "heuristic", "smartspec", "gain")
 """What they decide changes in the course of many rounds."""
 
 
 def told(policy: StopPolicy) -> dict[str, Any]:
     """Return what a policy says of itself."""
-    names = ("name", "features", "hidden", "trims", "carries", "reads_clock", "reads_seconds", "joint", "first", "max_depth")
+    names = [
+        "name",
+        "features",
+        "hidden",
+        "trims",
+        "carries",
+        "reads_clock",
+        "reads_seconds",
+        "joint",
+        "first",
+        "max_depth",
+    ]
     out = {name: getattr(policy, name) for name in names}
     unasked = {size: policy.unasked.get(size) for size in (1, 2, 3, 4, 5, 8, 16, 64)}
     limited = policy.limited(2)
@@ -71,7 +152,11 @@ def decisions(inputs: Inputs, small: bool = False) -> Cases:
     yield "built-in policies", access.builtin_policies()
     specs = SPECS[::9] if small else SPECS
     folders = inputs.policies[::9] if small else inputs.policies
-    under = [] if small else ["logistic-derived?rule=batch", "mlp-survival?rule=batch&send=all", "xgboost-derived?rule=batch"]
+    under = (
+        []
+        if small
+        else ["logistic-derived?rule=batch", "mlp-survival?rule=batch&send=all", "xgboost-derived?rule=batch"]
+    )
     for spec in (*specs, *folders, *under, *OWN):
         where = inputs.policy(spec) if spec.partition("?")[0] in inputs.policies else spec
         policy = OWN[spec]() if spec in OWN else load_policy(where)

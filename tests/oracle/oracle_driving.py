@@ -12,7 +12,15 @@ Array = np.ndarray[Any, Any]
 
 DEEPEST = 5
 HISTORY = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
-ANCHOR = ("anchor_entropy", "anchor_top1", "anchor_margin", "anchor_prob", "anchor_token", "before_token", "temperature")
+ANCHOR = (
+    "anchor_entropy",
+    "anchor_top1",
+    "anchor_margin",
+    "anchor_prob",
+    "anchor_token",
+    "before_token",
+    "temperature",
+)
 RANGES = {
     "anchor_entropy": (0.0, 4.0),
     "entropy": (0.0, 3.0),
@@ -77,7 +85,9 @@ def features_at(names: tuple[str, ...], depth: int, shape: tuple[int, int], dice
     return out
 
 
-def hidden_at(policy: StopPolicy, depth: int, shape: tuple[int, int], width: int, dice: Any, anchor: Array) -> dict[str, Array]:
+def hidden_at(
+    policy: StopPolicy, depth: int, shape: tuple[int, int], width: int, dice: Any, anchor: Array
+) -> dict[str, Array]:
     """Return hidden states by name, rounded to float16 as a loop shows them."""
     sizes = getattr(policy, "sizes", {})
     out = {}
@@ -125,7 +135,9 @@ def _round(
     streams = how.streams
     anchor = dice.standard_normal((streams, 64))
     extends = active[:, None].copy()
-    tokens, parents, depths, drawn = (np.zeros((streams, 0), dtype=kind) for kind in (np.int64, np.int64, np.int64, bool))
+    tokens, parents, depths, drawn = (
+        np.zeros((streams, 0), dtype=kind) for kind in (np.int64, np.int64, np.int64, bool)
+    )
     asked = 0
     for depth in range(policy.max_depth + 1):
         width = how.branches if depth else 1

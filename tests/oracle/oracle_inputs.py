@@ -1,4 +1,4 @@
-"""What the sections run on: small random models, trained drafters, policy folders, profiles, prompts, as files in a folder."""
+"""What the sections run on, as files in a folder: small random models, drafters, policies, profiles, prompts."""
 
 from __future__ import annotations
 

@@ -39,12 +39,40 @@ TRACES: dict[str, dict[str, Any]] = {
     "live batch": {"verification": "match", "temperature": 0.8, "collector": "live", "batch": 3},
 }
 LIVE_POLICIES = ("fixed:3", "confidence:0.4", "heuristic:4", "logistic-derived", "trimming", "selecting")
-REPLAYED = (
-    *("fixed:0", "fixed:3", "confidence:0.4", "entropy:1", "heuristic:4", "online:0.4", "roc:0.4", "bandit", "adaedl:0.5"),
-    *("logistic-derived", "mlp-survival", "mlp-calibrated", "xgboost-derived", "tokens-derived", "continuation-remembers"),
-    *("resnet-both", "specdec", "dynasd-hard", "tree-gain", "tree-free", "eagle:5", "gain:0.1", "opt:0.4", "c2t:1", "ddd:-0.8"),
-    *("trimming", "selecting", "from-anchor", "adaptive", "smartspec:0.7", "tetris:2"),
-)
+REPLAYED = [
+    "fixed:0",
+    "fixed:3",
+    "confidence:0.4",
+    "entropy:1",
+    "heuristic:4",
+    "online:0.4",
+    "roc:0.4",
+    "bandit",
+    "adaedl:0.5",
+    "logistic-derived",
+    "mlp-survival",
+    "mlp-calibrated",
+    "xgboost-derived",
+    "tokens-derived",
+    "continuation-remembers",
+    "resnet-both",
+    "specdec",
+    "dynasd-hard",
+    "tree-gain",
+    "tree-free",
+    "eagle:5",
+    "gain:0.1",
+    "opt:0.4",
+    "c2t:1",
+    "ddd:-0.8",
+    "trimming",
+    "selecting",
+    "from-anchor",
+    "adaptive",
+    "smartspec:0.7",
+    "tetris:2",
+]
+HEADER = ("verification", "temperature", "collector", "vocabulary", "max_new_tokens")
 OWN = {made.name: made for made in (FromAnchor, Trimming, Selecting, Adaptive)}
 
 
@@ -66,9 +94,11 @@ def columns(arrays: Any) -> dict[str, Any]:
     """Return what a trace holds."""
     header = arrays.header
     out: dict[str, Any] = {
-        "texts": [[p, int(n), int(t)] for p, n, t in zip(arrays.prompt_ids, arrays.rows, arrays.text_tokens, strict=True)],
+        "texts": [
+            [p, int(n), int(t)] for p, n, t in zip(arrays.prompt_ids, arrays.rows, arrays.text_tokens, strict=True)
+        ],
         "keys": [str(int(key)) for key in arrays.keys],
-        "header": {n: getattr(header, n) for n in ("verification", "temperature", "collector", "vocabulary", "max_new_tokens")},
+        "header": {name: getattr(header, name) for name in HEADER},
         "features": [list(header.anchor_features), list(header.features)],
         "tree": arrays.tree.name,
     }
@@ -95,14 +125,18 @@ def replay(inputs: Inputs, small: bool = False) -> Cases:
         for name, trace in made.items():
             arrays = trace_arrays(trace)
             yield f"trace {name}", columns(arrays)
-            for policy in REPLAYED[::7] if small else REPLAYED:
+            # A live trace has the rounds of one policy: most others are refused, or go their own way at once.
+            for policy in REPLAYED[::7] if small else REPLAYED if name.startswith("dense") else LIVE_POLICIES:
                 for profile in ("plain", "trees") if policy in ("fixed:3", "tree-gain", "adaptive") else ("plain",):
                     costs = inputs.profile(profile)
                     told = f"{policy} on {name} under {profile}"
-                    yield told, answer(
-                        lambda arrays=arrays, policy=policy, costs=costs: rounds(
-                            access.replayed(arrays, policy_of(inputs, policy).limited(DEPTH), costs)
-                        )
+                    yield (
+                        told,
+                        answer(
+                            lambda arrays=arrays, policy=policy, costs=costs: rounds(
+                                access.replayed(arrays, policy_of(inputs, policy).limited(DEPTH), costs)
+                            )
+                        ),
                     )
         if small:
             return
@@ -110,23 +144,27 @@ def replay(inputs: Inputs, small: bool = False) -> Cases:
         many = [load_policy(f"confidence:{level / 10}").limited(DEPTH) for level in range(1, 8)]
         for one in access.replayed_many(arrays, many, inputs.profile()):
             yield f"many {one.name}", rounds(one)
-        for policy, batch in itertools.product(("fixed:3", "tetris:2", "smartspec:0.7", "batch-best", "batch-all"), (2, 4)):
+        for policy, batch in itertools.product(
+            ("fixed:3", "tetris:2", "smartspec:0.7", "batch-best", "batch-all"), (2, 4)
+        ):
             yield f"batch {policy} S={batch}", answer(lambda p=policy, b=batch: batched(inputs, arrays, p, b))
         for policy, name, temperature in itertools.product(LIVE_POLICIES, ("live", "live tree"), (0.0, 0.8)):
             where = folder / f"{policy} {name} {temperature}"
             own = policy_of(inputs, policy).limited(DEPTH)
-            trace = traced(inputs, where, name, policy=own, temperature=temperature)
+            trace = traced(inputs, where, name, policy=own, temperature=temperature, shards=1)
             told = f"{policy} of {name} at {temperature:g}"
-            yield told, answer(lambda trace=trace, own=own, t=temperature, n=name: same_rounds(inputs, trace, own, t, n))
+            yield (
+                told,
+                answer(lambda trace=trace, own=own, t=temperature, n=name: same_rounds(inputs, trace, own, t, n)),
+            )
 
 
 def commanded(inputs: Inputs, folder: Path) -> Cases:
     """Traces that the command line collects."""
     models = inputs.folder / "models"
-    given = [
-        *("collect", "--target", models / "target", "--draft", models / "draft", "--dtype", "float64", "--engine", "compact"),
-        *("--prompts", inputs.folder / "prompts.jsonl", "--max-new-tokens", 12, "--temperature", 0.8, "--quiet"),
-    ]
+    given = ["collect", "--target", models / "target", "--draft", models / "draft"]
+    given += ["--prompts", inputs.folder / "prompts.jsonl"]
+    given += ["--dtype", "float64", "--engine", "compact", "--max-new-tokens", "12", "--temperature", "0.8", "--quiet"]
     more = {
         "dense": ("--depth", 4, "--verification", "match"),
         "live": ("--collector", "live", "--policy", "confidence:0.3", "--depth", 4, "--verification", "match"),
@@ -154,7 +192,8 @@ def same_rounds(inputs: Inputs, trace: Trace, policy: Any, temperature: float, n
     same, log = True, played.log.tolist()
     for at, prompt in enumerate(inputs.prompts):
         ids = inputs.compact.tokenizer(prompt.text)["input_ids"]
-        live = [[r.anchor, r.drafted, r.verified, r.accepted] for r in loop.generate(ids, stream_key(0, prompt.id)).rounds]
+        made = loop.generate(ids, stream_key(0, prompt.id))
+        live = [[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds]
         same = same and live == [row[1:] for row in log if row[0] == at]
     return {"same": same, "log": played.log.numpy()}
 
@@ -174,7 +213,10 @@ def costs(inputs: Inputs, small: bool = False) -> Cases:
         table = [np.array(column) for column in zip(*grid, strict=True)]
         yield f"{name} | chains", access.chain_seconds(profile, table, 3e-5)
         for context, first in itertools.product(CONTEXTS, (0, 1, 2)):
-            yield f"{name} | lengths at {context:g} first {first}", access.costs_by_length(profile, context, 2e-5, first, 5)
+            yield (
+                f"{name} | lengths at {context:g} first {first}",
+                access.costs_by_length(profile, context, 2e-5, first, 5),
+            )
         fed = dice.integers(0, 5, (60, 4))
         fed = np.where(np.cumprod(fed > 0, 1) > 0, fed, 0)
         drafted = fed.sum(1) * 2
@@ -188,10 +230,25 @@ def costs(inputs: Inputs, small: bool = False) -> Cases:
         yield f"{name} | file", told
     profile = inputs.profile("batches")
     for streams, length, context in itertools.product((1, 2, 3, 4, 6, 8, 12), (0, 1, 3, 6), CONTEXTS[1:4]):
-        yield f"batch of {streams} length {length} at {context:g}", access.batch_seconds(profile, streams, length, context)
+        yield (
+            f"batch of {streams} length {length} at {context:g}",
+            access.batch_seconds(profile, streams, length, context),
+        )
 
 
-UNSTABLE = ("specstop", "versions", "command", "time", "date", "folder", "path", "traces", "profile", "facts", "seconds")
+UNSTABLE = [
+    "specstop",
+    "versions",
+    "command",
+    "time",
+    "date",
+    "folder",
+    "path",
+    "traces",
+    "profile",
+    "facts",
+    "seconds",
+]
 """Entries of figures that name places, versions or clocks."""
 
 
@@ -235,11 +292,14 @@ def export(inputs: Inputs, small: bool = False) -> Cases:
             if (code := out / "custom_generate" / "carried.py").exists():
                 space: dict[str, Any] = {}
                 exec(code.read_text(encoding="utf-8"), space)
-                yield f"hf carried | {policy} | {drafter}", {
-                    "spec": space.get("SPEC"),
-                    "files": sorted(space.get("FILES") or {}),
-                    "drafter files": sorted(space.get("DRAFTER_FILES") or {}),
-                }
+                yield (
+                    f"hf carried | {policy} | {drafter}",
+                    {
+                        "spec": space.get("SPEC"),
+                        "files": sorted(space.get("FILES") or {}),
+                        "drafter files": sorted(space.get("DRAFTER_FILES") or {}),
+                    },
+                )
             if small:
                 return
         for name in inputs.policies:
@@ -379,7 +439,12 @@ def exported(inputs: Inputs, ids: dict[str, torch.Tensor]) -> Cases:
                     torch.manual_seed(3)
                     made = answer(
                         lambda out=out, draft=draft, sampling=sampling: pair.target.generate(
-                            **ids, custom_generate=str(out), trust_remote_code=True, max_new_tokens=18, **draft, **sampling
+                            **ids,
+                            custom_generate=str(out),
+                            trust_remote_code=True,
+                            max_new_tokens=18,
+                            **draft,
+                            **sampling,
                         ).tolist()
                     )
                     yield f"exported {policy} | {drafter} | {'sampled' if sampling['do_sample'] else 'greedy'}", made

@@ -31,8 +31,19 @@ from transformers import LogitsProcessor, StoppingCriteria
 Cases = Iterator[tuple[str, Any]]
 
 NEW = 14
-COUNTS = ("anchor", "context", "drafted", "verified", "accepted", "committed", "decisions", "backlog", "together", "deepest")
-DRAFTERS = (
+COUNTS = [
+    "anchor",
+    "context",
+    "drafted",
+    "verified",
+    "accepted",
+    "committed",
+    "decisions",
+    "backlog",
+    "together",
+    "deepest",
+]
+DRAFTERS = [
     "model",
     "lookup",
     "lookup:2",
@@ -45,7 +56,7 @@ DRAFTERS = (
     "ctc:ctc",
     "ctc-released:ctc",
     "layer:layer",
-)
+]
 TREE = "3,2,1,1"
 SAMPLED = ("match", "rejection", "rejection_replace", "block", "point", "target_init", "typical", "auto")
 GREEDY = ("match", "block", "target_init", "auto")
@@ -135,7 +146,7 @@ SHAPINGS = {
     "by length": Shaping(processors=(AddsByLength(),)),
     "many": Shaping(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=3, processors=(AddsByLength(),)),
 }
-JOINT = (
+JOINT = [
     "tetris:2",
     "adaptive-verification:4",
     "load?table=1:4,3:2,8:1",
@@ -144,15 +155,35 @@ JOINT = (
     "batch-all",
     "batch-first2",
     "logistic-sizes",
-)
-TREE_RULES = ("ddd:-0.8", "eagle:5", "opt:0.4", "c2t:1", "gain:0.1", "tree-gain", "tree-root", "mlp-any")
-CHAIN_RULES = (
-    *("entropy:0.6", "maxprob:0.5", "product:0.2", "heuristic-transient:4", "heuristic:4", "adaedl:0.6", "online:0.4"),
-    *("roc:0.4", "bandit?kind=thompson&arms=fixed:2,fixed:4,confidence:0.4", "bandit", "fixed:0"),
-    *("mlp-survival", "mlp-calibrated", "tokens-derived", "xgboost-derived", "resnet-derived", "resnet-both"),
-    *("specdec", "specdec-published", "dynasd-soft", "dynasd-hard", "continuation", "continuation-remembers"),
-    *("resnet-draft", "logistic-first2"),
-)
+]
+TREE_RULES = ["ddd:-0.8", "eagle:5", "opt:0.4", "c2t:1", "gain:0.1", "tree-gain", "tree-root", "mlp-any"]
+CHAIN_RULES = [
+    "entropy:0.6",
+    "maxprob:0.5",
+    "product:0.2",
+    "heuristic-transient:4",
+    "heuristic:4",
+    "adaedl:0.6",
+    "online:0.4",
+    "roc:0.4",
+    "bandit?kind=thompson&arms=fixed:2,fixed:4,confidence:0.4",
+    "bandit",
+    "fixed:0",
+    "mlp-survival",
+    "mlp-calibrated",
+    "tokens-derived",
+    "xgboost-derived",
+    "resnet-derived",
+    "resnet-both",
+    "specdec",
+    "specdec-published",
+    "dynasd-soft",
+    "dynasd-hard",
+    "continuation",
+    "continuation-remembers",
+    "resnet-draft",
+    "logistic-first2",
+]
 
 
 def named(inputs: Inputs, policy: str) -> str:
@@ -164,7 +195,9 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
     """Texts under every policy, every shaping, every engine, and options that `texts` leaves alone."""
     pair = inputs.compact
 
-    def case(policy: Any, count: int = 4, batch: int = 1, drafter: str = "model", own: Pair | None = None, **options: Any) -> Any:
+    def case(
+        policy: Any, count: int = 4, batch: int = 1, drafter: str = "model", own: Pair | None = None, **options: Any
+    ) -> Any:
         options = {"temperature": 0.8, "verification": "match", "max_new_tokens": 20, **options}
         return answer(lambda: run(inputs, own or pair, policy, drafter, batch, count, **options))
 
@@ -182,7 +215,9 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
             told = f"joint {name} | {verification} | S={batch} | profile {profile}"
             yield told, case(named(inputs, name), 8, batch, verification=verification, **costs)
     for name, made in OWN.items():
-        for tree, batch, verification in itertools.product((None, "2,2,1"), (1, 3), ("match", "rejection", "target_init")):
+        for tree, batch, verification in itertools.product(
+            (None, "2,2,1"), (1, 3), ("match", "rejection", "target_init")
+        ):
             told = f"own {name} | {verification} | {tree or 'chain'} | S={batch}"
             yield told, case(made(), batch=batch, tree=tree, verification=verification)
         yield f"own {name} | profile", case(made(), profile=inputs.profile(), max_depth=5)
@@ -195,8 +230,14 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
             told = f"shaping {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
             options = {"temperature": temperature, "verification": verification, "tree": tree, "shaping": shaping}
             yield told, case("confidence:0.3", batch=3, **options)
-    shared = {"float64 plain": inputs.plain, "eager": inputs.pair(attention="eager"), "float32": inputs.pair(dtype="float32")}
-    for (name, own), drafter, tree in itertools.product(shared.items(), ("model", "layer:layer", "suffix+model"), (None, TREE)):
+    shared = {
+        "float64 plain": inputs.plain,
+        "eager": inputs.pair(attention="eager"),
+        "float32": inputs.pair(dtype="float32"),
+    }
+    for (name, own), drafter, tree in itertools.product(
+        shared.items(), ("model", "layer:layer", "suffix+model"), (None, TREE)
+    ):
         spec = drafter if name != "float32" or ":" not in drafter else "lookup"
         yield f"pair {name} | {spec} | {tree or 'chain'}", case("fixed:3", batch=3, drafter=spec, own=own, tree=tree)
     target = inputs.pair().target
@@ -281,10 +322,8 @@ def seen(inputs: Inputs, small: bool = False) -> Cases:
             policy = kind(names, states)
             policy.max_depth = 5
             name = f"{drafter} | {verification} | {tree or 'chain'} | S={batch} | T={temperature:g} | {policy.name}"
-            yield name, answer(
-                lambda policy=policy, drafter=drafter, verification=verification, tree=tree, temperature=temperature, batch=batch:
-                shown(inputs, policy, drafter, verification, tree, temperature, batch)
-            )  # fmt: skip
+            how = policy, drafter, verification, tree, temperature, batch
+            yield name, answer(lambda how=how: shown(inputs, *how))
 
 
 def shown(
@@ -353,4 +392,3 @@ def shape(text: str, depth: int | None = None) -> dict[str, Any]:
         "is_chain": bool(tree.is_chain),
         "width": tree.width,
     }
-

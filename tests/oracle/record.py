@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,15 +29,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("SPECSTOP_PLUGINS", "0")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if str(Path(__file__).parent) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parent))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from oracle_decisions import decisions  # noqa: E402
-from oracle_inputs import Inputs, build_inputs  # noqa: E402
-from oracle_offline import costs, export, hf, replay  # noqa: E402
-from oracle_texts import more_texts, seen, texts, trees  # noqa: E402
+import numpy as np
+import torch
+from oracle_decisions import decisions
+from oracle_inputs import Inputs, build_inputs
+from oracle_models import models
+from oracle_offline import costs, export, hf, replay
+from oracle_texts import more_texts, seen, texts, trees
+from transformers.utils import logging
 
 
 class Section(NamedTuple):
@@ -52,6 +57,7 @@ SECTIONS = {
     "decisions": Section(decisions, 1e-9, 1e-12),
     "texts": Section(texts),
     "more_texts": Section(more_texts),
+    "models": Section(models),
     "seen": Section(seen, 1e-5, 5e-6),
     "replay": Section(replay, 1e-5, 5e-6),
     "costs": Section(costs, 1e-9, 1e-15),
@@ -140,7 +146,8 @@ def array_differences(one: np.ndarray, other: np.ndarray, section: Section, wher
         same = one == other
     if not same.all():
         at = tuple(int(i) for i in np.argwhere(~same)[0])
-        yield f"{where}: {int((~same).sum())} of {same.size} numbers, first at {at}: {one[at]} in the baseline, {other[at]} now"
+        share = f"{int((~same).sum())} of {same.size} numbers"
+        yield f"{where}: {share}, first at {at}: {one[at]} in the baseline, {other[at]} now"
 
 
 def compare_section(name: str, baseline: Path, out: Path) -> list[str]:
@@ -160,6 +167,7 @@ def compare_section(name: str, baseline: Path, out: Path) -> list[str]:
 def prepare(out: Path, baseline: Path | None) -> Inputs:
     """Return the inputs: those of the baseline, or new ones."""
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     folder = out / "inputs"
     if baseline is not None and (baseline / "inputs").is_dir():
         if baseline.resolve() != out.resolve():
@@ -179,9 +187,19 @@ def record(out: Path, baseline: Path | None = None, only: Sequence[str] = (), sm
     inputs = prepare(out, baseline)
     say(f"inputs: {time.perf_counter() - begin:.1f} s")
     found: list[str] = []
+    if baseline is not None and not only:
+        only = [name for name in SECTIONS if (baseline / f"{name}.json").exists()]
     for name in only or SECTIONS:
         begin = time.perf_counter()
-        count = record_section(name, inputs, out, small)
+        try:
+            count = record_section(name, inputs, out, small)
+        except Exception:
+            if baseline is None:
+                raise
+            say(traceback.format_exc())
+            found.append(f"{name}: it cannot be recorded any more")
+            say(found[-1])
+            continue
         line = f"{name}: {count} cases, {time.perf_counter() - begin:.1f} s"
         if baseline is not None:
             own = compare_section(name, baseline, out)
@@ -206,7 +224,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Record what the present code does, or compare it with a baseline.")
     parser.add_argument("out", type=Path, help="folder for the recorded sections")
     parser.add_argument("--check", type=Path, metavar="BASELINE_DIR", help="compare with the sections recorded there")
-    parser.add_argument("--only", action="append", default=[], choices=list(SECTIONS), help="a section; may be repeated")
+    parser.add_argument(
+        "--only", action="append", default=[], choices=list(SECTIONS), help="a section; may be repeated"
+    )
     parser.add_argument("--small", action="store_true", help="a few cases of each section")
     told = parser.parse_args()
     if told.check is not None and not told.check.is_dir():
