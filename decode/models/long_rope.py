@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from .cache import CachedModel
 from .packed import Part
-from .view import Reading
 
 ENDLESS = 1 << 30
 """Maximum text length of a model without a limit on positions."""
@@ -73,27 +72,15 @@ class LongRopeModel(CachedModel):
 
     A call uses the factors of the last position that it reads. To give each text the same factors as decoding of that text
     alone, token by token, no call contains texts on both sides of the boundary, and no round spans it (`LengthRope.allowed`).
-
-    Args:
-        model, capacity, vocabulary, hidden, streams, device, reading: See `CachedModel`.
-        rope: Length at which the factors change.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        capacity: int,
-        vocabulary: int,
-        hidden: bool | Sequence[int],
-        streams: int,
-        device: torch.device | None,
-        reading: Reading,
-        rope: LengthRope,
-    ) -> None:
-        super().__init__(model, capacity, vocabulary, hidden, streams, device, reading)
+    def __init__(self, model: PreTrainedModel, capacity: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, capacity, *args, **kwargs)
+        rope = length_rope(model)
+        assert rope is not None
         self._rope = rope
-        self._tokens = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # [S, capacity]
-        self._long = [False] * streams  # whether the cached keys of a stream use the second factors
+        self._tokens = torch.zeros(self.streams, capacity, dtype=torch.int64, device=self._device)  # [S, capacity]
+        self._long = [False] * self.streams  # whether the cached keys of a stream use the second factors
 
     def read(
         self,

@@ -123,16 +123,10 @@ class Pair:
         """
         for rope in self.ropes:
             if tokens > rope.original and (is_shifted or not rope.two_sided):
-                why = (
-                    "the position encoding has other factors, which is only followed for prompts of token ids padded on the "
-                    "left; give such prompts"
-                    if rope.two_sided
-                    else "the dynamic position encoding changes with every token, and a text would depend on the draft "
-                    "length; shorten the prompt"
-                )
                 raise InputError(
-                    f"prompt and new tokens are {tokens} together, but beyond {rope.original} ({rope.field}) {why}, or lower "
-                    "--max-new-tokens"
+                    f"prompt and new tokens are {tokens} together, but the position encoding changes beyond {rope.original} "
+                    f"({rope.field}), which is not supported here; "
+                    "shorten the prompt or lower --max-new-tokens"
                 )
 
     def check_prompts(self, prompts: Iterable[Sequence[int]]) -> None:
@@ -173,7 +167,17 @@ def join(
     for role, model in pair.models.items():
         if (why := kept_as_is(model)) and (is_placed(model) or model.device.type == "cpu"):
             warn_once(model, f"the {role} runs as it is, neither packed nor recorded as CUDA graphs: {why}")
-        _check_kind(role, model)
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - set(KINDS)
+        if kinds:
+            raise PairError(
+                f"the {role} is a {type(model).__name__}, which has {', '.join(sorted(kinds))} layers, whose cache cannot be "
+                f"rolled back; expected one of {', '.join(KINDS)} in every layer"
+            )
+        if (backend := model.config._attn_implementation) not in ATTENTION:
+            raise PairError(
+                f"the {role} uses {backend} attention; expected {' or '.join(ATTENTION)}, which accept the mask of a tree: "
+                f"call set_attn_implementation({ATTENTION[0]!r}) on it"
+            )
     readings = [check_model(role, model) for role, model in pair.models.items()]
     if draft is not None and tokenizer is None and not _differ_by_padding(target, draft):
         widths = f"{scored_tokens(target)} and {scored_tokens(draft)}"
@@ -198,23 +202,6 @@ def _same_tokens(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     last = max(small.values(), default=-1)
     same = all(large.get(token) == number for token, number in small.items())
     return same and all(number > last for token, number in large.items() if token not in small)
-
-
-def _check_kind(role: str, model: PreTrainedModel) -> None:
-    """Raise an error for a model whose cache is not a list of keys and values, or that misreads masks."""
-    config, name = model.config.get_text_config(), type(model).__name__
-    kinds = ", ".join(sorted(set(getattr(config, "layer_types", None) or []) - set(KINDS)))
-    if kinds or config.is_encoder_decoder:
-        raise PairError(
-            f"the {role} is a {name}, which has {kinds or 'encoder'} layers, whose cache cannot be rolled back; expected "
-            "a decoder with full, sliding-window or chunked attention in every layer"
-        )
-    backend = model.config._attn_implementation
-    if backend not in ATTENTION:
-        raise PairError(
-            f"the {role} uses {backend} attention; expected {' or '.join(ATTENTION)}, which accept the mask of a tree: "
-            f"call set_attn_implementation({ATTENTION[0]!r}) on it"
-        )
 
 
 def load_pair(

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from ...policies.errors import PairError, SpecstopWarning
 from ..topology import from_widths
+from .adapters import modified_module
 from .cache import CachedModel
 from .kv_cache import scored_tokens
 from .long_rope import length_rope, readable
 from .packed import Part, TreeRows, split
-from .placement import is_plain
+from .placement import is_plain, is_quantised
 from .reading.layer_masks import LayerMasks
 from .view import Reading, open_view
 
@@ -32,9 +33,6 @@ ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.
 
 _CAUSAL = 0.2
 """Upper bound of the effect of quantised activations on logits. A larger difference means that later tokens are visible."""
-
-_UNROUNDED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
-"""Packages of modules that do not quantise activations."""
 
 _PREFIX, _OTHER, _MORE = 5, 3, 9
 """Prompt lengths of the first and the second text, and length of the continuation of the first."""
@@ -80,7 +78,9 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
             texts = _Texts.of(view)
             if texts is None:
                 return Reading()
-            if texts.drift > (texts.tolerance if _is_unrounded(model) else _CAUSAL):
+            weights = map(is_plain, model.parameters())
+            is_rounded = is_quantised(model.config) or modified_module(model) or not all(weights)
+            if texts.drift > (_CAUSAL if is_rounded else texts.tolerance):
                 raise _Differs(
                     "the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)"
                 )
@@ -228,15 +228,6 @@ class _Texts:
                 if not self._agree(logits[begin:stop], end, part.stream):
                     return False
         return True
-
-
-def _is_unrounded(model: PreTrainedModel) -> bool:
-    """Whether a model consists of standard layers with unquantised floating-point weights."""
-    weights = all(p.is_floating_point() and p.dtype.itemsize > 1 and is_plain(p) for p in model.parameters())
-    return weights and all(
-        type(module).__module__.startswith(_UNROUNDED) and not module._forward_pre_hooks and not module._forward_hooks
-        for module in model.modules()
-    )
 
 
 def _special_tokens(config: dict[str, Any]) -> set[int]:

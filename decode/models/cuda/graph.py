@@ -263,7 +263,7 @@ def open_cache(
         )
     rope = length_rope(model)
     if rope is not None and rope.two_sided:
-        return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading, rope)
+        return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading)
     recordable = reading == READS_ALL and model.device.type == "cuda" and not is_placed(model)
     if recordable:
         return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)
