@@ -32,12 +32,7 @@ _TOLERANCE = 1e-2
 
 
 def check_adapter(where: str, raw: Mapping[str, Any], is_alone: bool) -> str:
-    """Validate the configuration of an adapter and return the name of its base model.
-
-    Args:
-        where: Folder or hub name of the adapter.
-        raw: Content of `adapter_config.json`.
-        is_alone: Whether the folder lacks the weights of the base model.
+    """Return the base model of an adapter whose `adapter_config.json` contains `raw`; `is_alone` if it must name one.
 
     Raises:
         ValueError: peft is not installed, the base model is missing, or the adapter type is not supported.
@@ -72,11 +67,7 @@ def _refusal(config: Any) -> str:
 
 
 def unwrap(model: Any, role: str) -> PreTrainedModel:
-    """Return the base model of a `PeftModel`, including its adapter layers. Return any other model unchanged.
-
-    Raises:
-        PairError: The adapter type is not supported.
-    """
+    """Return the base model of a `PeftModel` with its adapter layers. Raises `PairError` if they are not supported."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         if refusal := _refusal(config):
@@ -86,11 +77,7 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
 
 
 def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
-    """Apply an adapter to its base model, in place: merged into the weights in float32 and float64, else as layers.
-
-    Args:
-        model: Base model, in evaluation mode.
-        where: Folder or hub name of an adapter that `check_adapter` accepted.
+    """Apply an adapter that `check_adapter` accepted to its base model in evaluation mode, in place.
 
     Raises:
         ValueError: Its weights are missing, have wrong shapes or are not finite, or the model does not support it.
@@ -115,10 +102,9 @@ def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
         wrapped: Any = PeftModel(model, config)
         renamed: Any = getattr(model, "_checkpoint_conversion_mapping", None)
         load_result = wrapped.load_adapter(where, "default", torch_device="cpu", key_mapping=renamed)
-        if names := load_result.missing_keys:
-            raise ValueError(f"the adapter's weights lack {names[0]}")
-        if names := load_result.unexpected_keys:
-            raise ValueError(f"the adapter's weights have {names[0]}, for which the model has no layer")
+        for problem, names in (("lack", load_result.missing_keys), ("have an unknown", load_result.unexpected_keys)):
+            if names:
+                raise ValueError(f"the adapter's weights {problem} {names[0]}")
         for name, parameter in wrapped.named_parameters():
             if ".default" in name and not bool(parameter.isfinite().all()):
                 raise ValueError(f"the adapter's {name} has values that are NaN or infinite")

@@ -44,15 +44,12 @@ _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _SIZES = (
     "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "max_position_embeddings", "sliding_window",
+    "max_position_embeddings", "sliding_window", "num_hidden_layers", "n_layer", "n_layers", "num_layers",
 )  # fmt: skip
-_LAYERS, _MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1024
-"""Building a model with millions of layers could take hours."""
-_MARGIN = 1 << 28
-"""Number of parameters and buffers by which a model may exceed twice the content of its files before it is built."""
+_MOST_LAYERS = 1024  # building a model with millions of layers could take hours
+_MARGIN = 1 << 28  # numbers by which parameters and buffers may exceed twice the content of the weight files
 _MOST_TEXT = 300  # characters of an error message of the library
-_HUB_S = 5.0
-"""Timeout in seconds of the request whether a model exists on the hub."""
+_HUB_S = 5.0  # timeout of the request whether a model exists on the hub
 _CONVERT = (
     "give the folder of the same model for transformers, or write one with AutoModelForCausalLM.from_pretrained(FOLDER, "
     "gguf_file=FILE).save_pretrained(OUT), and the tokenizer likewise"
@@ -65,13 +62,11 @@ _OWN_CODE = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder or hub name with a validated config.
+    """A model with a validated config.
 
     Attributes:
-        option: Command-line option, for messages.
-        name: Name for messages. It includes the base model of an adapter.
+        option, name: Command-line option and description of the model, for messages.
         where: Folder or hub name of the model, or of the base model of an adapter, for `from_pretrained`.
-        config: Config of the model.
         adapter: Folder or hub name of the PEFT adapter to apply; empty if there is none.
     """
 
@@ -98,24 +93,17 @@ class Checkpoint:
             stored = _stored_tensors(self.where).values()
             if is_quantised(self.config):
                 return sum(tensor.numel() * tensor.dtype.itemsize for tensor in stored)
-            parameters, buffers = (
-                sum(t.numel() for t in of) for of in (self.skeleton.parameters(), self.skeleton.buffers())
+            model = self.skeleton
+            held, parameters, buffers = (
+                sum(t.numel() for t in of) for of in (stored, model.parameters(), model.buffers())
             )
-            held = sum(tensor.numel() for tensor in stored)
             if stored and parameters + buffers > 2 * held + _MARGIN:
-                raise ValueError(
-                    f"{_CONFIG} describes {parameters + buffers} numbers, but the weight files hold {held}"
-                )
+                raise ValueError(f"{_CONFIG} describes {parameters + buffers} numbers; the weight files hold {held}")
         return parameters * dtype.itemsize
 
 
 def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -> Checkpoint:
-    """Read and validate the config of a model, or of an adapter and its base model.
-
-    Args:
-        name: Folder or hub name.
-        option: Command-line option, for messages.
-        takes_adapter: Whether an adapter is accepted; False for the base model of an adapter.
+    """Read and validate the config of a model, or of an adapter (unless not `takes_adapter`) and its base model.
 
     Raises:
         PairError: The folder or model does not exist, its config is invalid, or the adapter cannot be applied.
@@ -150,19 +138,15 @@ def open_checkpoint(name: str | Path, option: str, takes_adapter: bool = True) -
         config: PreTrainedConfig = AutoConfig.from_pretrained(where, trust_remote_code=False)
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"{_CONFIG}: model_type: expected a causal language model, not {config.model_type!r}")
-        _check_sizes(vars(config.get_text_config()))
+        _check_sizes({size: getattr(config.get_text_config(), size, None) for size in _SIZES})
     return Checkpoint(option, str(name), where, config, "" if adapter is None else where)
 
 
 def _check_sizes(values: dict[str, Any]) -> None:
     """Raise an error for invalid sizes. Missing and per-layer sizes are not checked."""
-    for size in (*_SIZES, *_LAYERS):
-        value, most = values.get(size), _MOST_LAYERS if size in _LAYERS else (1 << 31) - 1
-        if (
-            value is not None
-            and not isinstance(value, list | tuple)
-            and not (type(value) is int and 1 <= value <= most)
-        ):
+    for size in _SIZES:
+        value, most = values.get(size), _MOST_LAYERS if "layer" in size else (1 << 31) - 1
+        if not (value is None or isinstance(value, list | tuple) or (type(value) is int and 1 <= value <= most)):
             why = "; a model without a window has null" if size == "sliding_window" else ""
             raise ValueError(f"{_CONFIG}: {size}: expected a whole number from 1 to {most}, not {value!r}{why}")
 
@@ -170,15 +154,13 @@ def _check_sizes(values: dict[str, Any]) -> None:
 def _read_config(where: str, name: str) -> dict[str, Any] | None:
     """Return the JSON object in a file of a model folder, or None if the file does not exist."""
     file = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-    if file is None:
-        return None
     try:
-        raw = strict_loads(Path(str(file)).read_text(encoding="utf-8"))
+        raw = {} if file is None else strict_loads(Path(str(file)).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"expected a JSON object in {name}")
-    return raw
+    return None if file is None else raw
 
 
 def _locate(name: str | Path, option: str) -> str:
@@ -249,11 +231,7 @@ def _stored_tensors(where: str) -> dict[str, Tensor]:
 
 
 def check_memory(checkpoints: Sequence[Checkpoint], device: torch.device, dtype: torch.dtype) -> None:
-    """Compare the weights of models that are loaded entirely on `device` with its available memory.
-
-    Raises:
-        PairError: The models require more memory than is available.
-    """
+    """Raise `PairError` if the weights of models that are loaded entirely on `device` exceed its available memory."""
     available = available_bytes(device)
     needs = [checkpoint.weight_bytes(dtype) for checkpoint in checkpoints]
     if available is None or sum(needs) <= available:

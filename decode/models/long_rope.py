@@ -1,7 +1,6 @@
-"""Maximum text lengths, and position encodings with factors that depend on the text length.
+"""Maximum text lengths, and LongRoPE, a position encoding with two sets of factors.
 
-LongRoPE has two sets of factors. It uses the second set for calls that reach beyond `original_max_position_embeddings`.
-Dynamic NTK changes the factors with every token beyond `max_position_embeddings`.
+It uses the second set for calls that reach beyond `original_max_position_embeddings`.
 """
 
 from __future__ import annotations
@@ -29,41 +28,35 @@ def readable(model: PreTrainedModel) -> int:
 
 
 @dataclass(frozen=True)
-class LengthRope:
+class LongRope:
     """Length at which the factors of a position encoding change.
 
     Attributes:
-        field: Configuration field that defines the length.
         original: Maximum text length, in tokens, for the first set of factors.
-        two_sided: Whether there is a second set of factors (LongRoPE). If False, they change with every token (dynamic NTK).
         rereads: Whether `generate` recomputes the cache with the second set of factors once the text is longer (Phi-3).
     """
 
-    field: str
     original: int
-    two_sided: bool
     rereads: bool
 
     def allowed(self, base: int, depth: int) -> int:
         """Return the largest depth, up to `depth`, at which tokens after a root at `base` still use its factors."""
-        return min(depth, self.original - 1 - base) if self.two_sided and base < self.original else depth
+        return min(depth, self.original - 1 - base) if base < self.original else depth
 
 
-def length_rope(model: PreTrainedModel) -> LengthRope | None:
-    """Return how the position encoding of a model depends on the length; None if it does not."""
-    config = model.config.get_text_config()
+def long_rope(model: PreTrainedModel) -> LongRope | None:
+    """Return at which length the position encoding of a model changes; None if it does not."""
+    config, field = model.config.get_text_config(), "original_max_position_embeddings"
     rope = getattr(config, "rope_parameters", None)
-    longest = getattr(config, "max_position_embeddings", None)
     for parameters in (rope, *rope.values()) if isinstance(rope, Mapping) else ():
-        kind = str(parameters.get("rope_type", "")) if isinstance(parameters, Mapping) else ""
-        if kind == "longrope" and (original := parameters.get("original_max_position_embeddings") or longest):
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
+            original = parameters.get(field) or getattr(config, "max_position_embeddings", None)
             # Some classes discard the cache in `generate` when the factors change.
             prepare: Any = inspect.unwrap(getattr(type(model), "prepare_inputs_for_generation"))  # noqa: B009
-            field = "original_max_position_embeddings"
-            names = (*prepare.__code__.co_names, *prepare.__code__.co_consts)
-            return LengthRope(field, int(original), True, field in names and hasattr(model.config, field))
-        if "dynamic" in kind and longest:
-            return LengthRope("max_position_embeddings", int(longest), False, False)
+            rereads = field in (*prepare.__code__.co_names, *prepare.__code__.co_consts) and hasattr(
+                model.config, field
+            )
+            return LongRope(int(original), rereads) if original else None
     return None
 
 
@@ -71,12 +64,12 @@ class LongRopeModel(CachedModel):
     """A `CachedModel` of a model with LongRoPE.
 
     A call uses the factors of the last position that it reads. To give each text the same factors as decoding of that text
-    alone, token by token, no call contains texts on both sides of the boundary, and no round spans it (`LengthRope.allowed`).
+    alone, token by token, no call contains texts on both sides of the boundary, and no round spans it (`LongRope.allowed`).
     """
 
     def __init__(self, model: PreTrainedModel, capacity: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(model, capacity, *args, **kwargs)
-        rope = length_rope(model)
+        rope = long_rope(model)
         assert rope is not None
         self._rope = rope
         self._tokens = torch.zeros(self.streams, capacity, dtype=torch.int64, device=self._device)  # [S, capacity]

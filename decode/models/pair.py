@@ -20,7 +20,7 @@ from .adapters import unwrap
 from .engine import choose_engine, speed_up
 from .kv_cache import scored_tokens
 from .loading import check_memory, load_model, load_tokenizer, open_checkpoint
-from .long_rope import LengthRope, length_rope, readable
+from .long_rope import LongRope, long_rope, readable
 from .placement import call_from, check_device_map, is_placed, kept_as_is, model_hash, place_of, warn_once
 from .reading.layer_masks import KINDS
 from .self_check import check_model
@@ -98,9 +98,9 @@ class Pair:
         return min(map(readable, self.models.values()))
 
     @cached_property
-    def ropes(self) -> tuple[LengthRope, ...]:
-        """Position encodings of target and draft that depend on the length."""
-        return tuple(rope for rope in map(length_rope, self.models.values()) if rope is not None)
+    def ropes(self) -> tuple[LongRope, ...]:
+        """LongRoPE encodings of target and draft."""
+        return tuple(rope for rope in map(long_rope, self.models.values()) if rope is not None)
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -111,22 +111,14 @@ class Pair:
             hashes["tokenizer"] = hashlib.blake2b(vocabulary, digest_size=8).hexdigest()
         return hashes
 
-    def check_length(self, tokens: int, is_shifted: bool = False) -> None:
-        """Check that the position encodings do not change within a text in a way that the loop does not follow.
-
-        Args:
-            tokens: Length of the longest text.
-            is_shifted: Whether positions of a text differ from the indices of its tokens. No change is followed then.
-
-        Raises:
-            InputError: Prompt and new tokens are longer than the first set of factors serves.
-        """
+    def check_length(self, tokens: int) -> None:
+        """Raise `InputError` if texts of so many tokens, with positions unlike their indices, reach other factors."""
         for rope in self.ropes:
-            if tokens > rope.original and (is_shifted or not rope.two_sided):
+            if tokens > rope.original:
                 raise InputError(
-                    f"prompt and new tokens are {tokens} together, but the position encoding changes beyond {rope.original} "
-                    f"({rope.field}), which is not supported here; "
-                    "shorten the prompt or lower --max-new-tokens"
+                    f"prompt and new tokens are {tokens} together, but beyond {rope.original} "
+                    "(original_max_position_embeddings) the position encoding changes, which is only followed for prompts of "
+                    "token ids padded on the left; give such prompts, or lower --max-new-tokens"
                 )
 
     def check_prompts(self, prompts: Iterable[Sequence[int]]) -> None:

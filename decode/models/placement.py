@@ -35,15 +35,11 @@ _WARNED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyD
 
 
 def check_device_map(text: str | None) -> Places | None:
-    """Return the value of `--device-map`: a strategy, one device for all, or a JSON object of devices by module.
-
-    Raises:
-        InputError: It is none of these, or accelerate is not installed.
-    """
-    if text is None or (text in STRATEGIES and is_accelerate_available()):
-        return text
-    if not is_accelerate_available():
+    """Return the value of `--device-map`: a strategy, one device for all, or devices by module. Raises `InputError`."""
+    if text is not None and not is_accelerate_available():
         raise InputError("--device-map: this needs accelerate: python -m pip install 'specstop[accelerate]'")
+    if text is None or text in STRATEGIES:
+        return text
     try:
         places = dict(strict_loads(text)) if text.lstrip().startswith("{") else {"": text}
         for device in places.values():
@@ -76,11 +72,10 @@ def call_from(model: PreTrainedModel, device: torch.device) -> None:
 
     modules: tuple[Any, ...] = (model, model.get_input_embeddings(), model.get_output_embeddings())
     for module in modules:
-        hook: Any = getattr(module, "_hf_hook", None)
-        if hook is None:
-            hook = AlignDevicesHook(next(module.parameters()).device, skip_keys=model._skip_keys_device_placement)
-            add_hook_to_module(module, hook)
-        hook.io_same_device = True
+        if not is_placed(module):
+            place = next(module.parameters()).device
+            add_hook_to_module(module, AlignDevicesHook(place, skip_keys=model._skip_keys_device_placement))
+        module._hf_hook.io_same_device = True
 
 
 def is_quantised(config: Any) -> bool:
@@ -145,8 +140,7 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def model_hash(model: PreTrainedModel) -> str:
     """Return a hash of the names, shapes and evenly spaced sample values of all parameters, including those of adapters.
 
-    Values are rounded to bfloat16, so that a checkpoint has the same hash in bfloat16, float32 and float64. In float16 its
-    hash may differ, because conversion to float16 loses information.
+    Values are rounded to bfloat16, so that a checkpoint has the same hash in bfloat16, float32 and float64.
     """
     if stored := getattr(model, ADAPTED, ""):
         return str(stored)

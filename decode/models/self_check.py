@@ -22,7 +22,7 @@ from ..topology import from_widths
 from .adapters import modified_module
 from .cache import CachedModel
 from .kv_cache import scored_tokens
-from .long_rope import length_rope, readable
+from .long_rope import long_rope, readable
 from .packed import Part, TreeRows, split
 from .placement import is_plain, is_quantised
 from .reading.layer_masks import LayerMasks
@@ -141,7 +141,7 @@ class _Texts:
         config = model.config.get_text_config()
         window = getattr(config, "window_size", None)
         prefix = window + 2 if isinstance(window, int) and _PREFIX < window <= _LONGEST_WINDOW else _PREFIX
-        count, rope = prefix + _MORE, length_rope(model)
+        count, rope = prefix + _MORE, long_rope(model)
         special = _special_tokens(model.config.to_dict())
         pool = [token for token in range(min(scored_tokens(model), 512)) if token not in special]
         if len(pool) < 4 or readable(model) < count or (rope is not None and rope.original < count):

@@ -67,13 +67,13 @@ class _Copier:
             return self._config(value)
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             return MethodType(value.__func__, self.copy(value.__self__))
-        if type(value) in (list, tuple):
-            copies = type(value)(map(self.copy, value))
-            return copies if any(a is not b for a, b in zip(copies, value, strict=True)) else value
-        if type(value) is dict:
-            copied = {key: self.copy(item) for key, item in value.items()}
-            return copied if any(copied[key] is not item for key, item in value.items()) else value
-        return value
+        if type(value) not in (list, tuple, dict):
+            return value
+        items = list(value.values()) if type(value) is dict else value
+        copies = [self.copy(item) for item in items]
+        if all(a is b for a, b in zip(copies, items, strict=True)):
+            return value
+        return dict(zip(value, copies, strict=True)) if type(value) is dict else type(value)(copies)
 
     def _module(self, module: nn.Module) -> Any:
         state = dict(vars(module))
@@ -133,11 +133,7 @@ def open_view(module: Any, owner: nn.Module | None = None) -> tuple[Any, _Guard]
     """Return a view of a module, in evaluation mode, and a reentrant context manager to enter for each call.
 
     The view has the current children and hooks of the module and shares its parameters. A module with accelerate hooks or
-    with a compiled or replaced `forward` is returned itself. The context manager then locks the model, in evaluation mode.
-
-    Args:
-        module: A model, or a layer of one.
-        owner: The model of a layer.
+    with a compiled or replaced `forward` is returned itself. The context manager then locks the model (`owner` of a layer).
     """
     try:
         return _Copier().copy(module), _NO_GUARD

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..attention import attending_grouped
 from ..cache import CachedModel
-from ..long_rope import LongRopeModel, length_rope
+from ..long_rope import LongRopeModel, long_rope
 from ..packed import PackedCall, Part
 from ..placement import is_placed, warn_once
 from ..view import READS_ALL, Reading
@@ -261,8 +261,7 @@ def open_cache(
             f"{type(model).__name__}: reading several texts in one call changes their logits, so the texts of a batch are "
             "read one at a time; larger batches are no faster",
         )
-    rope = length_rope(model)
-    if rope is not None and rope.two_sided:
+    if long_rope(model) is not None:
         return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading)
     recordable = reading == READS_ALL and model.device.type == "cuda" and not is_placed(model)
     if recordable:

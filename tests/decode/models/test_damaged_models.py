@@ -144,9 +144,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "layers without end": (config(num_hidden_layers=10**15), "num_hidden_layers: expected a whole number from 1 to 1024"),
     "a vocabulary without end": (
         config(vocab_size=10**9),
-        "but the weight files hold",
+        "the weight files hold",
     ),
-    "a width without end": (config(intermediate_size=10**9), "but the weight files hold"),
+    "a width without end": (config(intermediate_size=10**9), "the weight files hold"),
     "a width beyond numbers": (config(intermediate_size=2**70), "intermediate_size: expected a whole number from 1 to"),
     "one unknown activation": (config(hidden_act="nonsense"), "KeyError: 'nonsense'"),
     "an attention that is not installed": (config(_attn_implementation="flash_attention_2"), "ImportError: FlashAttention2"),
