@@ -29,10 +29,7 @@ Input = StrPath | None
 
 
 class _Uninterrupted(threading.local):
-    """Blocks that signal handlers do not interrupt. A handler that would raise calls `defer` first.
-
-    Signals are not masked, because a thread of a library would receive them. Handlers run in the main thread.
-    """
+    """Blocks that signal handlers, which call `defer`, do not interrupt. Masked signals would reach other threads."""
 
     depth = 0
     deferred: Callable[[], None] | None = None
@@ -180,11 +177,7 @@ def is_empty_dir(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def staged_folder(out: StrPath) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `out` at the end, or removed if an exception is raised.
-
-    Raises:
-        InputError: `out` contains files that specstop did not write.
-    """
+    """Yield a temporary folder that replaces `out` at the end (`replace_folder`), or is removed on an exception."""
     path, stage = Path(os.path.realpath(out)), None
     try:
         with uninterrupted:
@@ -206,11 +199,7 @@ def staging_path(out: StrPath) -> Path:
 
 
 def replace_folder(stage: Path, out: StrPath) -> None:
-    """Rename the complete folder `stage` to `out`, and delete the result that was there.
-
-    Raises:
-        InputError: `out` contains files that specstop did not write. Nothing is changed.
-    """
+    """Rename a complete folder to `out`, and delete the result there. Raises `InputError` if it has unlisted files."""
     path, old = Path(os.path.realpath(out)), stage.with_name(stage.name + ".old")
     write_manifest(stage, _files(stage))
     for name in _files(stage):

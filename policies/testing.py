@@ -25,11 +25,8 @@ from .features import FEATURES, Kind, feature
 from .features.hidden_states import HIDDEN_STATES, check_hidden
 from .state import put, take
 
-STREAMS, ROUNDS, DEPTH = 5, 3, 6
-"""Size of the tests: streams, rounds, and largest depth."""
-
-HIDDEN = 16
-"""Size H of the hidden states, unless the policy has `sizes`: H by name."""
+STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests
+HIDDEN = 16  # size H of the hidden states, unless the policy has `sizes`: H by name
 
 
 class PolicyTests:

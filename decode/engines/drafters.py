@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +56,10 @@ def load_rows(
         return ModelRows(model, rows, vocabulary, reading), readable(model)
     checkpoint = open_checkpoint(target, "target")
     # The engine has the target: what stands for it in the pair has no weights.
-    shapes, tokenizer = checkpoint.skeleton.to(dtype), load_tokenizer(checkpoint)
+    shapes: Any = checkpoint.skeleton
+    tokenizer = load_tokenizer(checkpoint)
     readings = (READS_ALL, reading)
-    pair = Pair(shapes, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
+    pair = Pair(shapes.to(dtype), model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
     found = find_drafter(drafter, pair)
     check_engine_drafter(drafter, "vllm", reads=bool(found.layers))  # a plugin's own say
     return DrafterRows(found, rows, depth, vocabulary), found.readable

@@ -173,8 +173,8 @@ def _locate(name: str | Path, option: str) -> str:
             raise PairError(f"{option}: expected a model folder, but {text} has no {_CONFIG}{gguf}")
         return str(path)
     if path.is_file():
-        with path.open("rb") as file:
-            if path.suffix.lower() == ".gguf" or file.read(4) == b"GGUF":
+        with path.open("rb") as stream:
+            if path.suffix.lower() == ".gguf" or stream.read(4) == b"GGUF":
                 raise PairError(f"{expected}, but {text} is a GGUF file: {_CONVERT}")
         raise PairError(f"{expected}, but {text} is a file; give the folder that holds it and {_CONFIG}")
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
@@ -293,7 +293,9 @@ def load_model(
     Raises:
         PairError: A tensor is missing, unexpected, of another shape or not finite, or the library cannot load it.
     """
-    quantised, library = is_quantised(checkpoint.config), AutoModelForCausalLM
+    library: Any = AutoModelForCausalLM  # with its loading info, it returns a tuple
+    model: PreTrainedModel
+    quantised = is_quantised(checkpoint.config)
     checkpoint.weight_bytes(dtype)
     with checkpoint.errors():
         model, report = library.from_pretrained(
@@ -309,7 +311,8 @@ def load_model(
             adapter_kwargs={"subfolder": "none"},  # no adapter in the folder of the model: it is applied below
         )
         _check_report(model, report, quantised)
-        model = model.to(device) if places is None and not quantised else model
+        if places is None and not quantised:
+            model = model.to(device)  # type: ignore[arg-type]
         for name, parameter in model.named_parameters():
             kind = parameter.dtype
             checked = kind.is_floating_point and kind.itemsize > 1 and is_plain(parameter) and not parameter.is_meta
@@ -322,8 +325,7 @@ def load_model(
         for parameter in model.parameters():
             if parameter.data_ptr() % 64:  # weights at odd addresses of a mapped file are read some 5% slower
                 parameter.data = parameter.data.clone()
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _check_report(model: PreTrainedModel, report: dict[str, Any], quantised: bool) -> None:

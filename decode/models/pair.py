@@ -27,11 +27,8 @@ from .self_check import check_model
 from .view import READS_ALL, Reading
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-ATTENTION = ("sdpa", "eager")
-"""Attention backends that read the mask of a tree correctly."""
-
-_PADDED = 512
-"""Vocabularies are padded to a multiple of at most this size, for matrix products."""
+ATTENTION = ("sdpa", "eager")  # backends that read the mask of a tree correctly
+_PADDED = 512  # vocabularies are padded to a multiple of at most this size
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,8 @@ class Pair:
     """Target p, draft q and their tokenizer.
 
     Attributes:
-        target, draft: Causal language models, called from one device. The draft is None if candidates have another source,
-            such as prompt lookup. Loops call views of them in evaluation mode (`view`).
-        tokenizer: Of both.
-        vocabulary: Number of token ids that the target scores, including padding beyond the tokens of the tokenizer. A draft
-            that scores fewer never proposes the others.
+        target, draft: Causal language models on one device. The draft is None if candidates have another source.
+        vocabulary: Number of token ids that the target scores, with padding. A draft may score fewer.
         eos: Ids that end a text.
         engines: How target and draft compute (`engine.ENGINES`).
         hashes: Of target and draft, if the engine has changed their parameters.
@@ -147,8 +141,7 @@ def join(
     A `PeftModel` is unwrapped; adapters in the layers are kept.
 
     Raises:
-        PairError: The models are on different devices (a target that accelerate has placed is called from its own), do not
-            fit together, cannot be rolled back, or contain an adapter outside of the layers.
+        PairError: The models are on different devices, do not fit together, or cannot be rolled back.
     """
     target, draft = unwrap(target, "target"), None if draft is None else unwrap(draft, "draft")
     pair = Pair(target, draft, tokenizer, scored_tokens(target), _eos(target, tokenizer))
@@ -209,17 +202,14 @@ def load_pair(
     """Load a pair from two folders or hub names.
 
     Args:
-        target, draft: Folders or hub names of models, or of PEFT adapters, which are applied to their base models. The draft
-            is None if none is needed (prompt lookup).
+        target, draft: Folders or hub names of models, or of PEFT adapters, which are applied to their base models.
         device, dtype: Of both models; quantised ones keep the types they were saved with.
         attention: `sdpa` or `eager`; None = sdpa, or eager for a model that has no other (Gemma 2).
         engine: `plain`, `packed`, `compact`, or `auto`, the fastest that can run each model (see `engine`).
-        device_map: Devices of the target's layers, if not `device`: `auto` distributes them over all GPUs, host memory and
-            disk (see `placement`). Draft and loop stay on `device`.
+        device_map: Devices of the target's layers (see `placement`); draft and loop stay on `device`.
 
     Raises:
-        PairError: A folder does not exist or contains no model, a config or a tensor is invalid, the tokenizers differ, or
-            the models do not fit together, or into memory.
+        PairError: A model cannot be loaded, the models do not fit together, or they do not fit into memory.
     """
     kind, where, places = check_dtype(dtype), check_device(device), check_device_map(device_map)
     checkpoints = [open_checkpoint(target, "--target")]

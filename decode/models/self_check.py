@@ -34,11 +34,8 @@ ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.
 _CAUSAL = 0.2
 """Upper bound of the effect of quantised activations on logits. A larger difference means that later tokens are visible."""
 
-_PREFIX, _OTHER, _MORE = 5, 3, 9
-"""Prompt lengths of the first and the second text, and length of the continuation of the first."""
-
-_LONGEST_WINDOW = 1024
-"""Largest `window_size` for which the first text is made longer than the window."""
+_PREFIX, _OTHER, _MORE = 5, 3, 9  # prompt lengths of the two texts, and length of the continuation of the first
+_LONGEST_WINDOW = 1024  # largest `window_size` for which the first text is made longer than the window
 
 _RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Reading]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # threads may share a model; only one of them checks it
@@ -115,25 +112,15 @@ def _refusal(role: str, model: PreTrainedModel, error: Exception) -> PairError:
 
 @dataclass
 class _Texts:
-    """Two texts and their logits in a forward pass of the library.
+    """Two texts and their logits in a forward pass of the library."""
 
-    Attributes:
-        first: [1, n] token ids. The prompt is all but the last `_MORE`.
-        second: [1, n] token ids.
-        unlike: Tokens that differ from the continuation of `first` at each position.
-        rows: [n, V] logits of each text.
-        drift: Difference of the last logits of the prompt between the prompt alone and the whole text.
-        tolerance: Largest difference that counts as rounding.
-        padded: Whether masked padding on the left leaves the last logits as they are.
-    """
-
-    first: Tensor
-    second: Tensor
-    unlike: list[int]
-    rows: tuple[Tensor, Tensor]
-    drift: float
-    tolerance: float
-    padded: bool
+    first: Tensor  # [1, n]; the prompt is all but the last `_MORE`
+    second: Tensor  # [1, n]
+    unlike: list[int]  # tokens that differ from the continuation of `first` at each position
+    rows: tuple[Tensor, Tensor]  # [n, V] logits of each text
+    drift: float  # difference of the last logits of the prompt between the prompt alone and the whole text
+    tolerance: float  # largest difference that counts as rounding
+    padded: bool  # whether masked padding on the left leaves the last logits as they are
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Texts | None:
@@ -160,13 +147,7 @@ class _Texts:
         return cls(first, second, unlike, rows, drift, tolerance, padded)
 
     def read(self, model: PreTrainedModel, reading: Reading) -> Reading:
-        """Return the kinds of calls that give the expected logits.
-
-        Errors of the model while it reads a chain are not caught.
-
-        Raises:
-            _Differs: The logits of a chain differ.
-        """
+        """Return the kinds of calls that give the expected logits. Raises `_Differs` if those of a chain differ."""
         count = self.first.shape[1]
         cache = CachedModel(model, count + 4, self.rows[0].shape[-1], streams=2, reading=reading)
         self._chain(cache, count - _MORE)
@@ -242,10 +223,7 @@ def _special_tokens(config: dict[str, Any]) -> set[int]:
 
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tensor:
-    """Return the logits [n, V] of a text [1, n] with the inputs that `generate` prepares, without a cache.
-
-    The first `padding` tokens are masked.
-    """
+    """Return the logits [n, V] of a text [1, n], `padding` tokens of it masked, as in `generate` without a cache."""
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": False, "is_first_iteration": True}

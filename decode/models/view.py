@@ -29,19 +29,16 @@ _NO_GUARD: _Guard = contextlib.nullcontext()
 
 @dataclass(frozen=True)
 class Reading:
-    """Kinds of calls for which a model returns correct logits (see `self_check`).
-
-    Attributes:
-        masked: Calls with masks [B, 1, n, slots] of the loop. If False, only chains, with the mask that the model computes.
-        tree: Several candidates of the same depth in one call.
-        side_by_side: Several texts in one call. If False, the texts of a batch are read one after the other.
-        padded: Masked padding on the left has no effect on the logits. If False, the model reads such prompts by itself.
-    """
+    """Kinds of calls for which a model returns correct logits (see `self_check`)."""
 
     masked: bool = True
+    """Calls with masks [B, 1, n, slots] of the loop. If False, only chains, with the mask that the model computes."""
     tree: bool = True
+    """Several candidates of the same depth in one call."""
     side_by_side: bool = True
+    """Several texts in one call. If False, the texts of a batch are read one after the other."""
     padded: bool = True
+    """Masked padding on the left has no effect on the logits. If False, the model reads such prompts by itself."""
 
 
 READS_ALL = Reading()
@@ -144,12 +141,7 @@ def open_view(module: Any, owner: nn.Module | None = None) -> tuple[Any, _Guard]
 
 
 class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
-    """View of a model for one decode loop. It is a reentrant context manager that returns the model to call.
-
-    Args:
-        original: The caller's model.
-        device: Device of the calls.
-    """
+    """View of a model for one decode loop. It is a reentrant context manager that returns the model to call."""
 
     def __init__(self, original: PreTrainedModel, device: torch.device) -> None:
         self.original, self._without_cudnn = original, without_cudnn(device)
