@@ -91,6 +91,12 @@ def build_profiles(folder: Path) -> None:
     """Write the profile, one with costs of trees, and one with batches."""
     plain = build_profile()
     plain.save(folder / "plain.json")
+    # Costs that fall with the context, so that the line through both sides reaches the least that is believed.
+    falling = {
+        "low": dataclasses.replace(plain.high, context=8.0),
+        "high": dataclasses.replace(plain.low, context=40.0),
+    }
+    dataclasses.replace(plain, **falling).save(folder / "falling.json")
     tree = {"tree_draft_s": ((1, 1e-3), (4, 1.4e-3), (9, 2.2e-3)), "tree_verify_s": ((0, 4e-3), (6, 5e-3), (20, 9e-3))}
     sides = (
         dataclasses.replace(table, later_draft_s=8e-4 + 1e-4 * at, second_draft_s=9e-4 + 1e-4 * at, **tree)

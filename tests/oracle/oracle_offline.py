@@ -198,13 +198,13 @@ def same_rounds(inputs: Inputs, trace: Trace, policy: Any, temperature: float, n
     return {"same": same, "log": played.log.numpy()}
 
 
-CONTEXTS = (1.0, 8.0, 17.5, 40.0, 200.0)
+CONTEXTS = (1.0, 8.0, 17.5, 40.0, 100.0, 200.0, 2000.0)
 
 
 def costs(inputs: Inputs, small: bool = False) -> Cases:
     """Seconds of rounds on a grid, of chains, trees and batches."""
     dice = np.random.default_rng(9)
-    for name in ("plain", "trees", "batches"):
+    for name in ("plain", "falling", "trees", "batches"):
         profile = inputs.profile(name)
         yield f"{name} | padded", access.padded_sizes(profile)
         yield f"{name} | prompts", access.prompt_seconds(profile, np.array([0, 1, 5, 100]))
