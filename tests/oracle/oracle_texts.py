@@ -284,16 +284,19 @@ def grammars() -> Cases:
     for name, tree, verification, temperature in setups:
         if temperature == 0.0 and verification != "match":
             continue
+        how = sources[name], name == "schema", verification, tree, temperature
+        told = f"grammar {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
+        yield told, answer(lambda how=how: under_grammar(pair, *how))
 
-        def made(
-            name: str = name, tree: Any = tree, verification: str = verification, heat: float = temperature
-        ) -> Any:
-            build = Grammar.from_json_schema if name == "schema" else Grammar.from_text
-            shaping = Shaping(processors=(build(sources[name], pair.tokenizer),))
-            settings = Settings(heat, 16, verification=verification, tree=tree, shaping=shaping)
-            return lines(decode(pair, ["ab", "xyz", "{"], "confidence:0.2", settings=settings, batch=2))
 
-        yield f"grammar {name} | {verification} | {tree or 'chain'} | T={temperature:g}", answer(made)
+def under_grammar(
+    pair: Pair, source: str, is_schema: bool, verification: str, tree: str | None, temperature: float
+) -> Any:
+    """Return the lines of texts under a grammar."""
+    build = Grammar.from_json_schema if is_schema else Grammar.from_text
+    shaping = Shaping(processors=(build(source, pair.tokenizer),))
+    settings = Settings(temperature, 16, verification=verification, tree=tree, shaping=shaping)
+    return lines(decode(pair, ["ab", "xyz", "{"], "confidence:0.2", settings=settings, batch=2))
 
 
 def run_ids(inputs: Inputs, pair: Pair, policy: str, tree: str | None) -> Any:
