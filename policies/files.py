@@ -220,8 +220,8 @@ def replace_folder(stage: Path, out: StrPath) -> None:
 
 
 def write_manifest(folder: Path, names: Iterable[str]) -> None:
-    """Write the list of the files of a result, by path relative to its folder. `RUN_FILE` may be added later."""
-    write_json(folder / MANIFEST, {"schema": 1, "files": sorted({*names, RUN_FILE} - {MANIFEST})})
+    """Write the list of the files of a result, by path relative to its folder."""
+    write_json(folder / MANIFEST, {"schema": 1, "files": sorted({*names} - {MANIFEST})})
 
 
 def delete_result(folder: Path) -> None:
@@ -242,8 +242,8 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _foreign(folder: Path) -> list[str]:
-    """Return the files in a folder that are neither listed in its manifest nor temporary files."""
-    listed = {MANIFEST}
+    """Return the files in a folder that are neither listed in its manifest nor temporary files or run options."""
+    listed = {MANIFEST, RUN_FILE}
     try:
         listed.update(map(str, json.loads((folder / MANIFEST).read_bytes())["files"]))
     except (OSError, ValueError, RecursionError, TypeError, LookupError):

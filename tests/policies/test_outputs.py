@@ -13,7 +13,6 @@ import pytest
 from specstop.policies.errors import InputError
 from specstop.policies.files import (
     MANIFEST,
-    RUN_FILE,
     check_separate,
     prepare_output_dir,
     prepare_output_file,
@@ -46,7 +45,7 @@ def test_a_staged_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
         assert not out.exists()
     assert (out / "sub" / "y").read_text() == "2"
     assert names(out.parent) == ["out", f"out/{MANIFEST}", "out/sub", "out/sub/y", "out/x"]
-    assert json.loads((out / MANIFEST).read_text()) == {"schema": 1, "files": [RUN_FILE, "sub/y", "x"]}
+    assert json.loads((out / MANIFEST).read_text()) == {"schema": 1, "files": ["sub/y", "x"]}
     assert out.stat().st_mode & 0o777 == 0o755
 
 
