@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...decode.compare.intervals import FEWEST, Ratio
-from ...policies.plugin_code import Failure
+from ...policies.validation import Failure
 
 REPORT_SCHEMA = 2
 DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"
