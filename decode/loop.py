@@ -20,7 +20,7 @@ from ..policies.arguments import check_token_ids
 from ..policies.checking import check_policy
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.plugin_code import Failure

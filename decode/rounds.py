@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ..policies.contract import Array, DraftStep, DraftTree
-from ..policies.features.history import History
+from ..policies.history import History
 from .drafted import Drafted, Finished
 from .policy.runner import PolicyRunner
 from .topology import Topology

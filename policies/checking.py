@@ -8,8 +8,7 @@ from typing import Any
 
 from .contract import StopPolicy
 from .errors import PolicyError, close_match
-from .features import FEATURES
-from .features.hidden_states import HIDDEN_STATES
+from .features import FEATURES, HIDDEN_STATES
 from .latency.profile import Profile
 from .plugin_code import Contained, own
 

@@ -17,11 +17,10 @@ import numpy as np
 
 from .errors import PolicyFailure
 from .plugin_code import Contained, own
+from .typing import Array as Array
 
 if TYPE_CHECKING:
     from .latency.profile import Profile
-
-Array = np.ndarray[Any, Any]
 
 State = Any
 """What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S.

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
-from .features import FEATURES, Kind, feature
-from .features.hidden_states import HIDDEN_STATES, check_hidden, seen
+from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden, feature, round_to_half
 from .state import arrays, put, take
 
 STREAMS = 5
@@ -246,9 +245,9 @@ def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, 
     size = getattr(policy, "sizes", {}).get(name, HIDDEN)
     if HIDDEN_STATES[name].kind is Kind.ANCHOR:
         anchor = np.random.default_rng((stream, round)).standard_normal((1, size))
-        return seen(anchor).repeat(width, 0)
+        return round_to_half(anchor).repeat(width, 0)
     drawn = np.random.default_rng((stream, round, depth, 1)).standard_normal((width, size))
-    return seen(drawn * (depth > 0))
+    return round_to_half(drawn * (depth > 0))
 
 
 def _in_range(name: str, uniform: Array, depth: int) -> Array:

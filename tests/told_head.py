@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.base import Rule
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Rule
 
 Array = np.ndarray[Any, Any]
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from ...policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files.json_text import strict_loads
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.files.text import HALF, is_text
-from ...policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.limits import MOST_ROWS
+from ...policies.typing import Array
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
 from ..prompts.samples import SampleNames, warn_sample_ids
@@ -101,9 +102,6 @@ def _records(file: Path) -> list[_Record]:
         raise InputError(f"--from-vllm: {file} is empty")
     warn_sample_ids([record.name for record in records if not record.sample])
     return records
-
-
-Array = np.ndarray[Any, Any]
 
 
 class _Record:

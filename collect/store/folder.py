@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from ...policies.arguments import as_list
 from ...policies.errors import InputError, TraceError
-from ...policies.features.hidden_states import HIDDEN_STATES
+from ...policies.features import HIDDEN_STATES
 from ...policies.files.atomic import MANIFEST
 from ...policies.files.outputs import Input, beside, claim_folder, is_empty, write_manifest
 from ..schema import Header, arrow_schema

@@ -23,7 +23,7 @@ from ...policies.contract import (
     checked_start,
 )
 from ...policies.features import Layout
-from ...policies.features.history import History
+from ...policies.history import History
 from ...policies.plugin_code import Failure
 from ..policy.runner import warn_failed
 from ..topology import chain

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
-from ...policies.features import Drawn
+from ...policies.features import DrawnTokens
 from ...policies.latency.profile import Profile
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
@@ -187,7 +187,7 @@ class Drafting:
         anchors = np.array([(text[-1], text[-2]) for text in texts], dtype=np.int64)
         asking, observer = self.asking, self._observer
 
-        def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
+        def look(depth: int, at: Array, logits: Tensor, drawn: DrawnTokens) -> None:
             assert observer is not None
             observer.level(depth, here[at], logits, drawn)
 

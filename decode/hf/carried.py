@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.storage.folder import load_policy_folder
 from ...policies.storage.registry import load_policy
 from ...policies.storage.safe_loading import MOST_DATA
@@ -54,7 +54,7 @@ def drafter_for(policy: StopPolicy, spec: str | None) -> CarriedDrafter:
     Raises:
         InputError: there is no such drafter, or it reads a text file, which is not carried.
     """
-    facts = policy.facts if isinstance(policy, LearnedPolicy) else None
+    facts = policy.metadata if isinstance(policy, LearnedPolicy) else None
     spec = spec or (str(facts.provenance.get("drafter", "model")) if facts else "model")
     check_drafter(spec)
     parts = [*read_known(spec).parts()]
@@ -74,7 +74,7 @@ def tell_untrained_on(policy: StopPolicy, drafts: CarriedDrafter) -> None:
     """Warn where a learned policy was trained on the drafts of another trained drafter than it is exported with."""
     if not isinstance(policy, LearnedPolicy) or drafts.trained is None:
         return
-    known = policy.facts.pair.get("draft", "")
+    known = policy.metadata.pair.get("draft", "")
     # Of two drafters the identity of the second one comes last.
     if known and not known.endswith(drafts.trained.identity):
         warnings.warn(

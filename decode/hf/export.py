@@ -17,12 +17,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from ...policies.conditions import sampling_text
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError
 from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
-from ...policies.learned.conditions import sampling_text
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.storage.folder import save_policy
 from ...policies.storage.registry import BUILTINS, load_policy
 from ..drafters.folder import save_drafter
@@ -91,7 +91,7 @@ def deploy_hf(
             f"--policy: {policy} is a plugin, whose code an exported folder does not carry; install the plugin where it is "
             "to run and name it there"
         )
-    known = dict(gains) if gains is not None else {"metrics": dict(learned.facts.metrics)} if learned else {}
+    known = dict(gains) if gains is not None else {"metrics": dict(learned.metadata.metrics)} if learned else {}
     figures = {
         "schema": 1,
         "kind": "export",
@@ -180,7 +180,7 @@ def _take_stop_strings(options: dict[str, Any]) -> None:
 
 def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: CarriedDrafter, figures: Mapping[str, Any]) -> str:
     """Return the folder's card."""
-    facts = learned.facts if learned is not None else None
+    facts = learned.metadata if learned is not None else None
     trained = (
         f"It was trained for {facts.verification} verification at {sampling_text(facts.temperature, facts.shaping)}; "
         "under another it decodes as correctly and stops less well."

@@ -22,9 +22,9 @@ from ...policies.contract import (
     checked_start,
 )
 from ...policies.errors import SpecstopWarning
-from ...policies.features.history import HISTORY_FEATURES, History
+from ...policies.history import HISTORY_FEATURES, History
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.plugin_code import Failure
 from ..drafted import Finished
 from .drift_monitor import best_fixed, describe, make_watch

@@ -1,4 +1,4 @@
-"""Heads on scalars that a CPU scores in microseconds: logistic regressions and a small network."""
+"""Heads of linear layers on scalars: logistic regressions and a small network."""
 
 from __future__ import annotations
 
@@ -7,42 +7,28 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..errors import PolicyError
-from .base import NO_HIDDEN, Array, Basis, Hidden, Layer, TensorHead, expect, kernels
+from ..typing import Array
+from .base import Basis, Head, Layer, check_shape, size_of
 
 
-def packed(layers: Sequence[Layer]) -> tuple[Array, Array]:
-    """Return sizes and weights of layers as `kernels.heads.score_layers` reads them."""
-    sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
-    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]  # [inputs, outputs]
-    return np.array(sizes, dtype=np.int64), np.concatenate(weights, dtype=np.float64)
-
-
-class LayersHead(TensorHead):
-    """Linear layers on the columns of a basis, with SiLU between them; those from depth 1 on and those at depth 0.
+class LayersHead(Head):
+    """Linear layers on the columns of a basis, with SiLU between them.
 
     Attributes:
         basis: of the features.
+        layers: on `Basis.expand`, from depth 1 on and at depth 0.
     """
 
+    _kernel = "score_layers"
     basis: Basis
+    layers: tuple[list[Layer], list[Layer]]
 
-    def _place(self, later: Sequence[Layer], first: Sequence[Layer]) -> None:
-        """Keep the layers that `scores` puts `Basis.expand` through."""
-        self._layers = list(later), list(first)
-        self._packed = [
-            (bounds, self.basis.odds, *packed(layers), False)
-            for bounds, layers in zip((self.bounds, self.first_bounds), self._layers, strict=True)
-        ]
-
-    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
-        """Return [R, 2], accept and next; see `Head`."""
-        out = np.empty((len(features), 2))
-        kernels().score_layers(features, *self._packed[0 if depth else 1], out)
-        return out
-
-    def folded(self, first: bool) -> list[Layer]:
-        """Return the layers that `scores` puts `Basis.expand` through, at depth 0 if `first`."""
-        return self._layers[first]
+    def _set_layers(self, later: list[Layer], first: list[Layer]) -> None:
+        self.layers = later, first
+        self._arguments = (
+            (self.bounds[0], self.basis.odds, *pack_layers(later), False),
+            (self.bounds[1], self.basis.odds, *pack_layers(first), False),
+        )
 
 
 class LinearHead(LayersHead):
@@ -50,7 +36,7 @@ class LinearHead(LayersHead):
 
     Args:
         names: features.
-        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3]; see `TensorHead` for ranges.
+        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3]; see `Head` for ranges.
     """
 
     kind = "logistic"
@@ -58,12 +44,12 @@ class LinearHead(LayersHead):
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         super().__init__(names, tensors, ("mean", "scale", "weight", "bias"))
         self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        weight, bias = self._tensors["weight"], self._tensors["bias"]
-        expect(weight, (3, self.basis.width), "weight")
-        expect(bias, (3,), "bias")
-        later = self.basis.fold(weight[:2], bias[:2], first=False)
-        # At depth 0 accept means nothing; its weights only fill the place.
-        self._place([later], [self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)])
+        weight, bias = check_shape(tensors, "weight", 3, self.basis.width), check_shape(tensors, "bias", 3)
+        # At depth 0 accept has no meaning; its weights only fill the place.
+        self._set_layers(
+            [self.basis.fold(weight[:2], bias[:2], first=False)],
+            [self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)],
+        )
 
 
 class MLPHead(LayersHead):
@@ -71,20 +57,18 @@ class MLPHead(LayersHead):
 
     Args:
         names: features.
-        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; SiLU between layers; see `TensorHead`
-            for ranges.
+        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; see `Head` for ranges.
     """
 
     kind = "mlp"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        parts = layer_names(tensors)
-        super().__init__(names, tensors, ("mean", "scale", *parts))
-        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        # The last input is the flag: 0 from depth 1 on, so it goes; 1 at depth 0, where its weights join the bias.
-        (weight, bias), *rest = checked_layers(self._tensors, self.basis.width + 1, 2, "mlp head")
-        later = self.basis.fold(weight[:, :-1], bias, first=False)
-        self._place([later, *rest], [self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True), *rest])
+        super().__init__(names, tensors, ("mean", "scale", *layer_names(tensors)))
+        self.basis = basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        # The last input is the flag: 0 from depth 1 on, where it drops out; 1 at depth 0, where its weights join the bias.
+        (weight, bias), *rest = check_layers(self._tensors, basis.width + 1, 2, self.kind)
+        later = basis.fold(weight[:, :-1], bias, first=False)
+        self._set_layers([later, *rest], [basis.fold(weight[:, :-1], bias + weight[:, -1], first=True), *rest])
 
 
 def layer_names(tensors: Mapping[str, Array]) -> list[str]:
@@ -93,27 +77,23 @@ def layer_names(tensors: Mapping[str, Array]) -> list[str]:
     return [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
 
 
-def checked_layers(tensors: Mapping[str, Array], width: int, outputs: int, who: str) -> list[Layer]:
-    """Return the layers `weight.i`, `bias.i`.
-
-    Args:
-        tensors: all of the head.
-        width: inputs of the first layer.
-        outputs: of the last one.
-        who: names the head in messages.
-
-    Raises:
-        PolicyError: layers that do not fit each other, or end otherwise.
-    """
-    layers = []
+def check_layers(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> list[Layer]:
+    """Return the layers `weight.i`, `bias.i`; raise `PolicyError` unless they go from `inputs` to `outputs`."""
+    layers, width = [], inputs
     for i in range(len(layer_names(tensors)) // 2):
-        weight, bias = tensors[f"weight.{i}"], tensors[f"bias.{i}"]
-        next_width = len(bias) if bias.ndim else 0
-        expect(bias, (next_width,), f"bias.{i}")
-        expect(weight, (next_width, width), f"weight.{i}")
-        layers.append((weight, bias))
-        width = next_width
+        size = size_of(tensors[f"bias.{i}"])
+        bias = check_shape(tensors, f"bias.{i}", size)
+        layers.append((check_shape(tensors, f"weight.{i}", size, width), bias))
+        width = size
     if width != outputs or not layers:
-        found = width if layers else "no layer"
-        raise PolicyError(f"{who}: expected {outputs} output{'s' * (outputs > 1)}, got {found}")
+        raise PolicyError(
+            f"{kind} head: expected {outputs} output{'s' * (outputs > 1)}, got {width if layers else 'no layer'}"
+        )
     return layers
+
+
+def pack_layers(layers: Sequence[Layer]) -> tuple[Array, Array]:
+    """Return the sizes and weights of layers for `kernels.heads.score_layers`."""
+    sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
+    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]  # [inputs, outputs]
+    return np.array(sizes, dtype=np.int64), np.concatenate(weights, dtype=np.float64)

@@ -19,23 +19,20 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from ..calibration import Calibrator, PathCalibrator, SurvivalMaps
+from ..conditions import sampling_text
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import feature
 from ..files.atomic import write_atomic, write_json
 from ..files.outputs import RUN_FILE, staged_folder
 from ..files.text import markdown_cell
-from ..heads.build import build_head
+from ..heads import build_head
 from ..joint.survival import BatchPolicy, BatchStop
-from ..learned.calibration import Calibrator
-from ..learned.conditions import sampling_text
-from ..learned.continuation import ContinuationPolicy, head_names
-from ..learned.policy import Facts, LearnedPolicy
-from ..learned.survival import SurvivalMaps
-from ..learned.tree_calibration import PathCalibrator
-from ..learned.trees import TreeGain
-from ..rules.chains import BatchRule, Continuation, build_rule
-from ..rules.trees import TreeRule
+from ..learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, build_rule, head_names
+from ..learned_trees import TreeGain
+from ..rules import BatchRule, Continuation
+from ..tree_rules import TreeRule
 from .safe_loading import (
     MOST_DATA,
     MOST_TEXT,
@@ -131,7 +128,7 @@ def _packed(policy: LearnedPolicy, extra: Mapping[str, bytes]) -> tuple[dict[str
         "calibration": [{"kind": c.kind, "temperature": c.temperature} for c in maps],
         "rule": policy.rule.to_dict(),
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        **dataclasses.asdict(policy.facts),
+        **dataclasses.asdict(policy.metadata),
     }
     return raw, files
 
@@ -253,7 +250,7 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolic
         _calibrator(entry["kind"], float(entry["temperature"]), tensors[name])
         for name, entry in zip(_KNOTS, raw["calibration"], strict=True)
     )
-    fields = {f.name for f in dataclasses.fields(Facts)}
+    fields = {f.name for f in dataclasses.fields(TrainingMetadata)}
     acceptance = tuple(float(a) for a in raw["acceptance"])
     temperatures = raw["temperature"]
     if isinstance(temperatures, list):
@@ -264,7 +261,9 @@ def _build(raw: Mapping[str, Any], tensors: Mapping[str, Array]) -> LearnedPolic
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in raw["prompts"].values()
     ):
         raise PolicyError("prompts: expected lists of hashes")
-    facts = Facts(**{**{name: raw[name] for name in fields}, "acceptance": acceptance, "temperature": temperatures})
+    facts = TrainingMetadata(
+        **{**{name: raw[name] for name in fields}, "acceptance": acceptance, "temperature": temperatures}
+    )
     depth = raw["max_depth"]
     if not 1 <= depth <= DEEPEST:
         raise PolicyError(f"max_depth: expected 1 or more, at most {DEEPEST}, not {depth!r}")
@@ -289,7 +288,7 @@ def _calibrator(kind: str, temperature: float, knots: Array) -> Calibrator:
 
 def card(policy: LearnedPolicy) -> str:
     """Return the folder's README: what the policy is, what it was trained for, how it did."""
-    facts = policy.facts
+    facts = policy.metadata
     depths = policy.survival.changed if policy.survival is not None else []
     rows = [
         ("head", policy.head.kind),

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from head_tensors import NAMES, TENSORS, knots
+from specstop.policies.calibration import Calibrator
+from specstop.policies.heads import build_head
 from specstop.policies.heads.base import NO_HIDDEN, Array, Hidden
-from specstop.policies.heads.build import build_head
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import Facts, LearnedPolicy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import Derived
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.rules import Derived, Rule
 
-FACTS = Facts(
+FACTS = TrainingMetadata(
     0.7,
     "match",
     "match",

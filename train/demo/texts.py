@@ -10,7 +10,7 @@ from ..report.records import AGAIN, DEPLOY, NOISY, TOO_FEW
 
 if TYPE_CHECKING:
     from ...policies.latency.profile import Profile
-    from ...policies.learned.policy import LearnedPolicy
+    from ...policies.learned import LearnedPolicy
     from ..replay.traces.arrays import TraceArrays
     from ..report.records import Line, Report
     from .live import LiveLine

@@ -15,7 +15,7 @@ from ...policies.errors import InputError
 from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ...policies.storage.registry import PolicySpec, as_policy, load_policy

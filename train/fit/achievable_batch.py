@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.history import HISTORY_FEATURES
-from ...policies.heads.base import NO_HIDDEN, Array, Hidden
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.heads.base import NO_HIDDEN, Hidden
+from ...policies.history import HISTORY_FEATURES
 from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
-from ...policies.learned.policy import Facts, LearnedPolicy
-from ...policies.rules.chains import BatchRule, Derived
+from ...policies.learned import LearnedPolicy, TrainingMetadata
+from ...policies.rules import BatchRule, Derived
+from ...policies.typing import Array
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays
@@ -87,7 +88,9 @@ def achievable_in_batches(
     hidden: dict[str, Any] = {TARGET_HIDDEN: _Scores(logits[:, 0]), DRAFT_HIDDEN: _Scores(logits[:, 1:])}
     known = dataclasses.replace(bare, hidden=hidden)
     acceptance = conditional_acceptance(arrays, visited)
-    facts = Facts(verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME))
+    facts = TrainingMetadata(
+        verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME)
+    )
     depth = min(arrays.depth, profile.max_depth)
     policy = LearnedPolicy(
         NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * depth, 1), depth, facts,

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.heads.base import Array, with_ranges
+from ...policies.heads.base import with_ranges
+from ...policies.typing import Array
 from .rows import FitRows
 
 UNBOUNDED = (*TOKEN_FEATURES, "depth")

@@ -17,10 +17,10 @@ import numpy as np
 from ...collect.store.folder import Trace
 from ...decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Values
 from ...policies.checking import with_costs
+from ...policies.conditions import warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import tell_other_conditions
 from ...policies.storage.registry import BUILTINS, PolicySpec, as_policy
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
@@ -126,7 +126,7 @@ def estimate_offline(
     """
     header = traces.header
     policy, logging = as_policy(policy), None if logging is None else as_policy(logging)
-    tell_other_conditions(policy, header.conditions, "these traces")
+    warn_other_conditions(policy, header.conditions, "these traces")
     arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
     asked = logging is not None
     logging = logging or _named(header.policy)

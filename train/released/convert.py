@@ -23,18 +23,17 @@ from pathlib import Path
 
 import numpy as np
 
+from ...policies.calibration import Calibrator
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files.outputs import claim_folder
-from ...policies.heads.base import width_of
-from ...policies.heads.build import build_head
+from ...policies.heads import build_head
+from ...policies.heads.base import size_of
 from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
-from ...policies.heads.specdec import MOST, STOP_THRESHOLD, unbiased
-from ...policies.learned.calibration import Calibrator
-from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.heads.specdec import MAX_DRAFT, STOP_THRESHOLD, unbiased
+from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
-from ...policies.rules.base import Rule
-from ...policies.rules.chains import AnyFork, Threshold
+from ...policies.rules import Rule, Threshold
 from ...policies.storage.folder import DEEPEST, save_policy
 from .state_dicts import find_weights, named, read_state
 
@@ -101,7 +100,7 @@ def import_weights(
         tensors["leave.bias"] = unbiased(tensors["leave.bias"], rejection_weight)
     features = HARD_FEATURES if found == "dynasd-hard" else ()
     rule, deepest = _published(found, threshold)
-    facts = Facts(
+    facts = TrainingMetadata(
         temperature=1.0,
         verification="rejection",
         label="rejection",
@@ -120,8 +119,8 @@ def import_weights(
 def _published(layout: str, threshold: float | None) -> tuple[Rule, int]:
     """Return the rule that a layout was published with, and its deepest draft."""
     if layout == "specdec":
-        return Threshold("survival", round(1.0 - STOP_THRESHOLD, 6) if threshold is None else threshold), MOST
-    return AnyFork(THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
+        return Threshold("survival", round(1.0 - STOP_THRESHOLD, 6) if threshold is None else threshold), MAX_DRAFT
+    return Threshold("any", THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
 
 
 def find_layout(state: Mapping[str, Array], where: str) -> str:
@@ -181,7 +180,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     if shared and last:
         weights, biases = weights[:1], biases[:1]
     leave = state[f"model.{last}.weight"]
-    size = width_of(leave)
+    size = size_of(leave)
     return {
         "block.weight": np.stack(weights) if weights else np.zeros((0, size, size), dtype=np.float32),
         "block.bias": np.stack(biases) if biases else np.zeros((0, size), dtype=np.float32),

@@ -16,7 +16,7 @@ from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
-from ...policies.features.history import History
+from ...policies.history import History
 from ...policies.latency.profile import Profile
 from .source import TraceSource
 from .traces.arrays import TraceArrays

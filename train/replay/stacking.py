@@ -10,9 +10,9 @@ import numpy as np
 from ...policies.baselines.online import Online
 from ...policies.baselines.scores import AtLeast
 from ...policies.contract import Array, StopPolicy
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.plugin_code import own
-from ...policies.rules.base import Rule
+from ...policies.rules import Rule
 
 
 def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:

@@ -20,7 +20,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, shown
 from ...policies.storage.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence

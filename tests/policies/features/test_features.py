@@ -11,17 +11,17 @@ from reference_features import Rows, compiled, compute
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import (
     ANCHOR_FEATURES,
+    BOUND,
     CHAIN_FEATURES,
     FEATURES,
     Columns,
-    Drawn,
+    DrawnTokens,
     Kind,
     Layout,
     feature,
     summarise,
 )
-from specstop.policies.features.definitions import BOUND
-from specstop.policies.kernels import rows as row_kernels
+from specstop.policies.kernels import features as row_kernels
 
 ROWS, VOCABULARY = 40, 30
 FLOAT32 = 1e-6
@@ -178,8 +178,8 @@ def test_a_row_gives_the_same_bits_alone_and_among_many(width: int) -> None:
     columns = Columns(names)
 
     def read(rows: np.ndarray) -> np.ndarray:
-        drawn = Drawn.of([(i, int(row.argmax()), 0, 0, 1, 2) for i, row in enumerate(rows)])
-        return columns(summarise(columns.plan, rows, drawn, 0.7, scores=rows), drawn, 0.7)
+        drawn = DrawnTokens.of([(i, int(row.argmax()), 0, 0, 1, 2) for i, row in enumerate(rows)])
+        return columns(summarise(columns.needs, rows, drawn, 0.7, scores=rows), drawn, 0.7)
 
     for shift in (0, 1, 3):
         rows = raw[shift : shift + 64 * width].reshape(64, width)

@@ -25,8 +25,10 @@ from head_tensors import (
     zeros,
 )
 from specstop.policies.errors import PolicyError
-from specstop.policies.heads.base import kernels
-from specstop.policies.heads.build import HEADS, Basis, LinearHead, MLPHead, TreesHead, build_head, with_ranges
+from specstop.policies.heads import HEADS, build_head
+from specstop.policies.heads.base import Basis, kernels, with_ranges
+from specstop.policies.heads.layers import LinearHead, MLPHead
+from specstop.policies.heads.trees import TreesHead
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:

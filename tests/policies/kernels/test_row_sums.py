@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specstop.policies.kernels import rows
+from specstop.policies.kernels import features as rows
 
 ROWS = 500
 DIGEST = """

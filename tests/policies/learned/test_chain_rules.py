@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from random_heads import random_head
 from specstop.policies.errors import PolicyError
-from specstop.policies.learned.continuation import ContinuationPolicy
-from specstop.policies.rules.chains import Continuation, Derived, Threshold, build_rule, derived_thresholds
+from specstop.policies.learned import ContinuationPolicy, build_rule
+from specstop.policies.rules import Continuation, Derived, Threshold, derived_thresholds
 from told_head import kept_by
 
 

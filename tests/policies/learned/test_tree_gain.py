@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from specstop.policies.calibration import PathCalibrator
 from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.errors import PolicyError
-from specstop.policies.learned.tree_calibration import PathCalibrator
-from specstop.policies.learned.trees import TreeGain
-from specstop.policies.rules.chains import build_rule
-from specstop.policies.rules.trees import kernels
+from specstop.policies.learned import build_rule
+from specstop.policies.learned_trees import TreeGain
+from specstop.policies.onnx import build_onnx
 from specstop.policies.storage.folder import load_policy_folder, save_policy
-from specstop.policies.storage.onnx import build_onnx
 from specstop.policies.testing import PolicyTests, TreePolicyTests
+from specstop.policies.tree_rules import kernels
 from tree_reference import (
     NEAR,
     OTHER,

@@ -14,8 +14,8 @@ from specstop.collect.schema import NO_TOKEN
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.features.history import HISTORY_FEATURES, PAST_WEIGHT
-from specstop.policies.heads.build import Basis, Head
+from specstop.policies.heads.base import Basis, Head
+from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.latency.profile import Profile
 from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.calibration.logits import log_loss

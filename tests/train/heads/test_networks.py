@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from specstop.policies.errors import TraceError
-from specstop.policies.heads.build import Head
-from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
+from specstop.policies.heads.base import Head
+from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask
-from specstop.train.heads.kinds.dynasd import balanced, fit_hard, fit_soft
+from specstop.train.heads.kinds.dynasd import HARD_LAYERS, SOFT_LAYERS, balanced, fit_hard, fit_soft
 from specstop.train.heads.kinds.linear import fit_logistic
 from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from specstop.policies.errors import InputError
-from specstop.policies.heads.build import MLPHead
+from specstop.policies.heads.layers import MLPHead
 from specstop.policies.progress import Progress, silent
 from specstop.train import StopHeadModule, TraceDataModule
 from specstop.train.heads.basis import fit_basis

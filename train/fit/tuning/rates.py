@@ -9,11 +9,11 @@ from typing import TypeGuard
 from ....policies.baselines.fixed import Confidence, FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
-from ....policies.heads.base import Array
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import LearnedPolicy
-from ....policies.learned.trees import TreeGain
-from ....policies.rules.chains import Derived, derived_thresholds
+from ....policies.learned import LearnedPolicy
+from ....policies.learned_trees import TreeGain
+from ....policies.rules import Derived, derived_thresholds
+from ....policies.typing import Array
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates

@@ -6,8 +6,8 @@ import numpy as np
 from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 
-from ....policies.heads.base import Array
-from ....policies.heads.build import LinearHead
+from ....policies.heads.layers import LinearHead
+from ....policies.typing import Array
 from ..basis import fit_basis
 from ..exported import exported
 from ..fitting import FitTask

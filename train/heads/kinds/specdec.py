@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....policies.features.hidden_states import DRAFT_HIDDEN
-from ....policies.heads.build import SpecDecHead
-from ....policies.heads.specdec import BLOCKS, REJECTION_WEIGHT, unbiased
+from ....policies.features import DRAFT_HIDDEN
+from ....policies.heads.specdec import BLOCKS, REJECTION_WEIGHT, SpecDecHead, unbiased
 from ..exported import exported
 from ..fitting import FitTask
 from ..networks import Recipe, opening, seeded, stacked_blocks, states, train_network

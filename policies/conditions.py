@@ -1,0 +1,132 @@
+"""Sampling conditions, and warnings where a policy or a profile is used under other ones than it was made for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .contract import StopPolicy
+from .errors import SpecstopWarning
+from .latency.profile import Profile
+from .learned import LearnedPolicy
+from .storage.drafter_names import kinds_of
+
+_TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Options that remove unlikely tokens, which has no effect on greedy decoding."""
+
+_MAX_CHARACTERS = 200
+
+UNKNOWN = "unknown"
+"""Temperature of texts if the engine did not record it."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a policy is used, or a trace was recorded.
+
+    Attributes:
+        temperature: of the sampling; 0 = greedy. None = unknown: neither it nor `shaping` is compared.
+        shaping: other options that change the distribution that is sampled from, by name.
+        verification: mode; "" = any.
+        pair: hashes of target, draft and tokenizer; empty = any.
+        tree: name of the topology of rounds; "" = any.
+    """
+
+    temperature: float | None
+    shaping: Mapping[str, Any] = field(default_factory=dict)
+    verification: str = ""
+    pair: Mapping[str, str] = field(default_factory=dict)
+    tree: str = ""
+
+
+def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
+    """Return the options that have an effect at a temperature as text: `top-p 0.9, min-p 0.05`, or `none`."""
+    words = []
+    for name, value in sorted(shaping.items()):
+        if temperature > 0 or name not in _TRUNCATING:
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words.append(f"{name.replace('_', '-')} {text}")
+    return " ".join(", ".join(words).split())[:_MAX_CHARACTERS] or "none"  # values of a file may be of any length
+
+
+def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[str, Any]) -> str:
+    """Return `temperature 0.7, top-p 0.9`; with all temperatures if there are several."""
+    if isinstance(temperature, str):
+        return f"temperature {temperature}"
+    temperatures = [temperature] if isinstance(temperature, float | int) else list(temperature)
+    options = shaping_text(shaping, max(temperatures))
+    return f"temperature {', '.join(f'{t:g}' for t in temperatures)}" + (f", {options}" if options != "none" else "")
+
+
+def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:
+    """Return the conditions that differ from those of training: (name, of training, of use)."""
+    if not isinstance(policy, LearnedPolicy):
+        return []
+    trained = policy.metadata
+    differ: dict[str, tuple[Any, Any]] = {}
+    if used.temperature is not None:
+        filters = tuple(shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping))
+        if not trained.covers(used.temperature):
+            differ["temperature"] = trained.temperature, used.temperature
+        if filters[0] != filters[1]:
+            differ["filter"] = filters[0], filters[1]
+    if used.verification and trained.verification != used.verification:
+        differ["verification"] = trained.verification, used.verification
+    # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.
+    if apart := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
+        differ["pair"] = apart, {name: used.pair[name] for name in apart}
+    tree = trained.metrics.get("tree")  # of a tree policy
+    if used.tree and isinstance(tree, str) and tree != used.tree:
+        differ["tree"] = tree, used.tree
+    return [(name, *sides) for name, sides in differ.items()]
+
+
+def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
+    """Warn of each condition that differs from those of training; it affects the speed, not the text.
+
+    Args:
+        policy: any.
+        used: conditions of use.
+        where: "these traces" or "this run", for the message.
+    """
+    for name, trained, current in other_conditions(policy, used):
+        remedy = f"; --tree {trained} drafts it" if name == "tree" else ""
+        message = f"{policy.name} was trained for another {name} ({trained}) than {where} ({current}){remedy}"
+        warnings.warn(message, SpecstopWarning, stacklevel=4)
+
+
+def warn_other_verification(profile: Profile, used: str, where: str) -> None:
+    """Warn if a profile timed the rounds of chains under another verification.
+
+    Args:
+        profile: any; one that does not record the mode passes.
+        used: the mode.
+        where: "the trace holds" or "this run plays", for the message.
+    """
+    if profile.verification and profile.verification != used:
+        warnings.warn(
+            f"the profile timed rounds under {profile.verification} verification, {where} those of {used}: what a "
+            f"verification costs differs; measure it with --verification {used}",
+            SpecstopWarning,
+            stacklevel=4,
+        )
+
+
+def warn_other_drafter(profile: Profile, used: str, where: str) -> None:
+    """Warn if a profile timed the rounds of another kind of drafter.
+
+    Args:
+        profile: any; one of assumed costs, which names no device, passes.
+        used: as of `--drafter`; values and options are ignored.
+        where: see `warn_other_verification`.
+    """
+    measured, kind = (kinds_of(name) for name in (str(profile.facts.get("drafter", "model")), used))
+    if "device" in profile.facts and measured != kind:
+        warnings.warn(
+            f"the profile timed rounds of the drafter {measured}, {where} those of {kind}: what drafting costs differs; "
+            f"measure it with --drafter {used}",
+            SpecstopWarning,
+            stacklevel=4,
+        )

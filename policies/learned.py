@@ -1,0 +1,251 @@
+"""Learned policies: head, calibration and stop rule, each replaceable."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .calibration import NO_PIECES, Calibrator, SurvivalMaps
+from .contract import DraftStep, State, StopPolicy
+from .errors import PolicyError
+from .features import Kind, feature
+from .heads.base import NO_HIDDEN, Head, Hidden
+from .kernels import on_first_use
+from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
+from .tree_rules import TreeRule
+from .typing import Array
+
+kernels = on_first_use("decisions")
+
+_BEGIN = np.zeros((1, 0))  # no survival of the depth before
+
+
+@dataclass(frozen=True)
+class TrainingMetadata:
+    """What a policy was trained for and how it performed; does not change decisions.
+
+    Attributes:
+        temperature, verification, label: of the traces; several temperatures if the head reads the temperature.
+        pair: hashes of target, draft and tokenizer.
+        rho: tokens per second that the derived rule assumes.
+        acceptance: a_1..a_K of its look-ahead.
+        profile: the latency profile as JSON, or empty.
+        provenance: command, versions, seed, traces.
+        metrics: on prompts that influenced nothing in the policy.
+        shaping: options that change the distribution that the traces were sampled from.
+        prompts: hashes of the training prompts: "fit" of the head, "select" of early stopping, calibration, thresholds and rho,
+            "report" of held-out figures.
+    """
+
+    temperature: float | tuple[float, ...] = 0.0
+    verification: str = "match"
+    label: str = "match"
+    pair: dict[str, str] = field(default_factory=dict)
+    rho: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    profile: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    shaping: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, list[str]] = field(default_factory=dict)
+
+    def covers(self, temperature: float) -> bool:
+        """Whether a temperature lies within those of the traces."""
+        known = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        return min(known) <= temperature <= max(known)
+
+
+class LearnedPolicy(StopPolicy):
+    """Multiplies calibrated `accept` along each branch to S_j, recalibrates it by depth, and applies a stop rule.
+
+    The state is S_j [S, B] float64.
+
+    Args:
+        name: shown in reports.
+        features: of the head, in its order.
+        head, rule: parts of the policy.
+        accept, next_: calibration of the head's outputs.
+        max_depth: K of the traces it was trained on.
+        metadata: see `TrainingMetadata`.
+        survival: recalibrates the product by depth; None = the bare product.
+
+    Attributes:
+        sizes: H of each hidden state that the head reads, by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        head: Head,
+        accept: Calibrator,
+        next_: Calibrator,
+        rule: Rule,
+        max_depth: int,
+        metadata: TrainingMetadata | None = None,
+        survival: SurvivalMaps | None = None,
+    ) -> None:
+        self.name, self.features = name, tuple(features)
+        self.head, self.accept, self.next, self.rule = head, accept, next_, rule
+        self.first, self.max_depth, self.unasked = rule.first, max_depth, rule.unasked()
+        self.metadata, self.survival = metadata or TrainingMetadata(), survival
+        self._tables = [NO_PIECES] * (max_depth + 1) if survival is None else survival.by_depth(rule.first)
+        self.sizes: Mapping[str, int] = head.sizes
+        self.hidden = tuple(head.sizes)
+
+    def with_rule(self, rule: Rule) -> LearnedPolicy:
+        """Return this policy with another rule."""
+        parts = self.head, self.accept, self.next, rule, self.max_depth, self.metadata, self.survival
+        return LearnedPolicy(self.name, self.features, *parts)
+
+    def with_head(self, head: Head) -> LearnedPolicy:
+        """Return this policy with a head of the same kind that was fitted on other prompts."""
+        other = copy.copy(self)
+        other.head = head
+        return other
+
+    def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
+        """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
+        shape = features.shape[:-1]
+        rows = np.ascontiguousarray(features, dtype=np.float32).reshape(math.prod(shape), features.shape[-1])
+        states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
+        scores = self.head.scores(rows, depth, states)
+        accept, next_ = self.accept(scores[:, 0]), self.next(scores[:, 1])
+        # A head that lags has not scored any drawn token yet.
+        accept = np.ones_like(accept) if 0 < depth <= self.head.lag else accept
+        return accept.reshape(shape), next_.reshape(shape)
+
+    def survive(self, step: DraftStep, before: Array | None) -> tuple[Array, Array]:
+        """Return S_j, accept and next of a depth, [3, S, B] float64 (0 where not alive), and the kept branches [S, B] bool.
+
+        Args:
+            step: of the depth.
+            before: [S, B'] S of the depth before; None = the product begins here.
+        """
+        alive, depth, features, hidden = step.alive, step.depth, step.features, step.hidden
+        rows = features.reshape(alive.size, features.shape[-1])  # [S B, F]
+        if hidden:
+            hidden = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
+        if alive.size > 1 and not alive.all():
+            at = np.flatnonzero(alive)
+            rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
+        found, kept, rule = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool), self.rule
+        kernels().decide(
+            self.head.scores(rows, depth, hidden),
+            alive,
+            step.parent,
+            _BEGIN if before is None else before,
+            depth,
+            self.head.lag,
+            self.accept.pieces,
+            self.next.pieces,
+            self._tables[depth],
+            rule.by,
+            rule.strict,
+            rule.together,
+            rule.threshold_at(depth, step.batch),
+            found,
+            kept,
+        )
+        return found, kept
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that pass the rule."""
+        depth = step.depth
+        # S_0 is 1: the product begins at depth 1, or at the first decision.
+        found, kept = self.survive(step, state if depth > 1 and depth > self.first else None)
+        return kept, found[0]
+
+    def latest(self, state: State) -> Array:
+        """Return [S, B], S_j of the last decision."""
+        found: Array = state
+        return found
+
+
+class ContinuationPolicy(LearnedPolicy):
+    """Continues while the second output of the head, a value in tokens, is above the rule's margin.
+
+    If the rule remembers, the head reads two depths: the features here and those of the previous decision in this round (0 at
+    the first one). The state holds the remembered features [S, B, M] float32.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        head: Head,
+        rule: Continuation,
+        max_depth: int,
+        metadata: TrainingMetadata | None = None,
+    ) -> None:
+        super().__init__(name, features, head, Calibrator(), Calibrator(), rule, max_depth, metadata)
+        if self.hidden:
+            raise PolicyError(
+                f"{name}: expected a head of scalar features for the rule continuation, not one that reads "
+                f"{', '.join(self.hidden)}; choose another head or rule"
+            )
+        self._margin = rule.margin
+        self._memory = np.array(remembered(self.features) if rule.remembers else [], dtype=np.int64)
+
+    def with_rule(self, rule: Rule) -> ContinuationPolicy:
+        """Return this policy with another margin or first decision."""
+        if not isinstance(rule, Continuation):
+            raise PolicyError(f"{self.name}: a head of values goes with the rule continuation, not {rule.kind}")
+        return ContinuationPolicy(self.name, self.features, self.head, rule, self.max_depth, self.metadata)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches whose value of continuing is above the margin."""
+        rows = step.features
+        if len(self._memory):
+            count, now = rows.shape[-1], rows.take(self._memory, -1)
+            rows = np.zeros((*step.alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]
+            rows[..., :count] = step.features
+            if step.depth > self.first:
+                rows[..., count:] = (
+                    state if state.shape[1] == 1 else np.take_along_axis(state, step.parent[..., None], 1)
+                )
+            state = now
+        at = np.flatnonzero(step.alive)
+        value = self.head.scores(rows.reshape(step.alive.size, rows.shape[-1])[at], step.depth)[:, 1]
+        kept = np.zeros(step.alive.shape, dtype=np.bool_)
+        kept.flat[at] = value > self._margin
+        return kept, state
+
+
+def remembered(features: Sequence[str]) -> list[int]:
+    """Return the indices of the features that differ from depth to depth."""
+    return [at for at, name in enumerate(features) if feature(name).kind in (Kind.PRE, Kind.POST) and name != "depth"]
+
+
+def head_names(features: Sequence[str], rule: Rule) -> tuple[str, ...]:
+    """Return the columns of the head: the features, and those of the depth before if the rule remembers them."""
+    if not (isinstance(rule, Continuation) and rule.remembers):
+        return tuple(features)
+    return (*features, *(features[at] for at in remembered(features)))
+
+
+def build_rule(raw: Mapping[str, Any]) -> Rule:
+    """Return the rule saved as `raw` (`Rule.to_dict`); raise `PolicyError` if it is unknown or damaged."""
+    try:
+        kind, entries = raw["kind"], {name: value for name, value in raw.items() if name != "kind"}
+        if kind in THRESHOLD_RULES:
+            return Threshold(kind, float(raw["threshold"]))
+        if kind == "derived":
+            return Derived(
+                [float(t) for t in raw["thresholds"]], raw["first"], raw.get("lengths", ()), raw.get("scales", ())
+            )
+        if kind == "continuation":
+            return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
+        if kind == "batch":
+            return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0), raw.get("lengths", ()))
+        if kind == "gain":
+            return TreeRule(**entries)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
+    known = ", ".join([*THRESHOLD_RULES, "derived", "continuation", "batch or gain"])
+    raise PolicyError(f"unknown rule {kind!r}; expected {known}")
