@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...decode.compare.intervals import FEWEST
 from ...policies.typing import Array
 from ..acceptance import DEPENDENT, FIXED, INDEPENDENT
 
@@ -25,6 +24,9 @@ LEVEL = 0.01
 """If lengths are independent, one import in a hundred is refused longer policies. The other error costs more, because it
 promises unreachable rates, and it is rare: lengths by confidence are detected in all of 40 simulated runs of 20 requests with
 40 rounds each."""
+
+FEWEST = 20
+"""Requests below which rounds are resampled one by one."""
 
 GROUPS = 8
 """The most lengths that are distinguished; where there are more, neighbours are grouped."""

@@ -15,7 +15,7 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, Header
 from specstop.collect.work import Work
-from specstop.decode.compare.bench import bench
+from specstop.decode.benchmark import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts

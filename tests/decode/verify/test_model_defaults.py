@@ -13,7 +13,7 @@ import torch
 from conftest import EOS, NEW, VOCABULARY
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.decode.compare.bench import bench
+from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
