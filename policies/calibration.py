@@ -35,8 +35,8 @@ class Calibrator:
         knots: [2, n] float32, the logits (increasing) and the probabilities (not decreasing) of an isotonic map.
 
     Attributes:
-        pieces: float64; [1, 1] the factor of the logit in a sigmoid, or [4, n + 1] upper bound, start, value and slope of each
-            piece of an isotonic map, which is constant outside its knots.
+        pieces: float64; [1, 1] the factor of the logit in a sigmoid, or [4, n + 1] upper bound, start, value and slope of
+            each piece of an isotonic map, which is constant outside its knots.
     """
 
     def __init__(self, kind: str = "identity", temperature: float = 1.0, knots: Array | None = None) -> None:
@@ -114,8 +114,8 @@ class PathCalibrator(Calibrator):
     """Calibrates whole paths of a tree: P = sigmoid(scale_d logit(p sigmoid(l)) + tilt_d l + shift_{d,r}), at most p.
 
     p is the calibrated chance of the path to the parent, l the head's logit at depth d of a node of rank r. The bare product
-    assumes that the features at a node say nothing about the nodes before it, but the draft is often as confident after a wrong
-    token as after a right one.
+    assumes that the features at a node say nothing about the nodes before it, but the draft is often as confident after a
+    wrong token as after a right one.
 
     Args:
         table: [D + 1, 2 + R] float32, by depth 0..D: scale, tilt, and the shifts of rank 0..R-1; the last ones hold beyond.

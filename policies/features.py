@@ -38,8 +38,8 @@ TOP = 10
 """Number of ranked probabilities that are features."""
 
 BOUND = 30.0
-"""Noisy margins are clipped to +-BOUND. Where only one token can be drawn the margin is infinite, a value that no head has seen
-in training. Under shared noise a margin of 30 occurs once in 1e13 draws."""
+"""Noisy margins are clipped to +-BOUND. Where only one token can be drawn the margin is infinite, a value that no head has
+seen in training. Under shared noise a margin of 30 occurs once in 1e13 draws."""
 
 MAX_HALF = float(np.finfo(np.float16).max)
 NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
@@ -222,7 +222,7 @@ HIDDEN_STATES: dict[str, HiddenState] = {
 
 
 def check_hidden(names: Iterable[str], who: str = "") -> tuple[str, ...]:
-    """Return the names of hidden states, each once, in the order of `HIDDEN_STATES`; raise `PolicyError` if one is unknown."""
+    """Return the names of hidden states, each once, in the order of `HIDDEN_STATES`; raise `PolicyError` if unknown."""
     requested = as_list(names)
     for name in requested:
         if name not in HIDDEN_STATES:

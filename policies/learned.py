@@ -38,8 +38,8 @@ class TrainingMetadata:
         provenance: command, versions, seed, traces.
         metrics: on prompts that influenced nothing in the policy.
         shaping: options that change the distribution that the traces were sampled from.
-        prompts: hashes of the training prompts: "fit" of the head, "select" of early stopping, calibration, thresholds and rho,
-            "report" of held-out figures.
+        prompts: hashes of the training prompts: "fit" of the head, "select" of early stopping, calibration, thresholds and
+            rho, "report" of held-out figures.
     """
 
     temperature: float | tuple[float, ...] = 0.0

@@ -22,9 +22,9 @@ _NO_SCORES = np.zeros((0, 2))
 class TreeGain(LearnedPolicy):
     """Tracks the survival of every node, the calibrated probability that its path is accepted, and keeps what pays.
 
-    The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After each
-    depth the branches are extended whose expected children pay for the draft step and for their verification (`TreeRule`). At
-    the end the best nodes are verified, as many as pay for themselves.
+    The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After
+    each depth the branches are extended whose expected children pay for the draft step and for their verification
+    (`TreeRule`). At the end the best nodes are verified, as many as pay for themselves.
 
     It reads drawn tokens and removes some, so it is for `match` verification or temperature 0. The state within a round is
     (survival, -1 where not read, and next of all nodes that were asked about [S, 2, N], those of the last depth [S, 2, B]).

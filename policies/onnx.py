@@ -1,8 +1,8 @@
 """A learned policy's probabilities as an ONNX model, for runtimes other than Python.
 
-Input `features` [N, F] float32 in the policy's order (unknown values NaN for trees); outputs [N] float32, calibrated: `accept`
-and `next` at depths from 1 on, `next_first` at depth 0. The stop rule is not part of the graph: it carries S_j from depth to
-depth and is a comparison. It is in the metadata of the model. Requires the extra `specstop[onnx]`.
+Input `features` [N, F] float32 in the policy's order (unknown values NaN for trees); outputs [N] float32, calibrated:
+`accept` and `next` at depths from 1 on, `next_first` at depth 0. The stop rule is not part of the graph: it carries S_j from
+depth to depth and is a comparison. It is in the metadata of the model. Requires the extra `specstop[onnx]`.
 """
 
 from __future__ import annotations

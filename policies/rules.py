@@ -83,8 +83,8 @@ class Rule:
 class Threshold(Rule):
     """Continue while a probability is at least a threshold.
 
-    Kinds: `step` compares `accept`; `survival` compares S_j (SpecDec++, arXiv 2405.19715); `any` keeps all branches of a depth
-    while `accept` of one is above the threshold (DynaSD, arXiv 2409.10644, `continue_decision_check`).
+    Kinds: `step` compares `accept`; `survival` compares S_j (SpecDec++, arXiv 2405.19715); `any` keeps all branches of a
+    depth while `accept` of one is above the threshold (DynaSD, arXiv 2409.10644, `continue_decision_check`).
     """
 
     def __init__(self, kind: str, threshold: float) -> None:
@@ -107,10 +107,10 @@ THRESHOLD_RULES = ("survival", "step", "any")
 class Derived(Rule):
     """Continue while some further length is worth its time, at the policy's own rate rho (METHODS D3).
 
-    With S = S_j and n = `next`, continuing to depth j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...) more
-    tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. The best m does not depend on the factor S n: continue iff
-    S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio objective, with
-    look-ahead; see `derived_thresholds`.)
+    With S = S_j and n = `next`, continuing to depth j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...)
+    more tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. The best m does not depend on the factor S n: continue
+    iff S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio objective,
+    with look-ahead; see `derived_thresholds`.)
 
     Args:
         thresholds: tau_0 .. tau_{K-1}, for one stream.
@@ -149,8 +149,9 @@ class Derived(Rule):
 class Continuation(Rule):
     """Continue while the head's second output is above a margin.
 
-    That output is not a probability but the fitted value of continuing, in tokens: what continuing and deciding optimally later
-    saves against stopping now, cost of decisions included. (Optimal stopping by backward regression, Longstaff and Schwartz 2001.)
+    That output is not a probability but the fitted value of continuing, in tokens: what continuing and deciding optimally
+    later saves against stopping now, cost of decisions included. (Optimal stopping by backward regression, Longstaff and
+    Schwartz 2001.)
 
     Args:
         margin: tokens that must be expected to be saved.
@@ -176,8 +177,8 @@ class BatchRule(Rule):
     """Draft and send the tokens of the whole batch that are worth their time; the policy of batches decides.
 
     Args:
-        send: `best` = only drafted tokens that are worth their verification; `all` = all drafted tokens, which every verification
-            mode permits.
+        send: `best` = only drafted tokens that are worth their verification; `all` = all drafted tokens, which every
+            verification mode permits.
         rates: (streams, factor), rising: the policy's own rate in a batch of this size relative to the best fixed length's.
         first: depth of the first decision; 0 includes plain decoding.
         lengths: see `Rule`; at the other sizes of `rates` the rule decides.
@@ -241,7 +242,7 @@ def _scales_of(batch: bytes, scales: Factors) -> Array:
 
 
 def _interpolated(factors: Factors, streams: Array) -> Array:
-    """Return [n] factors at these batch sizes [n]: linear between the given ones, constant beyond them, 1 if none is given."""
+    """Return [n] factors at batch sizes [n]: linear between the given sizes, constant beyond them; 1 if none is given."""
     sizes, values = zip(*factors, strict=True) if factors else ((1,), (1.0,))
     out: Array = np.interp(streams, sizes, values)
     return out

@@ -31,8 +31,8 @@ kernels = on_first_use("heads")
 class Head:
     """Scores decisions; consists of named tensors.
 
-    `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted. `next` scores x_{j+1} accepted, given
-    the same features and x_1..x_j accepted. At depth 0 only `next` has a meaning.
+    `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted. `next` scores x_{j+1} accepted,
+    given the same features and x_1..x_j accepted. At depth 0 only `next` has a meaning.
 
     With the tensors `low` and `high` [F] float32 each feature is clipped to its range in training. Tokens have no range, and
     at depth 0 PRE and POST features, which are 0 there, have none either. NaN (unknown) is kept.

@@ -21,9 +21,9 @@ def residual(x: Array, blocks: Sequence[Layer]) -> None:
 class ResNetHead(Head):
     """Residual blocks with two outputs, after a linear layer of width W on all inputs.
 
-    SpecDec++'s head (arXiv 2405.19715, `wrap_model.py`: D blocks of the width of the hidden state, then a linear layer) on any
-    inputs. The published code shares the weights of all blocks (`specdec`); here each block has its own. At depth 0, PRE and
-    POST columns and the draft's hidden state count as their means, and a flag is set.
+    SpecDec++'s head (arXiv 2405.19715, `wrap_model.py`: D blocks of the width of the hidden state, then a linear layer) on
+    any inputs. The published code shares the weights of all blocks (`specdec`); here each block has its own. At depth 0, PRE
+    and POST columns and the draft's hidden state count as their means, and a flag is set.
 
     Args:
         names: F scalar features; may be none.

@@ -21,8 +21,8 @@ STOP_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """The grid of h that the paper searches."""
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20
-"""h of the released example, within 0.7% of the best on each of its three sets, and the longest round. The published minimum of
-two tokens needs no rule: at depth 1 the product is 1, so drafting continues."""
+"""h of the released example, within 0.7% of the best on each of its three sets, and the longest round. The published minimum
+of two tokens needs no rule: at depth 1 the product is 1, so drafting continues."""
 
 
 class SpecDecHead(Head):

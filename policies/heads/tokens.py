@@ -1,7 +1,7 @@
 """The token head: a logistic regression on scalars and tokens, each token with a weight of its own.
 
-Whether the draft is right depends on the token more than on much of its distribution, and a table lookup is cheap. Greedy, on a
-small pair, the AUC of `next` was .79 with tokens and .70 with ten scalars and no token. What a token says depends on its
+Whether the draft is right depends on the token more than on much of its distribution, and a table lookup is cheap. Greedy, on
+a small pair, the AUC of `next` was .79 with tokens and .70 with ten scalars and no token. What a token says depends on its
 context, so hashed features join a token with its parent, its depth or the range of a scalar.
 """
 

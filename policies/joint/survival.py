@@ -53,8 +53,8 @@ class BatchStop(LearnedPolicy):
     together, and plain decoding, which is a choice at depth 0, is left only for what is expected to beat it. Where the rule's
     `first` decision comes later, the tokens before it survive with the mean acceptance.
 
-    Costs are those of `metadata.profile` (`profile`), acceptance is `metadata.acceptance`. In a tree each branch counts as one
-    that draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
+    Costs are those of `metadata.profile` (`profile`), acceptance is `metadata.acceptance`. In a tree each branch counts as
+    one that draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
 
     Raises:
         PolicyError: the facts have no profile, or no acceptance as deep as the policy goes.

@@ -189,7 +189,8 @@ def read_rows(
     logits: Any, ranks: int, spread: bool, scores: Any, most: int, sampled: Any, scale: float, ids: Any,
     parent_path: Any, lead: Any, top: Any, stats: Any, noisy: Any, numbers: Any, codes: Any, temperature: float, out: Any,
 ) -> None:  # fmt: skip
-    """Read each row of logits once, the sampled distribution and the noisy scores once more if they differ, and write columns.
+    """Read each row of logits once, the sampled distribution and the noisy scores once more if they differ, and write
+    columns.
 
     Args:
         logits: [R, V], raw.

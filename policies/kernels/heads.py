@@ -108,8 +108,8 @@ def add_silu(x: Any, z: Any) -> None:
 def _descend(x: Any, split: Any, threshold: Any, depth: Any, node: Any) -> None:
     """Write the leaf that a row reaches in each tree, numbered from the last inner node on.
 
-    All trees go down a level together, since none of them waits for another. Unsigned indices, because numba tests signed ones
-    for being negative, thousands of times.
+    All trees go down a level together, since none of them waits for another. Unsigned indices, because numba tests signed
+    ones for being negative, thousands of times.
     """
     inner = np.uint64((1 << depth) - 1)
     for tree in range(node.shape[0]):
@@ -141,8 +141,8 @@ def score_trees(
 
     Args:
         features, bounds: see `expand`.
-        split: 2 f, or 2 f + 1 if an unknown value goes right, for each inner node of each tree, f the feature. Each row is laid
-            out twice, with unknown values as -infinity and as infinity, so that no node has to test for them.
+        split: 2 f, or 2 f + 1 if an unknown value goes right, for each inner node of each tree, f the feature. Each row is
+            laid out twice, with unknown values as -infinity and as infinity, so that no node has to test for them.
         threshold: of the same nodes; a row goes right where x >= threshold.
         leaf: 2^D of each tree.
         base: [2], added.

@@ -21,7 +21,6 @@ from specstop.policies.features import (
     feature,
     summarise,
 )
-from specstop.policies.kernels import features as row_kernels
 
 ROWS, VOCABULARY = 40, 30
 FLOAT32 = 1e-6
@@ -190,13 +189,6 @@ def test_a_row_gives_the_same_bits_alone_and_among_many(width: int) -> None:
         copied = read(np.ascontiguousarray(rows))
         assert together.tobytes() == alone.tobytes() == parts.tobytes() == copied.tobytes()
         assert np.isfinite(together).all()
-
-
-def test_each_kernel_has_one_signature() -> None:
-    kernels = [value for name, value in vars(row_kernels).items() if name[0] != "_" and hasattr(value, "signatures")]
-    made_here = [one for one in kernels if one.py_func.__module__ == row_kernels.__name__]
-    assert made_here
-    assert {len(one.signatures) for one in made_here} == {1}
 
 
 def test_an_unknown_name_has_a_close_match() -> None:

@@ -24,6 +24,7 @@ from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features import HIDDEN_STATES
+from specstop.policies.heads.base import NO_HIDDEN, Head
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Threshold
@@ -40,19 +41,18 @@ POLICIES: dict[str, StopPolicy] = {p.name: p for p in (ReadsStates(), ReadsDraft
 Collected = Callable[..., Trace]
 
 
-class OnStates:
+class OnStates(Head):
     """A head of one dot product."""
 
     kind = "on-states"
     sizes: Mapping[str, int] = {"draft_hidden": 16}
-    lag = 0
 
-    def scores(self, features: Array, depth: int, hidden: Mapping[str, Array]) -> Array:
+    def __init__(self) -> None:
+        self._tensors = {}
+
+    def scores(self, features: Array, depth: int, hidden: Mapping[str, Array] = NO_HIDDEN) -> Array:
         score = ReadsStates.score(hidden["draft_hidden"]) + 1.0
         return np.stack([score, score], -1)
-
-    def tensors(self) -> dict[str, Array]:
-        return {}
 
 
 @pytest.fixture(scope="module")
