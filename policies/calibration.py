@@ -142,7 +142,3 @@ class PathCalibrator(Calibrator):
         out = np.empty(scores.shape)
         trees().path_chances(parents, scores, self.maps(depth, ranks), out)
         return out.reshape(both[0].shape)
-
-    def __call__(self, logits: Array) -> Array:
-        """Return the chances [B] of first branches of rank 0, 1, ..."""
-        return self.of(np.ones(logits.shape), logits, 1, np.arange(logits.shape[-1]))

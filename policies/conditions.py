@@ -97,36 +97,24 @@ def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> N
         warnings.warn(message, SpecstopWarning, stacklevel=4)
 
 
-def warn_other_verification(profile: Profile, used: str, where: str) -> None:
-    """Warn if a profile timed the rounds of chains under another verification.
+def warn_other_profile(profile: Profile, where: str, verification: str = "", drafter: str = "") -> None:
+    """Warn if a profile timed rounds of another verification or kind of drafter; one that does not record them passes.
 
     Args:
-        profile: any; one that does not record the mode passes.
-        used: the mode.
+        profile: of latencies.
         where: "the trace holds" or "this run plays", for the message.
+        verification, drafter: that are used; "" = any. Values and options of the drafter are ignored.
     """
-    if profile.verification and profile.verification != used:
-        warnings.warn(
-            f"the profile timed rounds under {profile.verification} verification, {where} those of {used}: what a "
-            f"verification costs differs; measure it with --verification {used}",
-            SpecstopWarning,
-            stacklevel=4,
-        )
-
-
-def warn_other_drafter(profile: Profile, used: str, where: str) -> None:
-    """Warn if a profile timed the rounds of another kind of drafter.
-
-    Args:
-        profile: any; one of assumed costs, which names no device, passes.
-        used: as of `--drafter`; values and options are ignored.
-        where: see `warn_other_verification`.
-    """
-    measured, kind = (kinds_of(name) for name in (str(profile.facts.get("drafter", "model")), used))
-    if "device" in profile.facts and measured != kind:
-        warnings.warn(
-            f"the profile timed rounds of the drafter {measured}, {where} those of {kind}: what drafting costs differs; "
-            f"measure it with --drafter {used}",
-            SpecstopWarning,
-            stacklevel=4,
-        )
+    timed = kinds_of(str(profile.facts.get("drafter", "model"))) if "device" in profile.facts and drafter else ""
+    compared = (
+        ("verification", profile.verification, verification, verification),
+        ("drafter", timed, kinds_of(drafter) if drafter else "", drafter),
+    )
+    for name, measured, used, value in compared:
+        if measured and used and measured != used:
+            warnings.warn(
+                f"the profile timed rounds of the {name} {measured}, {where} those of {used}: their costs differ; measure "
+                f"it with --{name} {value}",
+                SpecstopWarning,
+                stacklevel=4,
+            )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -229,23 +230,20 @@ def head_names(features: Sequence[str], rule: Rule) -> tuple[str, ...]:
     return (*features, *(features[at] for at in remembered(features)))
 
 
+RULES: Mapping[str, Callable[..., Rule]] = {
+    **{kind: partial(Threshold, kind) for kind in THRESHOLD_RULES},
+    **{rule.kind: rule for rule in (Derived, Continuation, BatchRule, TreeRule)},
+}
+
+
 def build_rule(raw: Mapping[str, Any]) -> Rule:
     """Return the rule saved as `raw` (`Rule.to_dict`); raise `PolicyError` if it is unknown or damaged."""
     try:
-        kind, entries = raw["kind"], {name: value for name, value in raw.items() if name != "kind"}
-        if kind in THRESHOLD_RULES:
-            return Threshold(kind, float(raw["threshold"]))
-        if kind == "derived":
-            return Derived(
-                [float(t) for t in raw["thresholds"]], raw["first"], raw.get("lengths", ()), raw.get("scales", ())
-            )
-        if kind == "continuation":
-            return Continuation(float(raw["margin"]), raw["first"], raw["remembers"])
-        if kind == "batch":
-            return BatchRule(raw["send"], raw.get("rates", ()), raw.get("first", 0), raw.get("lengths", ()))
-        if kind == "gain":
-            return TreeRule(**entries)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        build, entries = RULES.get(raw["kind"]), {name: value for name, value in raw.items() if name != "kind"}
+        if build is not None:
+            return build(**entries)
+    except PolicyError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise PolicyError(f"rule: {raw!r} lacks or mangles {error}") from None
-    known = ", ".join([*THRESHOLD_RULES, "derived", "continuation", "batch or gain"])
-    raise PolicyError(f"unknown rule {kind!r}; expected {known}")
+    raise PolicyError(f"unknown rule {raw['kind']!r}; expected {', '.join(RULES)}")

@@ -10,7 +10,7 @@ import numpy as np
 from .calibration import PathCalibrator
 from .contract import DraftStep, DraftTree, RoundOutcome, State
 from .errors import PolicyError
-from .heads.base import NO_HIDDEN, Head, Hidden
+from .heads.base import Head
 from .learned import LearnedPolicy, TrainingMetadata
 from .rules import Rule
 from .tree_rules import TreeRule, kernels
@@ -61,14 +61,6 @@ class TreeGain(LearnedPolicy):
         """Return this policy with other prices."""
         parts = (self.name, self.features, self.head, self.accept, self.next)
         return TreeGain(*parts, cast(TreeRule, rule), self.max_depth, self.metadata)
-
-    def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
-        """Return calibrated (accept, next), each [S, B], of branches whose parents are accepted."""
-        rows = np.ascontiguousarray(features, dtype=np.float32).reshape(-1, features.shape[-1])
-        scores = self.head.scores(rows, depth).reshape(*features.shape[:-1], 2)
-        ranks, certain = self.rule.level(depth, features.shape[-2]).ranks, np.ones(features.shape[:-1])
-        accept, next_ = (c.of(certain, scores[..., at], depth, ranks) for at, c in enumerate((self.accept, self.next)))
-        return accept, next_
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step."""

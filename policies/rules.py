@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from .typing import Array
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 """What a rule compares with its threshold; see `kernels.decisions.decide`."""
 
+THRESHOLD_RULES = ("survival", "step", "any")
+"""Kinds of `Threshold`."""
+
 MAX_STREAMS = 4096
-Lengths = tuple[tuple[int, int | None], ...]
-Factors = tuple[tuple[int, float], ...]
+Lengths = Sequence[tuple[int, int | None]]
+Factors = Sequence[tuple[int, float]]
 
 
 class Rule:
@@ -30,8 +34,8 @@ class Rule:
         strict: values equal to the threshold do not pass.
         together: all branches of a stream pass if one does.
         levels: by depth, the threshold of all streams [1], or of each [S]; the last one holds for all deeper depths.
-        lengths: (streams, tokens), rising, by batch size: in batches where decisions cost more than they gain, this number of
-            tokens is drafted without a decision; None = the rule decides.
+        lengths: (streams, tokens), rising, by batch size: in batches where decisions cost more than they gain, this number
+            of tokens is drafted without a decision; None = the rule decides.
         scales: (streams, factor), rising, by batch size: factors of the thresholds.
     """
 
@@ -45,14 +49,9 @@ class Rule:
     scales: Factors = ()
 
     def threshold_at(self, depth: int, batch: Array) -> Array:
-        """Return the threshold at a depth, [1] for all streams or [S].
-
-        Args:
-            depth: of the decision.
-            batch: [S] int64, see `DraftStep`.
-        """
+        """Return the threshold at a depth, [1] for all streams or [S], given `DraftStep.batch`."""
         level = self.levels[depth] if depth < len(self.levels) else self.levels[-1]
-        return level * _scales_of(batch.tobytes(), self.scales) if self.scales else level
+        return level * _scales_of(batch.tobytes(), tuple(self.scales)) if self.scales else level
 
     def lengths_by_size(self) -> dict[int, int | None]:
         """Return `lengths` by batch size."""
@@ -77,9 +76,11 @@ class Rule:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
-        raise NotImplementedError
+        entries = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind, **{name: _to_lists(value) for name, value in entries.items() if value != ()}}
 
 
+@dataclass(eq=False)
 class Threshold(Rule):
     """Continue while a probability is at least a threshold.
 
@@ -87,30 +88,26 @@ class Threshold(Rule):
     depth while `accept` of one is above the threshold (DynaSD, arXiv 2409.10644, `continue_decision_check`).
     """
 
-    def __init__(self, kind: str, threshold: float) -> None:
-        if not 0.0 <= threshold <= 1.0:
-            raise PolicyError(f"rule {kind}: expected a threshold between 0 and 1, not {threshold}")
-        self.kind, self.threshold = kind, threshold
-        self.by = SURVIVAL if kind == "survival" else ACCEPT
-        self.strict = self.together = kind == "any"
-        self.levels = (np.array([threshold], dtype=np.float64),)
+    kind: str
+    threshold: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule as it is saved."""
-        return {"kind": self.kind, "threshold": self.threshold}
-
-
-THRESHOLD_RULES = ("survival", "step", "any")
-"""Kinds of `Threshold`."""
+    def __post_init__(self) -> None:
+        self.threshold = float(self.threshold)
+        if not 0.0 <= self.threshold <= 1.0:
+            raise PolicyError(f"rule {self.kind}: expected a threshold between 0 and 1, not {self.threshold}")
+        self.by = SURVIVAL if self.kind == "survival" else ACCEPT
+        self.strict = self.together = self.kind == "any"
+        self.levels = (np.array([self.threshold]),)
 
 
+@dataclass(eq=False)
 class Derived(Rule):
     """Continue while some further length is worth its time, at the policy's own rate rho (METHODS D3).
 
     With S = S_j and n = `next`, continuing to depth j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...)
-    more tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. The best m does not depend on the factor S n: continue
-    iff S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio objective,
-    with look-ahead; see `derived_thresholds`.)
+    more tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. The best m does not depend on the factor S n:
+    continue iff S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio
+    objective, with look-ahead; see `derived_thresholds`.)
 
     Args:
         thresholds: tau_0 .. tau_{K-1}, for one stream.
@@ -118,40 +115,31 @@ class Derived(Rule):
         lengths, scales: see `Rule`.
     """
 
+    thresholds: Sequence[float]
+    first: int = 0
+    lengths: Lengths = ()
+    scales: Factors = ()
     kind, by, strict = "derived", GAIN, True
 
-    def __init__(
-        self,
-        thresholds: Sequence[float],
-        first: int = 0,
-        lengths: Sequence[tuple[int, int | None]] = (),
-        scales: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        if not thresholds or any(math.isnan(t) for t in thresholds):
+    def __post_init__(self) -> None:
+        self.thresholds = tuple(float(t) for t in self.thresholds)
+        if not self.thresholds or any(math.isnan(t) for t in self.thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
-        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= len(thresholds):
-            raise PolicyError(f"rule derived: expected first to be a depth up to {len(thresholds)}, not {first!r}")
-        self.thresholds, self.first = tuple(float(t) for t in thresholds), first
+        _check_depth(self.kind, self.first, len(self.thresholds))
         self.levels = tuple(np.array([t]) for t in self.thresholds)
-        self.lengths, self.scales = _check_lengths(self.kind, lengths), _check_factors(self.kind, "scales", scales)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule as it is saved."""
-        by_size = {"lengths": self.lengths, "scales": self.scales}
-        return {
-            "kind": self.kind,
-            "thresholds": list(self.thresholds),
-            "first": self.first,
-            **{name: [list(pair) for pair in pairs] for name, pairs in by_size.items() if pairs},
-        }
+        self.lengths, self.scales = (
+            _check_lengths(self.kind, self.lengths),
+            _check_factors(self.kind, "scales", self.scales),
+        )
 
 
+@dataclass(eq=False)
 class Continuation(Rule):
     """Continue while the head's second output is above a margin.
 
     That output is not a probability but the fitted value of continuing, in tokens: what continuing and deciding optimally
-    later saves against stopping now, cost of decisions included. (Optimal stopping by backward regression, Longstaff and
-    Schwartz 2001.)
+    later saves against stopping now, cost of decisions included (optimal stopping by backward regression, Longstaff and
+    Schwartz 2001).
 
     Args:
         margin: tokens that must be expected to be saved.
@@ -159,44 +147,46 @@ class Continuation(Rule):
         remembers: the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
     """
 
+    margin: float = 0.0
+    first: int = 0
+    remembers: bool = False
     kind = "continuation"
 
-    def __init__(self, margin: float = 0.0, first: int = 0, remembers: bool = False) -> None:
-        if not math.isfinite(margin):
-            raise PolicyError(f"rule continuation: expected a number as margin, not {margin}")
-        if not isinstance(remembers, bool):
-            raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
-        self.margin, self.first, self.remembers = float(margin), _check_first(self.kind, first), remembers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule as it is saved."""
-        return {"kind": self.kind, "margin": self.margin, "first": self.first, "remembers": self.remembers}
+    def __post_init__(self) -> None:
+        self.margin = float(self.margin)
+        _check_depth(self.kind, self.first)
+        if not math.isfinite(self.margin):
+            raise PolicyError(f"rule continuation: expected a number as margin, not {self.margin}")
+        if not isinstance(self.remembers, bool):
+            raise PolicyError(f"rule continuation: expected true or false for remembers, not {self.remembers!r}")
 
 
+@dataclass(eq=False)
 class BatchRule(Rule):
     """Draft and send the tokens of the whole batch that are worth their time; the policy of batches decides.
 
     Args:
         send: `best` = only drafted tokens that are worth their verification; `all` = all drafted tokens, which every
             verification mode permits.
-        rates: (streams, factor), rising: the policy's own rate in a batch of this size relative to the best fixed length's.
+        rates: (streams, factor), rising: the policy's own rate in a batch of this size over the best fixed length's.
         first: depth of the first decision; 0 includes plain decoding.
         lengths: see `Rule`; at the other sizes of `rates` the rule decides.
     """
 
+    send: str = "best"
+    rates: Factors = ()
+    first: int = 0
+    lengths: Lengths = ()
     kind = "batch"
 
-    def __init__(
-        self,
-        send: str = "best",
-        rates: Sequence[tuple[int, float]] = (),
-        first: int = 0,
-        lengths: Sequence[tuple[int, int | None]] = (),
-    ) -> None:
-        if send not in ("best", "all"):
-            raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
-        self.send, self.first = send, _check_first(self.kind, first)
-        self.rates, self.lengths = _check_factors(self.kind, "rates", rates), _check_lengths(self.kind, lengths)
+    def __post_init__(self) -> None:
+        _check_depth(self.kind, self.first)
+        if self.send not in ("best", "all"):
+            raise PolicyError(f"rule batch: expected best or all for send, not {self.send!r}")
+        self.rates, self.lengths = (
+            _check_factors(self.kind, "rates", self.rates),
+            _check_lengths(self.kind, self.lengths),
+        )
 
     def lengths_by_size(self) -> dict[int, int | None]:
         """See `Rule.lengths_by_size`."""
@@ -205,15 +195,6 @@ class BatchRule(Rule):
     def times(self, streams: Array) -> Array:
         """Return the factors [n] of the best fixed length's rate in batches of these sizes [n]."""
         return _interpolated(self.rates, streams)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rule as it is saved."""
-        entries = {
-            "rates": [list(pair) for pair in self.rates],
-            "first": self.first,
-            "lengths": [list(pair) for pair in self.lengths],
-        }
-        return {"kind": self.kind, "send": self.send, **{name: value for name, value in entries.items() if value}}
 
 
 def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
@@ -235,7 +216,7 @@ def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) ->
 
 
 @functools.lru_cache(maxsize=4)  # the same at every depth of a round, and usually in the next round
-def _scales_of(batch: bytes, scales: Factors) -> Array:
+def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
     """Return [S], the factor for the batch of each stream; `batch` as bytes, since arrays have no hash."""
     _, number, streams = np.unique(np.frombuffer(batch, dtype=np.int64), return_inverse=True, return_counts=True)
     return _interpolated(scales, streams)[number]
@@ -248,28 +229,29 @@ def _interpolated(factors: Factors, streams: Array) -> Array:
     return out
 
 
-def _check_first(kind: str, first: Any) -> int:
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise PolicyError(f"rule {kind}: expected for first a whole number of 0 or more, not {first!r}")
-    return first
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _check_factors(kind: str, name: str, factors: Sequence[tuple[int, float]]) -> Factors:
+def _check_depth(kind: str, first: Any, most: float = math.inf) -> None:
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= most:
+        raise PolicyError(f"rule {kind}: expected first to be a depth up to {most}, not {first!r}")
+
+
+def _check_factors(kind: str, name: str, factors: Factors) -> Factors:
     out = tuple((int(streams), float(factor)) for streams, factor in factors)
-    if not _is_rising(out) or not all(0.0 < factor < math.inf for _, factor in out):
-        raise PolicyError(f"rule {kind}: expected {name} as [streams, times] with streams rising, not {factors!r:.80}")
-    return out
+    return _check_pairs(kind, name, out, all(0.0 < factor < math.inf for _, factor in out))
 
 
-def _check_lengths(kind: str, lengths: Sequence[tuple[int, int | None]]) -> Lengths:
+def _check_lengths(kind: str, lengths: Lengths) -> Lengths:
     out = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
-    if not _is_rising(out) or any(tokens is not None and tokens < 0 for _, tokens in out):
-        raise PolicyError(
-            f"rule {kind}: expected lengths as [streams up to {MAX_STREAMS}, tokens] with streams rising, not {lengths!r:.80}"
-        )
-    return out
+    return _check_pairs(kind, "lengths", out, all(tokens is None or tokens >= 0 for _, tokens in out))
 
 
-def _is_rising(pairs: Sequence[tuple[int, Any]]) -> bool:
+def _check_pairs(kind: str, name: str, pairs: Any, are_valid: bool) -> Any:
     sizes = [streams for streams, _ in pairs]
-    return sizes == sorted({n for n in sizes if 0 < n <= MAX_STREAMS})
+    if not are_valid or sizes != sorted({n for n in sizes if 0 < n <= MAX_STREAMS}):
+        raise PolicyError(
+            f"rule {kind}: expected {name} as pairs of streams, rising up to {MAX_STREAMS}, and a value, not {pairs!r:.80}"
+        )
+    return pairs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...policies.conditions import Conditions, warn_other_conditions, warn_other_drafter, warn_other_verification
+from ...policies.conditions import Conditions, warn_other_conditions, warn_other_profile
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
@@ -46,5 +46,5 @@ def tell_if_unmeasured(
         for name in dict.fromkeys(
             resolve_mode(settings.verification, policy, tree, temperature) for policy in policies
         ):
-            warn_other_verification(profile, name, "this run plays")
-    warn_other_drafter(profile, drafter, "this run plays")
+            warn_other_profile(profile, "this run plays", verification=name)
+    warn_other_profile(profile, "this run plays", drafter=drafter)

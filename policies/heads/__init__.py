@@ -14,13 +14,13 @@ from .specdec import SpecDecHead
 from .tokens import TokenHead
 from .trees import TreesHead
 
-HEADS = {head.kind: head for head in (
-    HardHead, LinearHead, MLPHead, ResNetHead, SoftHead, SpecDecHead, TokenHead, TreesHead,
-)}  # fmt: skip
+HEADS = {
+    head.kind: head for head in (HardHead, LinearHead, MLPHead, ResNetHead, SoftHead, SpecDecHead, TokenHead, TreesHead)
+}
 
 
 def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Array]) -> Head:
-    """Return a head of this kind on these features; raise `PolicyError` if the kind is unknown or a tensor wrong."""
+    """Return a head of this kind on these features; raise `PolicyError` if the kind is unknown or a tensor is wrong."""
     if kind not in HEADS:
         raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(sorted(HEADS))}")
     head: Head = HEADS[kind](names, tensors)

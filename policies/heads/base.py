@@ -1,4 +1,4 @@
-"""The base class of heads, checks of their tensors, and the columns of linear layers."""
+"""The base class of heads, the check of their tensors, and the columns of linear layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from ..typing import Array
 Hidden = Mapping[str, Array]
 """Hidden states [R, H] float32 by name."""
 
-NO_HIDDEN: Hidden = MappingProxyType({})
-
+Shapes = Mapping[str, tuple[int, ...]]
 Layer = tuple[Array, Array]
 """A linear layer: weight [out, in] and bias [out]."""
 
-RANGES = ("low", "high")
+NO_HIDDEN: Hidden = MappingProxyType({})
 _DTYPES = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}  # others are float32
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 
@@ -34,13 +33,13 @@ class Head:
     `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted. `next` scores x_{j+1} accepted,
     given the same features and x_1..x_j accepted. At depth 0 only `next` has a meaning.
 
-    With the tensors `low` and `high` [F] float32 each feature is clipped to its range in training. Tokens have no range, and
-    at depth 0 PRE and POST features, which are 0 there, have none either. NaN (unknown) is kept.
+    With the optional tensors `low` and `high` [F] float32 each feature is clipped to its range in training. Tokens have no
+    range, and at depth 0 PRE and POST features, which are 0 there, have none either. NaN (unknown) is kept.
 
     Args:
         names: F features.
         tensors: of the head.
-        required: their names, except `RANGES`.
+        shapes: of the tensors, except `low` and `high`.
 
     Attributes:
         kind: name of the kind of head.
@@ -55,10 +54,19 @@ class Head:
     _kernel: str
     _arguments: tuple[tuple[Any, ...], tuple[Any, ...]]  # of the kernel, from depth 1 on and at depth 0
 
-    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array], required: Sequence[str]) -> None:
-        ranged = any(name in tensors for name in RANGES)
-        self._tensors = take_tensors(tensors, (*required, *RANGES) if ranged else required)
-        self.bounds = _bounds(names, self._tensors)
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array], shapes: Shapes) -> None:
+        ranged = "low" in tensors or "high" in tensors
+        ranges: Shapes = {"low": (len(names),), "high": (len(names),)} if ranged else {}
+        _check_tensors(tensors, {**shapes, **ranges})
+        self._tensors = dict(tensors)
+        unbounded = _unbounded(len(names))
+        self.bounds = unbounded, unbounded
+        if ranged:
+            if (tensors["low"] > tensors["high"]).any():
+                raise PolicyError("weights: expected low to be at most high everywhere")
+            is_token = np.array([name in TOKEN_FEATURES for name in names], dtype=bool)
+            later = np.where(is_token, unbounded, np.stack([tensors["low"], tensors["high"]]))
+            self.bounds = later, np.where(_is_drafted(names), unbounded, later)
 
     def tensors(self) -> dict[str, Array]:
         """Return everything that the head consists of."""
@@ -79,25 +87,22 @@ class Head:
 
 def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[str, Array]:
     """Return the tensors of a head with ranges [F]; NaN or infinite = no bound. See `Head`."""
-    sides = {
-        name: np.nan_to_num(np.asarray(side, dtype=np.float32), nan=end, neginf=-_FLOAT_MAX, posinf=_FLOAT_MAX)
-        for name, side, end in zip(RANGES, (low, high), (-_FLOAT_MAX, _FLOAT_MAX), strict=True)
+    ends = {"neginf": -_FLOAT_MAX, "posinf": _FLOAT_MAX}  # tensors are finite
+    low, high = np.asarray(low, dtype=np.float32), np.asarray(high, dtype=np.float32)
+    return {
+        **tensors,
+        "low": np.nan_to_num(low, nan=-_FLOAT_MAX, **ends),
+        "high": np.nan_to_num(high, nan=_FLOAT_MAX, **ends),
     }
-    return {**tensors, **sides}
 
 
-def _bounds(names: Sequence[str], tensors: Mapping[str, Array]) -> tuple[Array, Array]:
-    """Return [2, F] float32 from depth 1 on, and at depth 0."""
-    none = np.repeat(np.array([[-np.inf], [np.inf]], dtype=np.float32), len(names), axis=1)
-    if RANGES[0] not in tensors:
-        return none, none
-    low, high = (check_shape(tensors, name, len(names)) for name in RANGES)
-    if (low > high).any():
-        raise PolicyError("weights: expected low to be at most high everywhere")
-    is_token = np.array([name in TOKEN_FEATURES for name in names], dtype=bool)
-    drafted = np.array([feature(name).kind in (Kind.PRE, Kind.POST) for name in names], dtype=bool)
-    later = np.where(is_token, none, np.stack([low, high]))
-    return later, np.where(drafted, none, later)
+def _is_drafted(names: Sequence[str]) -> Array:
+    """Return [F] bool, which features are not known at depth 0."""
+    return np.array([feature(name).kind in (Kind.PRE, Kind.POST) for name in names], dtype=bool)
+
+
+def _unbounded(width: int) -> Array:
+    return np.repeat(np.array([[-np.inf], [np.inf]], dtype=np.float32), width, axis=1)
 
 
 class Basis:
@@ -105,25 +110,21 @@ class Basis:
 
     Args:
         names: F features.
-        mean, scale: [F'] of the columns, F' = F + number of probabilities.
+        mean, scale: [F'] float32 of the columns.
 
     Attributes:
         odds: int64, indices of the probabilities.
-        first_mask: [F'] float32, 1 for the columns that are known at depth 0.
+        width: F' = F + number of probabilities.
     """
 
     def __init__(self, names: Sequence[str], mean: Array, scale: Array) -> None:
-        kinds = [feature(name) for name in names]
-        self.odds = np.array([i for i, f in enumerate(kinds) if f.is_probability], dtype=np.int64)
-        known = np.array([f.kind not in (Kind.PRE, Kind.POST) for f in kinds], dtype=np.float32)
-        self.first_mask: Array = np.concatenate([known, known[self.odds]])
-        self.width = len(self.first_mask)
-        self.mean, self.scale = (
-            check_shape({"mean": mean, "scale": scale}, name, self.width) for name in ("mean", "scale")
-        )
-        if not (scale > 0).all():
-            raise PolicyError("weights: scale must be above 0 everywhere")
-        self._unbounded = _bounds(names, {})[0]
+        self.odds = np.array([i for i, name in enumerate(names) if feature(name).is_probability], dtype=np.int64)
+        known = (~_is_drafted(names)).astype(np.float32)
+        self._first_mask: Array = np.concatenate(
+            [known, known[self.odds]]
+        )  # 1 for the columns that are known at depth 0
+        self.mean, self.scale, self.width = mean, scale, len(self._first_mask)
+        self._unbounded = _unbounded(len(names))
 
     def expand(self, features: Array, bounds: Array | None = None) -> Array:
         """Return the columns [R, F'] float32, not standardised, of features [R, F] clipped to `bounds` [2, F]."""
@@ -134,41 +135,43 @@ class Basis:
     def __call__(self, features: Array, depth: Array | int) -> Array:
         """Return [R, F'] float32 of features [R, F] at depths [R]; at depth 0 the columns that are not known are 0."""
         columns: Array = (self.expand(features) - self.mean) / self.scale
-        columns[np.broadcast_to(np.asarray(depth) == 0, len(columns))] *= self.first_mask
+        columns[np.broadcast_to(np.asarray(depth) == 0, len(columns))] *= self._first_mask
         return columns
 
     def fold(self, weight: Array, bias: Array, first: bool) -> Layer:
         """Return the float64 layer on `expand` that equals this layer on the basis, at depth 0 if `first`."""
         # w (x - mean) / scale + b on raw x. A column that is masked at depth 0 has weight 0, so its mean leaves the bias too.
-        scaled = weight.astype(np.float64) / self.scale * (self.first_mask if first else 1.0)
+        scaled = weight.astype(np.float64) / self.scale * (self._first_mask if first else 1.0)
         return scaled, bias - scaled @ self.mean
 
 
-def take_tensors(tensors: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """Return exactly the named tensors; raise `PolicyError` if one is missing, unknown, not finite or of another type."""
-    if odd := sorted(set(tensors) ^ set(names)):
-        raise PolicyError(f"weights: expected the tensors {', '.join(names)}; missing or unknown: {', '.join(odd)}")
-    for name in names:
-        dtype, found = np.dtype(_DTYPES.get(name, np.float32)), getattr(tensors[name], "dtype", type(tensors[name]))
-        if found != dtype:
-            raise PolicyError(
-                f"weights: expected {name} as an array of {dtype}, got {getattr(found, '__name__', found)}"
-            )
-        if dtype == np.float32 and not np.isfinite(tensors[name]).all():
+def basis_shapes(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors `mean` and `scale` of a basis."""
+    width = len(names) + sum(feature(name).is_probability for name in names)
+    return {"mean": (width,), "scale": (width,)}
+
+
+def _check_tensors(tensors: Mapping[str, Array], shapes: Shapes) -> None:
+    """Raise `PolicyError` unless these are the tensors, of these shapes and their types, finite, and scales above 0."""
+    if odd := sorted(set(tensors) ^ set(shapes)):
+        raise PolicyError(f"weights: expected the tensors {', '.join(shapes)}; missing or unknown: {', '.join(odd)}")
+    for name, shape in shapes.items():
+        tensor, dtype = tensors[name], np.dtype(_DTYPES.get(name, np.float32))
+        if not isinstance(tensor, np.ndarray) or tensor.dtype != dtype:
+            found = str(tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__
+            raise PolicyError(f"weights: expected {name} as an array of {dtype}, got {found}")
+        if tensor.shape != shape:
+            raise PolicyError(f"weights: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
+        if not np.isfinite(tensor).all():
             raise PolicyError(f"weights: {name} has values that are not finite")
-    return {name: tensors[name] for name in names}
+        if name.partition(".")[0] == "scale" and not (tensor > 0).all():
+            raise PolicyError(f"weights: {name} must be above 0 everywhere")
 
 
-def check_shape(tensors: Mapping[str, Array], name: str, *shape: int) -> Array:
-    """Return a tensor; raise `PolicyError` unless it has this shape."""
-    if tensors[name].shape != shape:
-        raise PolicyError(f"weights: expected {name} of shape {list(shape)}, got {list(tensors[name].shape)}")
-    return tensors[name]
-
-
-def size_of(tensor: Array, axis: int = -1) -> int:
-    """Return the size of an axis; 0 if the tensor is a number."""
-    return int(tensor.shape[axis]) if tensor.ndim else 0
+def size_of(tensors: Mapping[str, Array], name: str, axis: int = -1) -> int:
+    """Return the size of an axis of a tensor; 0 if there is none."""
+    shape: tuple[int, ...] = getattr(tensors.get(name), "shape", ())
+    return shape[axis] if shape and axis < len(shape) else 0
 
 
 def hidden_of(hidden: Hidden, name: str, size: int) -> Array:

@@ -10,8 +10,8 @@ import numpy as np
 from ..errors import PolicyError
 from ..features import DRAFT_HIDDEN, TOP
 from ..typing import Array
-from .base import NO_HIDDEN, Head, Hidden, check_shape, hidden_of, size_of
-from .layers import check_layers, layer_names, pack_layers
+from .base import NO_HIDDEN, Head, Hidden, hidden_of, size_of
+from .layers import layer_shapes, layers_of, pack_layers
 
 HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))
 THRESHOLD = 0.4
@@ -26,20 +26,18 @@ class DynaSDHead(Head):
 
     Args:
         names: none, or `HARD_FEATURES`.
-        tensors: `weight.i` [out, in], `bias.i` [out] of layer i, the last with one output; `first` [1], the logit at depth 0.
-            See `Head` for ranges.
+        tensors: `weight.i` [out, in], `bias.i` [out] of layer i, the last with one output; `first` [1], the logit at
+            depth 0. See `Head` for ranges.
     """
 
     reads: ClassVar[tuple[str, ...]]
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        super().__init__(names, tensors, (*layer_names(tensors), "first"))
         if tuple(names) != self.reads:
             expected = ", ".join(self.reads) or "no scalar feature"
             raise PolicyError(f"{self.kind} head: expected {expected}, in this order, got {', '.join(names) or 'none'}")
-        self._first = float(check_shape(self._tensors, "first", 1)[0])
-        self._inputs = size_of(self._tensors["weight.0"]) if "weight.0" in tensors else 0
-        self._layers = check_layers(self._tensors, self._inputs, 1, self.kind)
+        shapes = layer_shapes(tensors, size_of(tensors, "weight.0"), 1, self.kind)
+        super().__init__(names, tensors, {**shapes, "first": (1,)})
 
 
 class SoftHead(DynaSDHead):
@@ -50,13 +48,13 @@ class SoftHead(DynaSDHead):
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         super().__init__(names, tensors)
-        self.sizes = {DRAFT_HIDDEN: self._inputs}
+        self.sizes, self._layers = {DRAFT_HIDDEN: size_of(tensors, "weight.0")}, layers_of(tensors)
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
-        x = hidden_of(hidden, DRAFT_HIDDEN, self._inputs)
+        x = hidden_of(hidden, DRAFT_HIDDEN, self.sizes[DRAFT_HIDDEN])
         if depth == 0:
-            return np.full((len(x), 2), self._first)
+            return np.full((len(x), 2), float(self._tensors["first"][0]))
         for at, (weight, bias) in enumerate(self._layers):
             x = (np.maximum(x, 0.0) if at else x) @ weight.T + bias
         return np.repeat(x.astype(np.float64), 2, axis=1)
@@ -71,11 +69,11 @@ class HardHead(DynaSDHead):
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         super().__init__(names, tensors)
-        if self._inputs != len(self.reads):
-            raise PolicyError(f"dynasd-hard head: expected weight.0 for {len(self.reads)} inputs, got {self._inputs}")
-        *rest, (weight, bias) = self._layers
+        *rest, (weight, bias) = layers_of(tensors)
+        if (inputs := size_of(tensors, "weight.0")) != len(names):
+            raise PolicyError(f"dynasd-hard head: expected weight.0 for {len(names)} inputs, got {inputs}")
         later = [*rest, (weight.repeat(2, 0), bias.repeat(2, 0))]  # the kernel has two outputs
-        first = [(np.zeros((2, self._inputs)), np.full(2, self._first))]
+        first = [(np.zeros((2, inputs)), tensors["first"].repeat(2))]
         no_odds = np.zeros(0, dtype=np.int64)
         self._arguments = (
             (self.bounds[0], no_odds, *pack_layers(later), True),

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import PolicyError
 from ..typing import Array
-from .base import Basis, Head, Layer, check_shape, size_of
+from .base import Basis, Head, Layer, Shapes, basis_shapes, size_of
 
 
 class LayersHead(Head):
@@ -23,11 +23,17 @@ class LayersHead(Head):
     basis: Basis
     layers: tuple[list[Layer], list[Layer]]
 
-    def _set_layers(self, later: list[Layer], first: list[Layer]) -> None:
-        self.layers = later, first
+    def _set_layers(self, layers: Sequence[Layer], first_weight: Array, first_bias: Array) -> None:
+        """Fold the basis into the first layer, whose weight and bias are others at depth 0."""
+        (weight, bias), *rest = layers
+        basis, (later, first) = self.basis, self.bounds
+        self.layers = (
+            [basis.fold(weight, bias, first=False), *rest],
+            [basis.fold(first_weight, first_bias, first=True), *rest],
+        )
         self._arguments = (
-            (self.bounds[0], self.basis.odds, *pack_layers(later), False),
-            (self.bounds[1], self.basis.odds, *pack_layers(first), False),
+            (later, basis.odds, *pack_layers(self.layers[0]), False),
+            (first, basis.odds, *pack_layers(self.layers[1]), False),
         )
 
 
@@ -42,14 +48,12 @@ class LinearHead(LayersHead):
     kind = "logistic"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        super().__init__(names, tensors, ("mean", "scale", "weight", "bias"))
-        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        weight, bias = check_shape(tensors, "weight", 3, self.basis.width), check_shape(tensors, "bias", 3)
+        shapes = basis_shapes(names)
+        super().__init__(names, tensors, {**shapes, "weight": (3, *shapes["mean"]), "bias": (3,)})
+        self.basis = Basis(names, tensors["mean"], tensors["scale"])
+        weight, bias = tensors["weight"], tensors["bias"]
         # At depth 0 accept has no meaning; its weights only fill the place.
-        self._set_layers(
-            [self.basis.fold(weight[:2], bias[:2], first=False)],
-            [self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)],
-        )
+        self._set_layers([(weight[:2], bias[:2])], weight[[0, 2]], bias[[0, 2]])
 
 
 class MLPHead(LayersHead):
@@ -63,33 +67,33 @@ class MLPHead(LayersHead):
     kind = "mlp"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        super().__init__(names, tensors, ("mean", "scale", *layer_names(tensors)))
-        self.basis = basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        shapes = basis_shapes(names)
+        super().__init__(names, tensors, {**shapes, **layer_shapes(tensors, shapes["mean"][0] + 1, 2, self.kind)})
+        self.basis = Basis(names, tensors["mean"], tensors["scale"])
+        (weight, bias), *rest = layers_of(tensors)
         # The last input is the flag: 0 from depth 1 on, where it drops out; 1 at depth 0, where its weights join the bias.
-        (weight, bias), *rest = check_layers(self._tensors, basis.width + 1, 2, self.kind)
-        later = basis.fold(weight[:, :-1], bias, first=False)
-        self._set_layers([later, *rest], [basis.fold(weight[:, :-1], bias + weight[:, -1], first=True), *rest])
+        self._set_layers([(weight[:, :-1], bias), *rest], weight[:, :-1], bias + weight[:, -1])
 
 
-def layer_names(tensors: Mapping[str, Array]) -> list[str]:
-    """Return `weight.0`, `bias.0`, `weight.1`, ... for as many layers as there are weights."""
-    count = sum(name.startswith("weight.") for name in tensors)
-    return [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
-
-
-def check_layers(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> list[Layer]:
-    """Return the layers `weight.i`, `bias.i`; raise `PolicyError` unless they go from `inputs` to `outputs`."""
-    layers, width = [], inputs
-    for i in range(len(layer_names(tensors)) // 2):
-        size = size_of(tensors[f"bias.{i}"])
-        bias = check_shape(tensors, f"bias.{i}", size)
-        layers.append((check_shape(tensors, f"weight.{i}", size, width), bias))
+def layer_shapes(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> Shapes:
+    """Return the shapes of `weight.i` and `bias.i` from `inputs` to `outputs`, the inner widths as in `tensors`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    width = inputs
+    for i in range(sum(name.startswith("weight.") for name in tensors)):
+        shapes[f"weight.{i}"] = size, _ = size_of(tensors, f"bias.{i}"), width
+        shapes[f"bias.{i}"] = (size,)
         width = size
-    if width != outputs or not layers:
+    if width != outputs or not shapes:
         raise PolicyError(
-            f"{kind} head: expected {outputs} output{'s' * (outputs > 1)}, got {width if layers else 'no layer'}"
+            f"{kind} head: expected {outputs} output{'s' * (outputs > 1)}, got {width if shapes else 'no layer'}"
         )
-    return layers
+    return shapes
+
+
+def layers_of(tensors: Mapping[str, Array]) -> list[Layer]:
+    """Return the layers `weight.i`, `bias.i`."""
+    count = sum(name.startswith("weight.") for name in tensors)
+    return [(tensors[f"weight.{i}"], tensors[f"bias.{i}"]) for i in range(count)]
 
 
 def pack_layers(layers: Sequence[Layer]) -> tuple[Array, Array]:

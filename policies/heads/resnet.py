@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import PolicyError
 from ..features import HIDDEN_STATES, Kind
 from ..typing import Array
-from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, check_shape, hidden_of, kernels, size_of
+from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, basis_shapes, hidden_of, kernels, size_of
 
 
 def residual(x: Array, blocks: Sequence[Layer]) -> None:
@@ -21,8 +21,7 @@ def residual(x: Array, blocks: Sequence[Layer]) -> None:
 class ResNetHead(Head):
     """Residual blocks with two outputs, after a linear layer of width W on all inputs.
 
-    SpecDec++'s head (arXiv 2405.19715, `wrap_model.py`: D blocks of the width of the hidden state, then a linear layer) on
-    any inputs. The published code shares the weights of all blocks (`specdec`); here each block has its own. At depth 0, PRE
+    SpecDec++'s head (arXiv 2405.19715, `wrap_model.py`) on any inputs, each block with weights of its own. At depth 0, PRE
     and POST columns and the draft's hidden state count as their means, and a flag is set.
 
     Args:
@@ -35,26 +34,19 @@ class ResNetHead(Head):
     kind = "resnet"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        states = [name for name in HIDDEN_STATES if f"enter.{name}" in tensors]
-        of_states = [f"{part}.{name}" for name in states for part in ("enter", "mean", "scale")]
-        layers = [f"{layer}.{part}" for layer in ("enter", "block", "leave") for part in ("weight", "bias")]
-        super().__init__(names, tensors, ("mean", "scale", *layers, *of_states))
-        t = self._tensors
-        if not names and not states:
+        self.sizes = {n: size_of(tensors, f"enter.{n}") for n in HIDDEN_STATES if f"enter.{n}" in tensors}
+        if not names and not self.sizes:
             raise PolicyError("resnet head: expected scalar features, hidden states, or both")
-        self.basis = Basis(names, t["mean"], t["scale"])
-        width, count = size_of(t["enter.weight"], 0), size_of(t["block.weight"], 0)
-        check_shape(t, "enter.weight", width, self.basis.width + 1)
-        check_shape(t, "enter.bias", width)
-        blocks = check_shape(t, "block.weight", count, width, width)
-        self._blocks = list(zip(blocks, check_shape(t, "block.bias", count, width), strict=True))
-        self._leave = check_shape(t, "leave.weight", 2, width), check_shape(t, "leave.bias", 2)
-        self.sizes = {name: size_of(t[f"enter.{name}"]) for name in states}
+        shapes = basis_shapes(names)
+        width, blocks = size_of(tensors, "enter.weight", 0), size_of(tensors, "block.weight", 0)
+        shapes |= {"enter.weight": (width, shapes["mean"][0] + 1), "enter.bias": (width,)}
+        shapes |= {"block.weight": (blocks, width, width), "block.bias": (blocks, width)}
+        shapes |= {"leave.weight": (2, width), "leave.bias": (2,)}
         for name, size in self.sizes.items():
-            check_shape(t, f"enter.{name}", width, size)
-            check_shape(t, f"mean.{name}", size)
-            if not (check_shape(t, f"scale.{name}", size) > 0).all():
-                raise PolicyError(f"weights: scale.{name} must be above 0 everywhere")
+            shapes |= {f"enter.{name}": (width, size), f"mean.{name}": (size,), f"scale.{name}": (size,)}
+        super().__init__(names, tensors, shapes)
+        self.basis = Basis(names, tensors["mean"], tensors["scale"])
+        self._blocks = list(zip(tensors["block.weight"], tensors["block.bias"], strict=True))
         self._entries = self._entry(first=False), self._entry(first=True)
 
     def _entry(self, first: bool) -> tuple[Array, Array, list[Array]]:
@@ -78,5 +70,5 @@ class ResNetHead(Head):
         for (name, size), part in zip(self.sizes.items(), of_states, strict=True):
             x += hidden_of(hidden, name, size) @ part.T
         residual(x, self._blocks)
-        out: Array = x @ self._leave[0].T + self._leave[1]
+        out: Array = x @ self._tensors["leave.weight"].T + self._tensors["leave.bias"]
         return out.astype(np.float64)

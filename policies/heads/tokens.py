@@ -1,8 +1,8 @@
 """The token head: a logistic regression on scalars and tokens, each token with a weight of its own.
 
-Whether the draft is right depends on the token more than on much of its distribution, and a table lookup is cheap. Greedy, on
-a small pair, the AUC of `next` was .79 with tokens and .70 with ten scalars and no token. What a token says depends on its
-context, so hashed features join a token with its parent, its depth or the range of a scalar.
+Whether the draft is right depends on the token more than on much of its distribution, and a table lookup is cheap. Greedy,
+on a small pair, the AUC of `next` was .79 with tokens and .70 with ten scalars and no token. What a token says depends on
+its context, so hashed features join a token with its parent, its depth or the range of a scalar.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import PolicyError
 from ..features import TOKEN_FEATURES, Kind, feature
 from ..typing import Array
-from .base import NO_HIDDEN, Basis, Head, Hidden, check_shape, kernels, size_of
+from .base import NO_HIDDEN, Basis, Head, Hidden, basis_shapes, kernels, size_of
 
 DEPTH = "depth"
 """In a cross: the depth of the decision, whether or not it is a feature."""
@@ -30,9 +30,6 @@ class HashedFeatures:
         strides: [C, F + 1] int64 of each feature, and of the depth; 0 = not in this cross.
         edges: [J, E] float32, ascending, for the J crossed scalars in their order; the value is the range they fall in.
         size: of each table; best a prime.
-
-    Attributes:
-        columns, edges, strides: arguments of `kernels.heads.cross_places`.
     """
 
     def __init__(self, names: Sequence[str], strides: Array, edges: Array, size: int) -> None:
@@ -63,36 +60,34 @@ class TokenHead(Head):
     Args:
         names: features, at least one of `TOKEN_FEATURES` among them. The others are scalars.
         tensors: `mean` and `scale` [F'] of the scalars' basis; `weight` [3, F'] of accept, next, and next at depth 0;
-            `bias` [2, K + 1] of accept and next by depth, the last one for all deeper ones; `table` [2, I, V] of the I token
-            features in their order (tokens beyond it count as 0); and, from depth 1 on, `hashed` [2, C, B] with the `strides`
-            and `edges` of `HashedFeatures`, all three optional. See `Head` for ranges.
+            `bias` [2, K + 1] of accept and next by depth, the last one for all deeper ones; `table` [2, I, V] of the I
+            token features in their order (tokens beyond it count as 0); and, from depth 1 on, `hashed` [2, C, B] with the
+            `strides` and `edges` of `HashedFeatures`, all three optional. See `Head` for ranges.
     """
 
     kind = "tokens"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        no_crosses: dict[str, Array] = {
+        t: dict[str, Array] = {
             "strides": np.zeros((0, len(names) + 1), dtype=np.int64),
             "edges": np.zeros((0, 0), dtype=np.float32),
             "hashed": np.zeros((2, 0, 1), dtype=np.float32),
+            **tensors,
         }
-        required = ("mean", "scale", "weight", "bias", "table", *no_crosses)
-        super().__init__(names, {**no_crosses, **tensors}, required)
-        t = self._tensors
         ids = [at for at, name in enumerate(names) if name in TOKEN_FEATURES]
         scalars = [at for at, name in enumerate(names) if name not in TOKEN_FEATURES]
         if not ids:
             raise PolicyError(f"tokens head: expected one of the features {', '.join(TOKEN_FEATURES)}")
+        shapes, crosses = basis_shapes([names[at] for at in scalars]), size_of(t, "strides", 0)
+        super().__init__(names, t, {
+            **shapes, "weight": (3, *shapes["mean"]), "bias": (2, max(size_of(t, "bias"), 1)),
+            "table": (2, len(ids), max(size_of(t, "table"), 1)), "strides": (crosses, len(names) + 1),
+            "edges": t["edges"].shape, "hashed": (2, crosses, max(size_of(t, "hashed"), 1)),
+        })  # fmt: skip
         basis = Basis([names[at] for at in scalars], t["mean"], t["scale"])
-        self.vocabulary, size = size_of(t["table"]), size_of(t["hashed"])
-        check_shape(t, "weight", 3, basis.width)
-        check_shape(t, "bias", 2, max(size_of(t["bias"]), 1))
-        check_shape(t, "table", 2, len(ids), max(self.vocabulary, 1))
-        strides = check_shape(t, "strides", size_of(t["strides"], 0), len(names) + 1)
-        check_shape(t, "hashed", 2, len(strides), max(size, 1))
-        hashed = HashedFeatures(names, strides, t["edges"], size)
+        hashed = HashedFeatures(names, t["strides"], t["edges"], size_of(t, "hashed"))
         # Accept and next of a token are adjacent in memory, and those of a cross.
-        crosses = np.ascontiguousarray(t["hashed"].transpose(1, 2, 0))
+        cross_table = np.ascontiguousarray(t["hashed"].transpose(1, 2, 0))
 
         def arguments(first: bool) -> tuple[Array, ...]:
             weight, shift = basis.fold(t["weight"][[0, 2 if first else 1]], np.zeros(2), first)
@@ -100,18 +95,12 @@ class TokenHead(Head):
             weights = np.zeros((len(names) + len(odds), 2))  # 0 for token ids
             weights[[*scalars, *range(len(names), len(weights))]] = weight.T
             known = [at for at, place in enumerate(ids) if (feature(names[place]).kind is Kind.ANCHOR) == first]
-            return (
-                self.bounds[first],
-                odds,
-                weights,
-                np.ascontiguousarray((t["bias"] + shift[:, None]).T),
-                np.array(ids, dtype=np.int64)[known],
-                np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0)),
-                hashed.columns,
-                hashed.edges,
-                hashed.strides[:0] if first else hashed.strides,
-                crosses,
-            )
+            bias = np.ascontiguousarray((t["bias"] + shift[:, None]).T)
+            table = np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0))
+            strides = hashed.strides[:0] if first else hashed.strides
+            places = np.array(ids, dtype=np.int64)[known]
+            crosses = hashed.columns, hashed.edges, strides, cross_table
+            return self.bounds[first], odds, weights, bias, places, table, *crosses
 
         self._arguments = arguments(False), arguments(True)
 

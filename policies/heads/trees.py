@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import PolicyError
 from ..typing import Array
-from .base import Head, check_shape
+from .base import Head, size_of
 
 MAX_TREE_DEPTH = 16
 
@@ -26,26 +26,20 @@ class TreesHead(Head):
     _kernel = "score_trees"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        super().__init__(names, tensors, ("feature", "threshold", "missing_left", "leaf", "base"))
-        t = self._tensors
-        split, leaf = t["feature"], t["leaf"]
-        depth = int(leaf.shape[-1]).bit_length() - 1 if leaf.ndim == 3 else 0
+        depth = size_of(tensors, "leaf").bit_length() - 1
         if not 0 <= depth <= MAX_TREE_DEPTH:
-            raise PolicyError(
-                f"weights: expected leaf of 1 to {2**MAX_TREE_DEPTH} leaves a tree, got {list(leaf.shape)}"
-            )
-        trees = split.shape[1] if split.ndim == 3 else -1
-        for name in ("feature", "threshold", "missing_left"):
-            check_shape(t, name, 2, trees, 2**depth - 1)
-        check_shape(t, "leaf", 2, trees, 2**depth)
-        check_shape(t, "base", 2)
+            raise PolicyError(f"weights: expected leaf of 1 to {2**MAX_TREE_DEPTH} leaves a tree")
+        inner = 2, size_of(tensors, "feature", 1), 2**depth - 1
+        shapes = {**dict.fromkeys(("feature", "threshold", "missing_left"), inner), "leaf": (*inner[:2], 2**depth)}
+        super().__init__(names, tensors, {**shapes, "base": (2,)})
+        split = tensors["feature"]
         if split.size and not 0 <= split.min() <= split.max() < len(names):
             raise PolicyError(f"xgboost head: a split reads a feature outside 0..{len(names) - 1}")
         arrays = (
-            (2 * split + ~t["missing_left"]).astype(np.uint32).reshape(-1),  # odd = unknown goes right
-            t["threshold"].flatten(),
-            leaf.flatten(),
-            t["base"].astype(np.float64),
+            (2 * split + ~tensors["missing_left"]).astype(np.uint32).reshape(-1),  # odd = unknown goes right
+            tensors["threshold"].flatten(),
+            tensors["leaf"].flatten(),
+            tensors["base"].astype(np.float64),
             depth,
         )
         self._arguments = ((self.bounds[0], *arrays), (self.bounds[1], *arrays))

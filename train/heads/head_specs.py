@@ -9,9 +9,10 @@ from ...collect.store.folder import Trace
 from ...policies.errors import InputError
 from ...policies.features import DRAFT_HIDDEN, HIDDEN_STATES, TOKEN_FEATURES, Kind, check_hidden, feature
 from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
-from ...policies.heads.specdec import STOP_THRESHOLD, STOP_THRESHOLDS
+from ...policies.heads.specdec import STOP_THRESHOLD
 from .fitting import HEAD_KINDS
 
+_STOP_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # the grid of h that the paper of SpecDec++ searches
 _CLASS_THRESHOLD = 0.5  # of the any-fork rule, the default of DynaSD's class
 
 
@@ -69,7 +70,7 @@ HEAD_SPECS: dict[str, HeadSpec] = {
         lag=1,
         calibrated=False,
         rule="survival",
-        thresholds=_survival(STOP_THRESHOLDS),
+        thresholds=_survival(_STOP_THRESHOLDS),
     ),
 }
 """Those that ask for anything; all others read the scalars asked for."""

@@ -28,7 +28,6 @@ from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files.outputs import claim_folder
 from ...policies.heads import build_head
-from ...policies.heads.base import size_of
 from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
 from ...policies.heads.specdec import MAX_DRAFT, STOP_THRESHOLD, unbiased
 from ...policies.learned import LearnedPolicy, TrainingMetadata
@@ -180,7 +179,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     if shared and last:
         weights, biases = weights[:1], biases[:1]
     leave = state[f"model.{last}.weight"]
-    size = size_of(leave)
+    size = leave.shape[-1] if leave.ndim else 0
     return {
         "block.weight": np.stack(weights) if weights else np.zeros((0, size, size), dtype=np.float32),
         "block.bias": np.stack(biases) if biases else np.zeros((0, size), dtype=np.float32),

@@ -26,7 +26,10 @@ def read(width: int) -> tuple[np.ndarray, np.ndarray]:
     ids[:, 0] = np.arange(ROWS)
     top, best = np.zeros((ROWS, 8), dtype=np.float32), np.zeros((ROWS, 2), dtype=np.float32)
     stats, numbers = np.zeros((ROWS, 2)), np.zeros((ROWS, 4))
-    rows.read_rows(logits, 5, True, logits, 2, logits, 1.0 / 0.7, ids, none, none, top, stats, best, numbers)
+    no_columns = np.zeros((0, 2), dtype=np.int64)
+    rows.read_rows(
+        logits, 5, True, logits, 2, logits, 1.0 / 0.7, ids, none, none, top, stats, best, numbers, no_columns, 0.7, logits
+    )  # fmt: skip
     return stats, numbers
 
 

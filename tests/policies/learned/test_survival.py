@@ -116,7 +116,7 @@ def test_a_folder_with_tables_of_another_depth_is_refused(tmp_path: Path) -> Non
 
 def test_facts_of_several_temperatures_cover_what_lies_between(tmp_path: Path) -> None:
     made = policy(Threshold("survival", 0.3), None)
-    made.facts = TrainingMetadata(temperature=(0.0, 0.7, 1.0))
+    made.metadata = TrainingMetadata(temperature=(0.0, 0.7, 1.0))
     again = load_policy_folder(save_policy(made, tmp_path / "p"))
     assert again.metadata.temperature == (0.0, 0.7, 1.0)
     assert [again.metadata.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]

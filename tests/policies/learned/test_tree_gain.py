@@ -248,7 +248,7 @@ def test_its_folder_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_a_mangled_rule_is_refused(entry: str, value: object) -> None:
     raw = json.loads(json.dumps(rule().to_dict()))
     build_rule(raw)
-    with pytest.raises(PolicyError, match="'gain'"):
+    with pytest.raises(PolicyError, match="gain"):
         build_rule({**raw, entry: value})
 
 

@@ -113,6 +113,6 @@ def require_disjoint_policies(
 def tell_other_rounds(profile: Profile, header: Header) -> None:
     """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
     if "device" in header.facts:  # else nothing is told of how it was recorded
-        conditions.warn_other_drafter(profile, str(header.facts.get("drafter", "model")), "the trace holds")
+        conditions.warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
     if header.tree.is_chain and header.temperature > 0:
-        conditions.warn_other_verification(profile, header.verification, "the trace holds")
+        conditions.warn_other_profile(profile, "the trace holds", verification=header.verification)
