@@ -44,7 +44,11 @@ def test_sums_are_those_of_double_precision(width: int) -> None:
 
 def test_the_process_that_compiles_gets_the_bits_of_those_that_read_the_cache(tmp_path: Path) -> None:
     """Rows that one process collected are compared with another's; a folder that is continued is written by several."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", DIGEST]
     found = {
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout for _ in range(2)
