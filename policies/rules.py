@@ -240,18 +240,19 @@ def _check_depth(kind: str, first: Any, most: float = math.inf) -> None:
 
 def _check_factors(kind: str, name: str, factors: Factors) -> Factors:
     out = tuple((int(streams), float(factor)) for streams, factor in factors)
-    return _check_pairs(kind, name, out, all(0.0 < factor < math.inf for _, factor in out))
+    _check_pairs(kind, name, out, all(0.0 < factor < math.inf for _, factor in out))
+    return out
 
 
 def _check_lengths(kind: str, lengths: Lengths) -> Lengths:
     out = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
-    return _check_pairs(kind, "lengths", out, all(tokens is None or tokens >= 0 for _, tokens in out))
+    _check_pairs(kind, "lengths", out, all(tokens is None or tokens >= 0 for _, tokens in out))
+    return out
 
 
-def _check_pairs(kind: str, name: str, pairs: Any, are_valid: bool) -> Any:
+def _check_pairs(kind: str, name: str, pairs: Sequence[tuple[int, Any]], are_valid: bool) -> None:
     sizes = [streams for streams, _ in pairs]
     if not are_valid or sizes != sorted({n for n in sizes if 0 < n <= MAX_STREAMS}):
         raise PolicyError(
             f"rule {kind}: expected {name} as pairs of streams, rising up to {MAX_STREAMS}, and a value, not {pairs!r:.80}"
         )
-    return pairs

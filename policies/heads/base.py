@@ -87,13 +87,9 @@ class Head:
 
 def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[str, Array]:
     """Return the tensors of a head with ranges [F]; NaN or infinite = no bound. See `Head`."""
-    ends = {"neginf": -_FLOAT_MAX, "posinf": _FLOAT_MAX}  # tensors are finite
-    low, high = np.asarray(low, dtype=np.float32), np.asarray(high, dtype=np.float32)
-    return {
-        **tensors,
-        "low": np.nan_to_num(low, nan=-_FLOAT_MAX, **ends),
-        "high": np.nan_to_num(high, nan=_FLOAT_MAX, **ends),
-    }
+    ends = ((low, -_FLOAT_MAX), (high, _FLOAT_MAX))  # tensors are finite
+    sides = [np.nan_to_num(side, nan=end).clip(-_FLOAT_MAX, _FLOAT_MAX).astype(np.float32) for side, end in ends]
+    return {**tensors, "low": sides[0], "high": sides[1]}
 
 
 def _is_drafted(names: Sequence[str]) -> Array:

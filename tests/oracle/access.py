@@ -93,7 +93,16 @@ def run_command(*arguments: object) -> tuple[int, str]:
 
 def probabilities(policy: Any, features: Array, depth: int, hidden: dict[str, Array]) -> tuple[Array, Array]:
     """Return the calibrated outputs of a learned policy's head."""
-    return policy.probabilities(features, depth, hidden)
+    from specstop.policies.learned_trees import TreeGain
+
+    if not isinstance(policy, TreeGain):
+        return policy.probabilities(features, depth, hidden)
+    rows = np.ascontiguousarray(features, dtype=np.float32).reshape(-1, features.shape[-1])
+    scores = policy.head.scores(rows, depth).reshape(*features.shape[:-1], 2)
+    ranks, certain = policy.rule.level(depth, features.shape[-2]).ranks, np.ones(features.shape[:-1])
+    return policy.accept.of(certain, scores[..., 0], depth, ranks), policy.next.of(
+        certain, scores[..., 1], depth, ranks
+    )
 
 
 def chain_seconds(profile: Any, columns: Sequence[Array], decision: float) -> Array:
