@@ -294,8 +294,8 @@ class RowSummary:
         return np.ascontiguousarray(self.numbers[:, 2])
 
 
-_EMPTY = np.zeros(0)
-_NOT_READ = np.zeros((1, TOP), dtype=np.float32)
+_EMPTY, _NO_COLUMNS = np.zeros(0), np.zeros((0, 2), dtype=np.int64)
+_NO_TOP, _NO_STATS, _NO_NUMBERS = np.zeros((0, TOP), dtype=np.float32), np.zeros((0, 2)), np.zeros((0, 4))
 
 
 def summarise(
@@ -306,10 +306,8 @@ def summarise(
     sampled: Array | None = None,
     scores: Array | None = None,
     best: Array | None = None,
-    columns: Columns | None = None,
-    out: Array | None = None,
 ) -> RowSummary:
-    """Summarise rows of logits on the host in one pass, and optionally write columns (`Columns.read`).
+    """Summarise rows of logits on the host in one pass.
 
     Args:
         needs: of all features that will be computed.
@@ -319,30 +317,36 @@ def summarise(
         sampled: [R, V] log-weights of the distribution that is sampled from; None = softmax(logits / T).
         scores: [R, V] log q / T + g (the logits if greedy), whose largest entries `match` takes; None in other modes.
         best: [R, m] largest scores, if they are known already.
-        columns, out: features to write and their array [B, .] float32.
 
     Raises:
         PolicyError: noisy scores are needed but missing.
     """
-    rows, ids, ranks, most = len(logits), drawn.ids, needs.ranks, 0
-    top = np.empty((rows, TOP), dtype=np.float32)
-    if best is None:
-        best = _NOT_READ
-        if needs.noisy:
-            if scores is None:
-                raise PolicyError(NO_SCORES)
-            # Margins are to the best token that was not drawn. A single token has no siblings.
-            most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
-            if scores is logits and most <= TOP:  # greedy: one ranking for both
-                ranks, most, best = max(ranks, most), 0, top
-            else:
-                best = np.empty((rows, most), dtype=np.float32)
+    rows = len(logits)
+    arrays = np.empty((rows, TOP), np.float32), np.empty((rows, 2)), np.empty((len(drawn.ids), 4))
+    noisy = _read_rows(needs, logits, drawn, temperature, sampled, scores, best, *arrays, _NO_COLUMNS, logits)
+    return RowSummary(arrays[0], arrays[1], noisy, arrays[2])
+
+
+def _read_rows(
+    needs: Needs, logits: Array, drawn: DrawnTokens, temperature: float, sampled: Array | None, scores: Array | None,
+    best: Array | None, top: Array, stats: Array, numbers: Array, codes: Array, out: Array,
+) -> Array:  # fmt: skip
+    """Fill the arrays of a `RowSummary`, write columns, and return the noisy scores; the arrays may be empty: not needed."""
+    ids, ranks, most, noisy = drawn.ids, needs.ranks, 0, top if best is None else best
+    if needs.noisy and best is None:
+        if scores is None:
+            raise PolicyError(NO_SCORES)
+        # Margins are to the best token that was not drawn. A single token has no siblings.
+        most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
+        if scores is logits and most <= TOP:  # greedy: one ranking for both
+            ranks, most = max(ranks, most), 0
+        else:
+            noisy = np.empty((len(logits), most), np.float32)
     scale = 0.0  # the distribution is softmax(logits)
     if needs.sampled and sampled is not None:
         scale = 1.0
     elif needs.sampled and temperature not in (0.0, 1.0):
         scale = 1.0 / temperature
-    summary = RowSummary(top, np.empty((rows, 2)), best, np.empty((len(ids), 4)))
     # Compiled code takes no None: arrays that stand for nothing are empty or not read.
     kernels().read_rows(
         logits,
@@ -356,17 +360,14 @@ def summarise(
         _EMPTY if drawn.parent_path is None else drawn.parent_path,
         _EMPTY if drawn.lead is None else drawn.lead,
         top,
-        summary.stats,
-        best,
-        summary.numbers,
-        _NO_COLUMNS if columns is None else columns.codes,
+        stats,
+        noisy,
+        numbers,
+        codes,
         temperature,
-        logits if out is None else out,
+        out,
     )
-    return summary
-
-
-_NO_COLUMNS = np.zeros((0, 2), dtype=np.int64)
+    return noisy
 
 
 class Columns:
@@ -403,8 +404,12 @@ class Columns:
         Returns:
             [B] float64 log-probability of each path, empty if no feature needs it.
         """
-        summary = summarise(self.needs, logits, drawn, temperature, sampled, scores, best, self, out)
-        return summary.path if self.needs.path else _EMPTY
+        # Scratch arrays are allocated in compiled code, which is faster.
+        numbers = np.empty((len(drawn.ids), 4)) if self.needs.path else _NO_NUMBERS
+        _read_rows(
+            self.needs, logits, drawn, temperature, sampled, scores, best, _NO_TOP, _NO_STATS, numbers, self.codes, out
+        )  # fmt: skip
+        return np.ascontiguousarray(numbers[:, 2])
 
     def write(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array) -> None:
         """Write the columns of summarised rows to `out` [B, .] float32."""

@@ -199,9 +199,15 @@ def read_rows(
         scores, most: [R, V] noisy scores and how many of the largest are needed; 0 = none, or `noisy` holds them.
         sampled, scale: the distribution that is sampled from is softmax(scale sampled), [R, V]; scale 0 = softmax(logits).
         ids, parent_path, lead: see `features.DrawnTokens`; empty = 0 and infinite.
-        top, stats, noisy, numbers: are written; see `features.RowSummary`. `noisy` may be `top` (greedy).
+        top, stats, noisy, numbers: are written; see `features.RowSummary`. Empty = scratch; an empty `noisy` is `top`.
         codes, temperature, out: see `write_columns`.
     """
+    if not top.shape[0]:
+        top, stats = np.empty((logits.shape[0], top.shape[1]), dtype=np.float32), np.empty((logits.shape[0], 2))
+    if not numbers.shape[0]:
+        numbers = np.empty((ids.shape[0], 4))
+    if not noisy.shape[0]:
+        noisy = top
     for r in range(logits.shape[0] if ranks > 0 else 0):
         row = logits[r]
         if ranks > 1:
