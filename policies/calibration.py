@@ -14,12 +14,6 @@ from .typing import Array
 KINDS = ("identity", "temperature", "isotonic")
 NO_PIECES: Array = np.zeros((4, 0))
 
-KNOTS = 33
-"""Knots of a survival table."""
-
-MAX_STARTS = 3
-"""Number of first factors that survival tables are fitted for; a product that begins later is not mapped."""
-
 _MAX_SIZE = 1 << 20
 
 decisions = on_first_use("decisions")
@@ -70,11 +64,10 @@ def _pieces(knots: Array) -> Array:
 
 
 class SurvivalMaps:
-    """Recalibrates the running product of `accept` at each depth: S_j = g_j(S_{j-1} accept_j).
+    """Recalibrates the running product of `accept` by a monotone table at each depth: S_j = g_j(S_{j-1} accept_j).
 
     Each factor may be calibrated and the product still be wrong, since what is known at depth j also tells about the tokens
-    before it. Each g_j is a monotone table, fitted with those before it in place (sequential temperature scaling of the
-    confidence heads in DSpark, which searches a temperature).
+    before it. (Sequential temperature scaling of the confidence heads in DSpark, with tables instead of temperatures.)
 
     Args:
         tables: [L, K, 2, n] float32, knots (probabilities before and after, neither decreasing) for products that begin at
@@ -93,29 +86,17 @@ class SurvivalMaps:
         """The depths at which the product from depth 1 on is changed."""
         return [depth for depth, piece in enumerate(self._pieces[0], 1) if piece.size]
 
-    @property
-    def changes(self) -> bool:
-        """Whether any table changes anything."""
-        return any(piece.size > 0 for row in self._pieces for piece in row)
-
     def by_depth(self, first: int) -> Sequence[Array]:
         """Return the maps at depths 0..K of a product that begins at depth `first`; `NO_PIECES` = unchanged."""
         start = max(first, 1)
         return [NO_PIECES, *(self._pieces[start - 1] if start <= len(self._pieces) else [NO_PIECES] * self.depth)]
 
 
-def identity_tables(starts: int, depth: int) -> Array:
-    """Return survival tables [L, K, 2, n] float32 that change nothing."""
-    line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
-    return np.broadcast_to(line, (starts, depth, 2, KNOTS)).copy()
-
-
 class PathCalibrator(Calibrator):
     """Calibrates whole paths of a tree: P = sigmoid(scale_d logit(p sigmoid(l)) + tilt_d l + shift_{d,r}), at most p.
 
     p is the calibrated chance of the path to the parent, l the head's logit at depth d of a node of rank r. The bare product
-    assumes that the features at a node say nothing about the nodes before it, but the draft is often as confident after a
-    wrong token as after a right one.
+    is wrong because the draft is often as confident after a wrong token as after a right one.
 
     Args:
         table: [D + 1, 2 + R] float32, by depth 0..D: scale, tilt, and the shifts of rank 0..R-1; the last ones hold beyond.

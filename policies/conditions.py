@@ -13,9 +13,8 @@ from .latency.profile import Profile
 from .learned import LearnedPolicy
 from .storage.drafter_names import kinds_of
 
+# Options that remove unlikely tokens, which has no effect on greedy decoding.
 _TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Options that remove unlikely tokens, which has no effect on greedy decoding."""
-
 _MAX_CHARACTERS = 200
 
 UNKNOWN = "unknown"
@@ -27,7 +26,7 @@ class Conditions:
     """Under which a policy is used, or a trace was recorded.
 
     Attributes:
-        temperature: of the sampling; 0 = greedy. None = unknown: neither it nor `shaping` is compared.
+        temperature: 0 = greedy; None = unknown: neither it nor `shaping` is compared.
         shaping: other options that change the distribution that is sampled from, by name.
         verification: mode; "" = any.
         pair: hashes of target, draft and tokenizer; empty = any.
@@ -64,33 +63,26 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
     """Return the conditions that differ from those of training: (name, of training, of use)."""
     if not isinstance(policy, LearnedPolicy):
         return []
-    trained = policy.metadata
-    differ: dict[str, tuple[Any, Any]] = {}
+    trained, differ = policy.metadata, list[tuple[str, Any, Any]]()
     if used.temperature is not None:
-        filters = tuple(shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping))
+        filters = [shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping)]
         if not trained.covers(used.temperature):
-            differ["temperature"] = trained.temperature, used.temperature
+            differ.append(("temperature", trained.temperature, used.temperature))
         if filters[0] != filters[1]:
-            differ["filter"] = filters[0], filters[1]
+            differ.append(("filter", *filters))
     if used.verification and trained.verification != used.verification:
-        differ["verification"] = trained.verification, used.verification
+        differ.append(("verification", trained.verification, used.verification))
     # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.
     if apart := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
-        differ["pair"] = apart, {name: used.pair[name] for name in apart}
+        differ.append(("pair", apart, {name: used.pair[name] for name in apart}))
     tree = trained.metrics.get("tree")  # of a tree policy
     if used.tree and isinstance(tree, str) and tree != used.tree:
-        differ["tree"] = tree, used.tree
-    return [(name, *sides) for name, sides in differ.items()]
+        differ.append(("tree", tree, used.tree))
+    return differ
 
 
 def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
-    """Warn of each condition that differs from those of training; it affects the speed, not the text.
-
-    Args:
-        policy: any.
-        used: conditions of use.
-        where: "these traces" or "this run", for the message.
-    """
+    """Warn of each condition that differs from those of training; `where` is "these traces" or "this run"."""
     for name, trained, current in other_conditions(policy, used):
         remedy = f"; --tree {trained} drafts it" if name == "tree" else ""
         message = f"{policy.name} was trained for another {name} ({trained}) than {where} ({current}){remedy}"
@@ -98,23 +90,18 @@ def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> N
 
 
 def warn_other_profile(profile: Profile, where: str, verification: str = "", drafter: str = "") -> None:
-    """Warn if a profile timed rounds of another verification or kind of drafter; one that does not record them passes.
+    """Warn if a profile timed rounds of another verification or kind of drafter; "" = any, or not recorded.
 
-    Args:
-        profile: of latencies.
-        where: "the trace holds" or "this run plays", for the message.
-        verification, drafter: that are used; "" = any. Values and options of the drafter are ignored.
+    `where` is "the trace holds" or "this run plays".
     """
-    timed = kinds_of(str(profile.facts.get("drafter", "model"))) if "device" in profile.facts and drafter else ""
-    compared = (
+    timed = kinds_of(str(profile.facts.get("drafter", "model"))) if "device" in profile.facts else ""
+    for name, measured, used, value in (
         ("verification", profile.verification, verification, verification),
-        ("drafter", timed, kinds_of(drafter) if drafter else "", drafter),
-    )
-    for name, measured, used, value in compared:
+        ("drafter", timed, kinds_of(drafter), drafter),
+    ):
         if measured and used and measured != used:
-            warnings.warn(
+            message = (
                 f"the profile timed rounds of the {name} {measured}, {where} those of {used}: their costs differ; measure "
-                f"it with --{name} {value}",
-                SpecstopWarning,
-                stacklevel=4,
+                f"it with --{name} {value}"
             )
+            warnings.warn(message, SpecstopWarning, stacklevel=4)

@@ -31,16 +31,13 @@ class TrainingMetadata:
     """What a policy was trained for and how it performed; does not change decisions.
 
     Attributes:
-        temperature, verification, label: of the traces; several temperatures if the head reads the temperature.
+        temperature, verification, label, shaping: of the traces; several temperatures if the head reads the temperature.
         pair: hashes of target, draft and tokenizer.
-        rho: tokens per second that the derived rule assumes.
-        acceptance: a_1..a_K of its look-ahead.
+        rho, acceptance: tokens per second, and a_1..a_K, that rules assume.
         profile: the latency profile as JSON, or empty.
         provenance: command, versions, seed, traces.
         metrics: on prompts that influenced nothing in the policy.
-        shaping: options that change the distribution that the traces were sampled from.
-        prompts: hashes of the training prompts: "fit" of the head, "select" of early stopping, calibration, thresholds and
-            rho, "report" of held-out figures.
+        prompts: hashes of the training prompts: "fit" of the head, "select" of calibration, thresholds and rho, "report".
     """
 
     temperature: float | tuple[float, ...] = 0.0
@@ -64,16 +61,8 @@ class TrainingMetadata:
 class LearnedPolicy(StopPolicy):
     """Multiplies calibrated `accept` along each branch to S_j, recalibrates it by depth, and applies a stop rule.
 
-    The state is S_j [S, B] float64.
-
-    Args:
-        name: shown in reports.
-        features: of the head, in its order.
-        head, rule: parts of the policy.
-        accept, next_: calibration of the head's outputs.
-        max_depth: K of the traces it was trained on.
-        metadata: see `TrainingMetadata`.
-        survival: recalibrates the product by depth; None = the bare product.
+    The state is S_j [S, B] float64. `features` are those of the head, in its order; `accept` and `next_` calibrate its
+    outputs and `survival` their product.
 
     Attributes:
         sizes: H of each hidden state that the head reads, by name.
@@ -116,17 +105,14 @@ class LearnedPolicy(StopPolicy):
         rows = np.ascontiguousarray(features, dtype=np.float32).reshape(math.prod(shape), features.shape[-1])
         states = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         scores = self.head.scores(rows, depth, states)
-        accept, next_ = self.accept(scores[:, 0]), self.next(scores[:, 1])
-        # A head that lags has not scored any drawn token yet.
-        accept = np.ones_like(accept) if 0 < depth <= self.head.lag else accept
-        return accept.reshape(shape), next_.reshape(shape)
+        lags = 0 < depth <= self.head.lag  # no drawn token is scored yet
+        accept = np.ones(len(rows)) if lags else self.accept(scores[:, 0])
+        return accept.reshape(shape), self.next(scores[:, 1]).reshape(shape)
 
     def survive(self, step: DraftStep, before: Array | None) -> tuple[Array, Array]:
         """Return S_j, accept and next of a depth, [3, S, B] float64 (0 where not alive), and the kept branches [S, B] bool.
 
-        Args:
-            step: of the depth.
-            before: [S, B'] S of the depth before; None = the product begins here.
+        `before` [S, B'] is S of the depth before; None = the product begins here.
         """
         alive, depth, features, hidden = step.alive, step.depth, step.features, step.hidden
         rows = features.reshape(alive.size, features.shape[-1])  # [S B, F]
@@ -137,29 +123,16 @@ class LearnedPolicy(StopPolicy):
             rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
         found, kept, rule = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool), self.rule
         kernels().decide(
-            self.head.scores(rows, depth, hidden),
-            alive,
-            step.parent,
-            _BEGIN if before is None else before,
-            depth,
-            self.head.lag,
-            self.accept.pieces,
-            self.next.pieces,
-            self._tables[depth],
-            rule.by,
-            rule.strict,
-            rule.together,
-            rule.threshold_at(depth, step.batch),
-            found,
-            kept,
-        )
+            self.head.scores(rows, depth, hidden), alive, step.parent, _BEGIN if before is None else before, depth,
+            self.head.lag, self.accept.pieces, self.next.pieces, self._tables[depth], rule.by, rule.strict, rule.together,
+            rule.threshold_at(depth, step.batch), found, kept,
+        )  # fmt: skip
         return found, kept
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that pass the rule."""
-        depth = step.depth
         # S_0 is 1: the product begins at depth 1, or at the first decision.
-        found, kept = self.survive(step, state if depth > 1 and depth > self.first else None)
+        found, kept = self.survive(step, state if step.depth > 1 and step.depth > self.first else None)
         return kept, found[0]
 
     def latest(self, state: State) -> Array:
@@ -174,6 +147,8 @@ class ContinuationPolicy(LearnedPolicy):
     If the rule remembers, the head reads two depths: the features here and those of the previous decision in this round (0 at
     the first one). The state holds the remembered features [S, B, M] float32.
     """
+
+    rule: Continuation
 
     def __init__(
         self,
@@ -190,7 +165,6 @@ class ContinuationPolicy(LearnedPolicy):
                 f"{name}: expected a head of scalar features for the rule continuation, not one that reads "
                 f"{', '.join(self.hidden)}; choose another head or rule"
             )
-        self._margin = rule.margin
         self._memory = np.array(remembered(self.features) if rule.remembers else [], dtype=np.int64)
 
     def with_rule(self, rule: Rule) -> ContinuationPolicy:
@@ -201,20 +175,18 @@ class ContinuationPolicy(LearnedPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches whose value of continuing is above the margin."""
-        rows = step.features
+        rows, alive, count = step.features, step.alive, step.features.shape[-1]
         if len(self._memory):
-            count, now = rows.shape[-1], rows.take(self._memory, -1)
-            rows = np.zeros((*step.alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]
+            rows = np.zeros((*alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]
             rows[..., :count] = step.features
             if step.depth > self.first:
-                rows[..., count:] = (
-                    state if state.shape[1] == 1 else np.take_along_axis(state, step.parent[..., None], 1)
-                )
-            state = now
-        at = np.flatnonzero(step.alive)
-        value = self.head.scores(rows.reshape(step.alive.size, rows.shape[-1])[at], step.depth)[:, 1]
-        kept = np.zeros(step.alive.shape, dtype=np.bool_)
-        kept.flat[at] = value > self._margin
+                alone = state.shape[1] == 1
+                rows[..., count:] = state if alone else np.take_along_axis(state, step.parent[..., None], 1)
+            state = step.features.take(self._memory, -1)
+        at = np.flatnonzero(alive)
+        value = self.head.scores(rows.reshape(alive.size, rows.shape[-1])[at], step.depth)[:, 1]
+        kept = np.zeros(alive.shape, dtype=np.bool_)
+        kept.flat[at] = value > self.rule.margin
         return kept, state
 
 
@@ -225,9 +197,8 @@ def remembered(features: Sequence[str]) -> list[int]:
 
 def head_names(features: Sequence[str], rule: Rule) -> tuple[str, ...]:
     """Return the columns of the head: the features, and those of the depth before if the rule remembers them."""
-    if not (isinstance(rule, Continuation) and rule.remembers):
-        return tuple(features)
-    return (*features, *(features[at] for at in remembered(features)))
+    remembers = isinstance(rule, Continuation) and rule.remembers
+    return (*features, *(features[at] for at in remembered(features) if remembers))
 
 
 RULES: Mapping[str, Callable[..., Rule]] = {
@@ -239,9 +210,8 @@ RULES: Mapping[str, Callable[..., Rule]] = {
 def build_rule(raw: Mapping[str, Any]) -> Rule:
     """Return the rule saved as `raw` (`Rule.to_dict`); raise `PolicyError` if it is unknown or damaged."""
     try:
-        build, entries = RULES.get(raw["kind"]), {name: value for name, value in raw.items() if name != "kind"}
-        if build is not None:
-            return build(**entries)
+        if build := RULES.get(raw["kind"]):
+            return build(**{name: value for name, value in raw.items() if name != "kind"})
     except PolicyError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:

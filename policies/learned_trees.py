@@ -24,14 +24,11 @@ class TreeGain(LearnedPolicy):
 
     The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After
     each depth the branches are extended whose expected children pay for the draft step and for their verification
-    (`TreeRule`). At the end the best nodes are verified, as many as pay for themselves.
+    (`TreeRule`); at the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
+    some, so it is for `match` verification or temperature 0. The head reads scalars only.
 
-    It reads drawn tokens and removes some, so it is for `match` verification or temperature 0. The state within a round is
-    (survival, -1 where not read, and next of all nodes that were asked about [S, 2, N], those of the last depth [S, 2, B]).
-
-    Args:
-        name, features, head, rule, max_depth, metadata: see `LearnedPolicy`; the head reads scalars only.
-        accept, next_: calibrate the outputs along paths.
+    The state within a round is (survival, -1 where not read, and next of all nodes that were asked about [S, 2, N], those of
+    the last depth [S, 2, B]).
     """
 
     reads_seconds: ClassVar[bool] = False

@@ -28,15 +28,13 @@ class Rule:
     """Keeps the branches that pass a threshold.
 
     Attributes:
-        kind: name of the rule.
         first: depth of the first decision.
         by: compared value.
-        strict: values equal to the threshold do not pass.
-        together: all branches of a stream pass if one does.
-        levels: by depth, the threshold of all streams [1], or of each [S]; the last one holds for all deeper depths.
-        lengths: (streams, tokens), rising, by batch size: in batches where decisions cost more than they gain, this number
-            of tokens is drafted without a decision; None = the rule decides.
-        scales: (streams, factor), rising, by batch size: factors of the thresholds.
+        strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
+        levels: thresholds by depth, [1] for all streams or [S]; the last one holds for all deeper depths.
+        lengths: by batch size, rising: tokens that are drafted without a decision, which costs more than it gains there;
+            None = the rule decides.
+        scales: by batch size, rising: factors of the thresholds.
     """
 
     kind: str
@@ -58,7 +56,7 @@ class Rule:
         return dict(self.lengths)
 
     def unasked(self) -> dict[int, int]:
-        """Return the tokens drafted without a decision by number of streams: those of the next larger size in `lengths`.
+        """Return the tokens drafted without a decision, by number of streams: those of the next size in `lengths`.
 
         The rule decides if that size is more than twice as large.
         """
@@ -109,10 +107,8 @@ class Derived(Rule):
     continue iff S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio
     objective, with look-ahead; see `derived_thresholds`.)
 
-    Args:
-        thresholds: tau_0 .. tau_{K-1}, for one stream.
-        first: depth of the first decision; 0 decides before drafting too. S_j counts from x_first on.
-        lengths, scales: see `Rule`.
+    `thresholds` are tau_0 .. tau_{K-1}, for one stream; `first` 0 decides before drafting too, and S_j counts from x_first
+    on.
     """
 
     thresholds: Sequence[float]
@@ -141,10 +137,7 @@ class Continuation(Rule):
     later saves against stopping now, cost of decisions included (optimal stopping by backward regression, Longstaff and
     Schwartz 2001).
 
-    Args:
-        margin: tokens that must be expected to be saved.
-        first: depth of the first decision.
-        remembers: the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
+    If it `remembers`, the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
     """
 
     margin: float = 0.0
@@ -166,9 +159,8 @@ class BatchRule(Rule):
     """Draft and send the tokens of the whole batch that are worth their time; the policy of batches decides.
 
     Args:
-        send: `best` = only drafted tokens that are worth their verification; `all` = all drafted tokens, which every
-            verification mode permits.
-        rates: (streams, factor), rising: the policy's own rate in a batch of this size over the best fixed length's.
+        send: `best` = drafted tokens that are worth their verification; `all` = all of them, as every mode permits.
+        rates: by batch size, rising: the policy's own rate over the best fixed length's.
         first: depth of the first decision; 0 includes plain decoding.
         lengths: see `Rule`; at the other sizes of `rates` the rule decides.
     """
@@ -240,19 +232,18 @@ def _check_depth(kind: str, first: Any, most: float = math.inf) -> None:
 
 def _check_factors(kind: str, name: str, factors: Factors) -> Factors:
     out = tuple((int(streams), float(factor)) for streams, factor in factors)
-    _check_pairs(kind, name, out, all(0.0 < factor < math.inf for _, factor in out))
+    if not _is_rising(out) or not all(0.0 < factor < math.inf for _, factor in out):
+        raise PolicyError(f"rule {kind}: expected {name} as [streams, factor], streams rising, not {factors!r:.80}")
     return out
 
 
 def _check_lengths(kind: str, lengths: Lengths) -> Lengths:
     out = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
-    _check_pairs(kind, "lengths", out, all(tokens is None or tokens >= 0 for _, tokens in out))
+    if not _is_rising(out) or any(tokens is not None and tokens < 0 for _, tokens in out):
+        raise PolicyError(f"rule {kind}: expected lengths as [streams, tokens], streams rising, not {lengths!r:.80}")
     return out
 
 
-def _check_pairs(kind: str, name: str, pairs: Sequence[tuple[int, Any]], are_valid: bool) -> None:
+def _is_rising(pairs: Sequence[tuple[int, Any]]) -> bool:
     sizes = [streams for streams, _ in pairs]
-    if not are_valid or sizes != sorted({n for n in sizes if 0 < n <= MAX_STREAMS}):
-        raise PolicyError(
-            f"rule {kind}: expected {name} as pairs of streams, rising up to {MAX_STREAMS}, and a value, not {pairs!r:.80}"
-        )
+    return sizes == sorted({n for n in sizes if 0 < n <= MAX_STREAMS})

@@ -13,12 +13,9 @@ from ..features import TOKEN_FEATURES, Kind, feature
 from ..kernels import on_first_use
 from ..typing import Array
 
-Hidden = Mapping[str, Array]
-"""Hidden states [R, H] float32 by name."""
-
+Hidden = Mapping[str, Array]  # [R, H] float32 by name
+Layer = tuple[Array, Array]  # weight [out, in] and bias [out]
 Shapes = Mapping[str, tuple[int, ...]]
-Layer = tuple[Array, Array]
-"""A linear layer: weight [out, in] and bias [out]."""
 
 NO_HIDDEN: Hidden = MappingProxyType({})
 _DTYPES = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}  # others are float32
@@ -30,11 +27,10 @@ kernels = on_first_use("heads")
 class Head:
     """Scores decisions; consists of named tensors.
 
-    `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted. `next` scores x_{j+1} accepted,
-    given the same features and x_1..x_j accepted. At depth 0 only `next` has a meaning.
-
-    With the optional tensors `low` and `high` [F] float32 each feature is clipped to its range in training. Tokens have no
-    range, and at depth 0 PRE and POST features, which are 0 there, have none either. NaN (unknown) is kept.
+    `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted; `next` scores x_{j+1} accepted,
+    given the same features and x_1..x_j accepted. At depth 0 only `next` has a meaning. With the optional tensors `low` and
+    `high` [F] float32 each feature is clipped to its range in training; tokens have no range, nor at depth 0 PRE and POST
+    features, which are 0 there.
 
     Args:
         names: F features.
@@ -55,25 +51,24 @@ class Head:
     _arguments: tuple[tuple[Any, ...], tuple[Any, ...]]  # of the kernel, from depth 1 on and at depth 0
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array], shapes: Shapes) -> None:
-        ranged = "low" in tensors or "high" in tensors
-        ranges: Shapes = {"low": (len(names),), "high": (len(names),)} if ranged else {}
+        ranges = {"low": (len(names),), "high": (len(names),)} if "low" in tensors or "high" in tensors else {}
         _check_tensors(tensors, {**shapes, **ranges})
         self._tensors = dict(tensors)
-        unbounded = _unbounded(len(names))
-        self.bounds = unbounded, unbounded
-        if ranged:
+        later = first = unbounded = _unbounded(len(names))
+        if ranges:
             if (tensors["low"] > tensors["high"]).any():
                 raise PolicyError("weights: expected low to be at most high everywhere")
             is_token = np.array([name in TOKEN_FEATURES for name in names], dtype=bool)
             later = np.where(is_token, unbounded, np.stack([tensors["low"], tensors["high"]]))
-            self.bounds = later, np.where(_is_drafted(names), unbounded, later)
+            first = np.where(_are_drafted(names), unbounded, later)
+        self.bounds = later, first
 
     def tensors(self) -> dict[str, Array]:
         """Return everything that the head consists of."""
         return dict(self._tensors)
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
-        """Return [R, 2] float64, the logits of accept and next, of rows at one depth.
+        """Return the logits of accept and next [R, 2] float64 of rows at one depth.
 
         Args:
             features: [R, F] float32, C-contiguous; NaN = unknown.
@@ -92,7 +87,7 @@ def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[s
     return {**tensors, "low": sides[0], "high": sides[1]}
 
 
-def _is_drafted(names: Sequence[str]) -> Array:
+def _are_drafted(names: Sequence[str]) -> Array:
     """Return [F] bool, which features are not known at depth 0."""
     return np.array([feature(name).kind in (Kind.PRE, Kind.POST) for name in names], dtype=bool)
 
@@ -106,21 +101,19 @@ class Basis:
 
     Args:
         names: F features.
-        mean, scale: [F'] float32 of the columns.
+        mean, scale: [F'] float32 of the columns, F' = F + number of probabilities.
 
     Attributes:
         odds: int64, indices of the probabilities.
-        width: F' = F + number of probabilities.
     """
 
     def __init__(self, names: Sequence[str], mean: Array, scale: Array) -> None:
         self.odds = np.array([i for i, name in enumerate(names) if feature(name).is_probability], dtype=np.int64)
-        known = (~_is_drafted(names)).astype(np.float32)
+        known = (~_are_drafted(names)).astype(np.float32)
         self._first_mask: Array = np.concatenate(
             [known, known[self.odds]]
         )  # 1 for the columns that are known at depth 0
-        self.mean, self.scale, self.width = mean, scale, len(self._first_mask)
-        self._unbounded = _unbounded(len(names))
+        self.mean, self.scale, self.width, self._unbounded = mean, scale, len(mean), _unbounded(len(names))
 
     def expand(self, features: Array, bounds: Array | None = None) -> Array:
         """Return the columns [R, F'] float32, not standardised, of features [R, F] clipped to `bounds` [2, F]."""

@@ -24,10 +24,7 @@ class DynaSDHead(Head):
     DynaSD (arXiv 2409.10644; code JackZeng0208/DynaSD, `inference/decision_models.py`: `DecisionModelV1`,
     `DecisionModelV1_Tinyllama`, `DecisionModelVTopk`). Inputs are not standardised.
 
-    Args:
-        names: none, or `HARD_FEATURES`.
-        tensors: `weight.i` [out, in], `bias.i` [out] of layer i, the last with one output; `first` [1], the logit at
-            depth 0. See `Head` for ranges.
+    Tensors: `weight.i` [out, in], `bias.i` [out] of layer i; `first` [1], the logit at depth 0.
     """
 
     reads: ClassVar[tuple[str, ...]]
@@ -74,8 +71,8 @@ class HardHead(DynaSDHead):
             raise PolicyError(f"dynasd-hard head: expected weight.0 for {len(names)} inputs, got {inputs}")
         later = [*rest, (weight.repeat(2, 0), bias.repeat(2, 0))]  # the kernel has two outputs
         first = [(np.zeros((2, inputs)), tensors["first"].repeat(2))]
-        no_odds = np.zeros(0, dtype=np.int64)
+        bounds, no_odds = self.bounds, np.zeros(0, dtype=np.int64)
         self._arguments = (
-            (self.bounds[0], no_odds, *pack_layers(later), True),
-            (self.bounds[1], no_odds, *pack_layers(first), True),
+            (bounds[0], no_odds, *pack_layers(later), True),
+            (bounds[1], no_odds, *pack_layers(first), True),
         )

@@ -12,37 +12,29 @@ from .base import Basis, Head, Layer, Shapes, basis_shapes, size_of
 
 
 class LayersHead(Head):
-    """Linear layers on the columns of a basis, with SiLU between them.
-
-    Attributes:
-        basis: of the features.
-        layers: on `Basis.expand`, from depth 1 on and at depth 0.
-    """
+    """Linear layers on the columns of `basis`, with SiLU between them; `layers` from depth 1 on and at depth 0."""
 
     _kernel = "score_layers"
     basis: Basis
     layers: tuple[list[Layer], list[Layer]]
 
-    def _set_layers(self, layers: Sequence[Layer], first_weight: Array, first_bias: Array) -> None:
+    def _set_layers(
+        self, names: Sequence[str], layers: Sequence[Layer], first_weight: Array, first_bias: Array
+    ) -> None:
         """Fold the basis into the first layer, whose weight and bias are others at depth 0."""
         (weight, bias), *rest = layers
-        basis, (later, first) = self.basis, self.bounds
-        self.layers = (
-            [basis.fold(weight, bias, first=False), *rest],
-            [basis.fold(first_weight, first_bias, first=True), *rest],
-        )
-        self._arguments = (
-            (later, basis.odds, *pack_layers(self.layers[0]), False),
-            (first, basis.odds, *pack_layers(self.layers[1]), False),
-        )
+        self.basis = basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        later, first = basis.fold(weight, bias, first=False), basis.fold(first_weight, first_bias, first=True)
+        self.layers = [later, *rest], [first, *rest]
+        both = zip(self.bounds, self.layers, strict=True)
+        later_arguments, first_arguments = ((bounds, basis.odds, *pack_layers(stack), False) for bounds, stack in both)
+        self._arguments = later_arguments, first_arguments
 
 
 class LinearHead(LayersHead):
     """Three logistic regressions on the basis: accept, next, and next at depth 0.
 
-    Args:
-        names: features.
-        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3]; see `Head` for ranges.
+    Tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3].
     """
 
     kind = "logistic"
@@ -50,18 +42,15 @@ class LinearHead(LayersHead):
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         shapes = basis_shapes(names)
         super().__init__(names, tensors, {**shapes, "weight": (3, *shapes["mean"]), "bias": (3,)})
-        self.basis = Basis(names, tensors["mean"], tensors["scale"])
         weight, bias = tensors["weight"], tensors["bias"]
         # At depth 0 accept has no meaning; its weights only fill the place.
-        self._set_layers([(weight[:2], bias[:2])], weight[[0, 2]], bias[[0, 2]])
+        self._set_layers(names, [(weight[:2], bias[:2])], weight[[0, 2]], bias[[0, 2]])
 
 
 class MLPHead(LayersHead):
     """A small network on the basis and a flag for depth 0, with two outputs.
 
-    Args:
-        names: features.
-        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; see `Head` for ranges.
+    Tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i.
     """
 
     kind = "mlp"
@@ -69,10 +58,9 @@ class MLPHead(LayersHead):
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         shapes = basis_shapes(names)
         super().__init__(names, tensors, {**shapes, **layer_shapes(tensors, shapes["mean"][0] + 1, 2, self.kind)})
-        self.basis = Basis(names, tensors["mean"], tensors["scale"])
         (weight, bias), *rest = layers_of(tensors)
         # The last input is the flag: 0 from depth 1 on, where it drops out; 1 at depth 0, where its weights join the bias.
-        self._set_layers([(weight[:, :-1], bias), *rest], weight[:, :-1], bias + weight[:, -1])
+        self._set_layers(names, [(weight[:, :-1], bias), *rest], weight[:, :-1], bias + weight[:, -1])
 
 
 def layer_shapes(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> Shapes:
@@ -84,9 +72,8 @@ def layer_shapes(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: 
         shapes[f"bias.{i}"] = (size,)
         width = size
     if width != outputs or not shapes:
-        raise PolicyError(
-            f"{kind} head: expected {outputs} output{'s' * (outputs > 1)}, got {width if shapes else 'no layer'}"
-        )
+        plural, found = "s" * (outputs > 1), width if shapes else "no layer"
+        raise PolicyError(f"{kind} head: expected {outputs} output{plural}, got {found}")
     return shapes
 
 

@@ -24,11 +24,9 @@ class ResNetHead(Head):
     SpecDec++'s head (arXiv 2405.19715, `wrap_model.py`) on any inputs, each block with weights of its own. At depth 0, PRE
     and POST columns and the draft's hidden state count as their means, and a flag is set.
 
-    Args:
-        names: F scalar features; may be none.
-        tensors: `mean`, `scale` [F'] of the basis; `enter.weight` [W, F' + 1], the last column for the flag of depth 0,
-            `enter.bias` [W]; for each hidden state `enter.NAME` [W, H], `mean.NAME` and `scale.NAME` [H]; `block.weight`
-            [D, W, W], `block.bias` [D, W]; `leave.weight` [2, W], `leave.bias` [2]. D may be 0. See `Head` for ranges.
+    Tensors: `mean`, `scale` [F'] of the basis; `enter.weight` [W, F' + 1], the last column for the flag, `enter.bias` [W];
+    for each hidden state `enter.NAME` [W, H], `mean.NAME` and `scale.NAME` [H]; `block.weight` [D, W, W], `block.bias`
+    [D, W]; `leave.weight` [2, W], `leave.bias` [2].
     """
 
     kind = "resnet"

@@ -14,8 +14,7 @@ from .base import NO_HIDDEN, Head, Hidden, hidden_of, size_of
 from .resnet import residual
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20
-"""h of the released example, within 0.7% of the best on each of its three sets, and the longest round. The published
-minimum of two tokens needs no rule: at depth 1 the product is 1, so drafting continues."""
+"""h and the longest round of the released example."""
 
 _MAX_BLOCKS = 64
 
@@ -25,14 +24,11 @@ class SpecDecHead(Head):
 
     SpecDec++ (arXiv 2405.19715; code Kaffaljidhmah2/SpecDec_pp, `wrap_model.py`, `hf_generation.py`). Its input is the
     state after x_{j-1}, from the forward that yields q_j: it scores that token, so `accept` at depth j refers to x_{j-1}
-    (`lag` 1). `next` is the same logit; at depth 0 a constant.
+    (`lag` 1), and the published minimum of two tokens needs no rule. `next` is the same logit; at depth 0 a constant.
 
-    `order` is the block at each position. The published code builds `[ResBlock(h)] * D`, one shared block: 0, 0, 0.
-
-    Args:
-        names: none.
-        tensors: `block.weight` [n, H, H], `block.bias` [n, H], `order` [D] int64 of 0..n-1, `leave.weight` [2, H],
-            `leave.bias` [2] (rejection, acceptance), `first` [1].
+    Tensors: `block.weight` [n, H, H], `block.bias` [n, H], `leave.weight` [2, H], `leave.bias` [2] (rejection, acceptance),
+    `first` [1], and `order` [D] int64, the block at each position. The published code builds `[ResBlock(h)] * D`, one shared
+    block: 0, 0, 0.
     """
 
     kind = "specdec"

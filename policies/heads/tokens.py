@@ -1,8 +1,7 @@
 """The token head: a logistic regression on scalars and tokens, each token with a weight of its own.
 
-Whether the draft is right depends on the token more than on much of its distribution, and a table lookup is cheap. Greedy,
-on a small pair, the AUC of `next` was .79 with tokens and .70 with ten scalars and no token. What a token says depends on
-its context, so hashed features join a token with its parent, its depth or the range of a scalar.
+Greedy, on a small pair, the AUC of `next` was .79 with tokens and .70 with ten scalars and no token. What a token says
+depends on its context, so hashed features join a token with its parent, its depth or the range of a scalar.
 """
 
 from __future__ import annotations
@@ -57,12 +56,9 @@ class TokenHead(Head):
 
     At depth 0 only the anchor and the token before it count; from depth 1 on only drawn tokens and their parents.
 
-    Args:
-        names: features, at least one of `TOKEN_FEATURES` among them. The others are scalars.
-        tensors: `mean` and `scale` [F'] of the scalars' basis; `weight` [3, F'] of accept, next, and next at depth 0;
-            `bias` [2, K + 1] of accept and next by depth, the last one for all deeper ones; `table` [2, I, V] of the I
-            token features in their order (tokens beyond it count as 0); and, from depth 1 on, `hashed` [2, C, B] with the
-            `strides` and `edges` of `HashedFeatures`, all three optional. See `Head` for ranges.
+    Tensors: `mean` and `scale` [F'] of the scalars' basis; `weight` [3, F'] of accept, next, and next at depth 0; `bias`
+    [2, K + 1] by depth, the last one for all deeper ones; `table` [2, I, V] of the I token features (tokens beyond it count
+    as 0); optionally `hashed` [2, C, B] with the `strides` and `edges` of `HashedFeatures`.
     """
 
     kind = "tokens"

@@ -14,12 +14,9 @@ MAX_TREE_DEPTH = 16
 
 
 class TreesHead(Head):
-    """Two boosted ensembles of complete binary trees of one depth D.
+    """Two boosted ensembles of complete binary trees of one depth D; a row goes left where x < threshold.
 
-    Args:
-        names: features.
-        tensors: `feature` int64 and `threshold` float32 [2, T, 2^D - 1], `missing_left` bool of the same shape,
-            `leaf` [2, T, 2^D], `base` [2]. A row goes left where x < threshold. See `Head` for ranges.
+    Tensors: `feature` int64, `threshold`, `missing_left` bool [2, T, 2^D - 1], `leaf` [2, T, 2^D], `base` [2].
     """
 
     kind = "xgboost"

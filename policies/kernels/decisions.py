@@ -39,22 +39,16 @@ def decide(
     scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any, by: int,
     strict: bool, together: bool, threshold: Any, found: Any, kept: Any,
 ) -> None:  # fmt: skip
-    """Write survival, accept and next of the branches of a depth, and which of them pass a threshold.
+    """Write survival, accept and next of the branches of a depth [3, S, B] (0 where not alive), and which are `kept` [S, B].
 
     Args:
         scores: [R, 2] of the branches that are alive, in their order.
-        alive, parent: [S, B].
         before: [S, B'] survival of the depth before; empty = the product begins here.
-        depth: j. At depth 0 nothing was drawn that could be rejected: survival and accept are 1.
-        lag: of the head. Down to this depth accept counts as 1.
-        accept, next_: maps of the scores.
-        table: map of the product; empty = none.
+        depth, lag: down to the head's lag accept counts as 1; at depth 0 nothing was drawn that could be rejected.
+        accept, next_, table: maps of the scores, and of the product; an empty table = none.
         by: compared value: 0, 1, 2 = part of `found`; 3 = survival times next.
-        strict: values equal to the threshold do not pass.
-        together: all branches of a stream pass if one does.
+        strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
         threshold: [S], or [1] for all streams.
-        found: [3, S, B] is written: survival, accept, next; 0 where a branch is not alive.
-        kept: [S, B] is written.
     """
     r = 0
     for s in range(alive.shape[0]):

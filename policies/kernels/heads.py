@@ -1,4 +1,8 @@
-"""Scores of heads: layers, boosted trees, tables of tokens. Rows are independent, so bits do not depend on their number."""
+"""Scores of heads: layers, boosted trees, tables of tokens. Rows are independent, so bits do not depend on their number.
+
+In all kernels `features` [R, F] are clipped to `bounds` [2, F] (NaN = unknown is kept), `odds` are the indices of the
+probabilities whose log-odds are appended to them as columns F..F'-1, and `out` [R, 2] gets accept and next.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from .compiled import exact, kernel
 # Probabilities are clipped to these before their log-odds are taken, in single precision as in an ONNX export (`onnx`).
 MIN_PROBABILITY = float(np.float32(1e-6))
 MAX_PROBABILITY = float(np.float32(1.0) - np.float32(1e-6))
-
 _MIN_EXPONENT = -700.0  # e^700 is finite in double precision, e^710 is not
 _ONE = np.uint64(1)
 
@@ -21,14 +24,12 @@ def _clipped(value: Any, low: Any, high: Any) -> Any:
     """Return the value within [low, high]; NaN stays NaN, which `min` and `max` do not guarantee."""
     if value < low:
         return low
-    if value > high:
-        return high
-    return value
+    return high if value > high else value
 
 
 @exact
 def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
-    """Write F' columns to `x`: the features clipped to their bounds, then the log-odds of the probabilities among them."""
+    """Write the F' columns of a row to `x`."""
     width = row.shape[0]
     if width != bounds.shape[1]:
         raise ValueError("the head reads another number of features")
@@ -42,36 +43,22 @@ def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
 
 @exact
 def _silu(z: Any) -> Any:
-    """Return z / (1 + e^-z), 0 where e^-z would be infinite."""
-    if z < _MIN_EXPONENT:
-        return 0.0
-    return z / (1.0 + np.exp(-z))
+    return 0.0 if z < _MIN_EXPONENT else z / (1.0 + np.exp(-z))
 
 
 @kernel("void(float32[:,::1], float32[:,::1], int64[::1], float32[:,::1])")
 def expand(features: Any, bounds: Any, odds: Any, out: Any) -> None:
-    """Write the columns [R, F'] of features [R, F].
-
-    Args:
-        features: NaN = unknown.
-        bounds: [2, F] between which features are clipped.
-        odds: indices of the probabilities whose log-odds are appended.
-        out: [R, F'], F' = F + number of probabilities.
-    """
+    """Write the columns [R, F'] of features."""
     for r in range(features.shape[0]):
         _read(features[r], bounds, odds, out[r])
 
 
 @kernel("void(float32[:,::1], float32[:,::1], int64[::1], int64[::1], float64[::1], boolean, float64[:,::1])")
 def score_layers(features: Any, bounds: Any, odds: Any, sizes: Any, weights: Any, relu: bool, out: Any) -> None:
-    """Apply linear layers with SiLU or ReLU between them to the columns of features.
+    """Apply linear layers with SiLU or ReLU between them.
 
-    Args:
-        features, bounds, odds: see `expand`.
-        sizes: F', widths of the inner layers, 2.
-        weights: of each layer its bias [outputs], then its weights [inputs, outputs].
-        relu: ReLU instead of SiLU.
-        out: [R, 2].
+    `sizes` are F', the widths of the inner layers, and 2; `weights` of each layer its bias [outputs], then its weights
+    [inputs, outputs].
     """
     widest = sizes.max()
     first, second = np.empty(widest), np.empty(widest)
@@ -105,25 +92,6 @@ def add_silu(x: Any, z: Any) -> None:
 
 
 @exact
-def _descend(x: Any, split: Any, threshold: Any, depth: Any, node: Any) -> None:
-    """Write the leaf that a row reaches in each tree, numbered from the last inner node on.
-
-    All trees go down a level together, since none of them waits for another. Unsigned indices, because numba tests signed
-    ones for being negative, thousands of times.
-    """
-    inner = np.uint64((1 << depth) - 1)
-    for tree in range(node.shape[0]):
-        node[tree] = 0
-    for _ in range(depth):
-        root = np.uint64(0)
-        for tree in range(node.shape[0]):
-            at = root + node[tree]
-            # Heap order: the children of n are 2 n + 1 and 2 n + 2.
-            node[tree] += node[tree] + _ONE + np.uint64(x[split[at]] >= threshold[at])
-            root += inner
-
-
-@exact
 def _sum_of_leaves(leaf: Any, depth: Any, node: Any, first: Any, last: Any) -> Any:
     leaves, total = 1 << depth, 0.0
     for tree in range(first, last):
@@ -137,28 +105,35 @@ def _sum_of_leaves(leaf: Any, depth: Any, node: Any, first: Any, last: Any) -> A
 def score_trees(
     features: Any, bounds: Any, split: Any, threshold: Any, leaf: Any, base: Any, depth: int, out: Any
 ) -> None:
-    """Write the sums of the leaves of complete trees of one depth D; the first half of the trees is of the first output.
+    """Write `base` [2] plus the sums of the leaves of complete trees of one depth; half the trees are of each output.
 
-    Args:
-        features, bounds: see `expand`.
-        split: 2 f, or 2 f + 1 if an unknown value goes right, for each inner node of each tree, f the feature. Each row is
-            laid out twice, with unknown values as -infinity and as infinity, so that no node has to test for them.
-        threshold: of the same nodes; a row goes right where x >= threshold.
-        leaf: 2^D of each tree.
-        base: [2], added.
-        depth: D.
-        out: [R, 2].
+    `split` is 2 f, or 2 f + 1 if an unknown value goes right, for each inner node of each tree, f the feature: each row is
+    laid out twice, with unknown values as -infinity and as infinity, so that no node has to test for them. A row goes right
+    where x >= `threshold`. `leaf` has the 2^depth leaves of each tree.
     """
     trees, width = leaf.shape[0] >> depth, features.shape[1]
     if width != bounds.shape[1]:
         raise ValueError("the head reads another number of features")
-    x, node = np.empty(2 * width, dtype=np.float32), np.empty(trees, dtype=np.uint64)
+    x, node, inner = (
+        np.empty(2 * width, dtype=np.float32),
+        np.empty(trees, dtype=np.uint64),
+        np.uint64((1 << depth) - 1),
+    )
     for r in range(features.shape[0]):
         for i in range(width):
             value = _clipped(features[r, i], bounds[0, i], bounds[1, i])
             x[2 * i] = -np.inf if np.isnan(value) else value
             x[2 * i + 1] = np.inf if np.isnan(value) else value
-        _descend(x, split, threshold, depth, node)
+        for tree in range(trees):
+            node[tree] = 0
+        # All trees go down a level together, since none of them waits for another. Unsigned indices, because numba tests
+        # signed ones for being negative. Heap order: the children of n are 2 n + 1 and 2 n + 2.
+        for _ in range(depth):
+            root = np.uint64(0)
+            for tree in range(trees):
+                at = root + node[tree]
+                node[tree] += node[tree] + _ONE + np.uint64(x[split[at]] >= threshold[at])
+                root += inner
         out[r, 0] = base[0] + _sum_of_leaves(leaf, depth, node, 0, trees // 2)
         out[r, 1] = base[1] + _sum_of_leaves(leaf, depth, node, trees // 2, trees)
 
@@ -189,16 +164,10 @@ def _hash(values: Any, strides: Any, cross: Any, size: Any) -> Any:
 
 @kernel("void(float32[:,::1], int64[::1], int64[:,::1], float32[:,::1], int64[:,::1], int64, int64[:,::1])")
 def cross_places(features: Any, depth: Any, columns: Any, edges: Any, strides: Any, size: int, out: Any) -> None:
-    """Write the indices [R, C] of hashed features; see `heads.tokens.HashedFeatures`.
+    """Write the indices [R, C] of hashed features at depths [R]; see `heads.tokens.HashedFeatures`.
 
-    Args:
-        features: [R, F].
-        depth: [R].
-        columns: [U, 2] of what is crossed: its feature, or -1 for the depth; its row of `edges`, or -1 for a token.
-        edges: [J, E], ascending.
-        strides: [C, U].
-        size: of each table.
-        out: [R, C].
+    `columns` [U, 2] are the crossed features (-1 = the depth), with their row of `edges` [J, E] (-1 = a token); `strides`
+    [C, U]; `size` of each table.
     """
     values = np.empty(columns.shape[0], dtype=np.int64)
     for r in range(features.shape[0]):
@@ -215,18 +184,10 @@ def score_tokens(
     features: Any, depth: int, bounds: Any, odds: Any, weights: Any, bias: Any, ids: Any, tables: Any, columns: Any,
     edges: Any, strides: Any, hashed: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Write sums of the bias of the depth, weighted columns, and the weights of each token and each cross.
+    """Write the bias [K + 1, 2] of the depth, plus the weights [F', 2] times the columns, plus those of tokens and crosses.
 
-    Args:
-        features, bounds, odds: see `expand`.
-        depth: of all rows.
-        weights: [F', 2] of the columns.
-        bias: [K + 1, 2] by depth, the last one for all deeper ones.
-        ids: [I] the features that are tokens.
-        tables: [I, V, 2] of the tokens; those outside count as 0.
-        columns, edges, strides: see `cross_places`; no strides = no crosses.
-        hashed: [C, B, 2].
-        out: [R, 2].
+    `ids` [I] are the features that are tokens, `tables` [I, V, 2] their weights (0 outside); `hashed` [C, B, 2] those of the
+    crosses, see `cross_places`; no strides = no crosses.
     """
     size, begin = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)

@@ -260,7 +260,8 @@ class Calibrated:
     @property
     def tables(self) -> SurvivalMaps | None:
         """The survival tables; None if they change nothing."""
-        return self.survival if self.survival.changes else None
+        tables = self.survival.tables
+        return None if np.array_equal(tables[:, :, 0], tables[:, :, 1]) else self.survival
 
 
 @dataclass(frozen=True)

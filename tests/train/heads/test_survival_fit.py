@@ -95,7 +95,7 @@ def test_labels_of_one_kind_or_too_few_rounds_change_nothing(length: int) -> Non
     same = made("calibrated", rounds=400)
     fitted = fit_survival(replace(same, length=np.full_like(same.length, length)))
     assert fitted.kinds == ("identity",) * DEPTH
-    assert not fit_survival(made("overconfident", rounds=40)).maps.changes
+    assert not fit_survival(made("overconfident", rounds=40)).maps.changed
 
 
 def test_rounds_in_which_a_drafter_knows_no_token_have_no_say() -> None:

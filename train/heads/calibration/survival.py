@@ -16,9 +16,15 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import expit, logit
 
-from ....policies.calibration import KNOTS, MAX_STARTS, Calibrator, SurvivalMaps, identity_tables
+from ....policies.calibration import Calibrator, SurvivalMaps
 from ....policies.typing import Array
 from .logits import log_loss
+
+KNOTS = 33
+"""Knots of a table."""
+
+MAX_STARTS = 3
+"""Number of first factors that tables are fitted for; a product that begins later is not mapped."""
 
 MAPS = ("identity", "temperature", "platt", "isotonic")
 LEAST = 100
@@ -31,6 +37,12 @@ PER_BIN, MOST_BINS = 100, 24
 _STEPS = 25
 _MOST_ROWS = 100_000  # that quantiles are taken of
 _EDGE = 1e-4
+
+
+def identity_tables(starts: int, depth: int) -> Array:
+    """Return survival tables [L, K, 2, n] float32 that change nothing."""
+    line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
+    return np.broadcast_to(line, (starts, depth, 2, KNOTS)).copy()
 
 
 @dataclass(frozen=True)
