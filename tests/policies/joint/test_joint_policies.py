@@ -399,6 +399,6 @@ def test_a_folder_is_put_under_the_rule(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"adaptive-verification: .*nowhere.json"):
         load_policy("adaptive-verification?profile=nowhere.json")
     bare = for_batches(made)
-    bare.facts = type(bare.facts)(acceptance=(0.5,) * 3)
+    bare.metadata = type(bare.metadata)(acceptance=(0.5,) * 3)
     with pytest.raises(PolicyError, match="rule batch needs a latency profile"):
         for_batches(bare)

@@ -361,7 +361,7 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
     made = train(forest[0.0], profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1, folds=3).policy
     # Each head plays the prompts that it was not fitted on, the saved one those of selection.
     assert isinstance(made, TreeGain) and len(played) == 3
-    assert played[id(made.head)] == set(made.facts.prompts["select"])
+    assert played[id(made.head)] == set(made.metadata.prompts["select"])
     one, two, three = played.values()
     assert not (one & two or one & three or two & three)
 
