@@ -35,8 +35,7 @@ from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, feature, summarise
 from specstop.policies.heads import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy
-from specstop.policies.learned_trees import TreeGain
+from specstop.policies.learned import LearnedPolicy, TreeGain
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.tree_rules import TreeRule

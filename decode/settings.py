@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StopStringCriteria
 from ..policies.arguments import as_list
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.learned_trees import TreeGain
+from ..policies.learned import TreeGain
 from ..policies.limits import check_limits
 from .models.pair import Pair
 from .policy.drift_monitor import check_drift

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from .calibration import NO_PIECES, Calibrator, SurvivalMaps
-from .contract import DraftStep, State, StopPolicy
+from .calibration import NO_PIECES, Calibrator, PathCalibrator, SurvivalMaps
+from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError
 from .features import Kind, feature
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
 from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
-from .tree_rules import TreeRule
+from .tree_rules import TreeRule, kernels as tree_kernels
 from .typing import Array
 
 kernels = on_first_use("decisions")
 
+_NO_SCORES = np.zeros((0, 2))
 _BEGIN = np.zeros((1, 0))  # no survival of the depth before
 
 
@@ -92,12 +92,6 @@ class LearnedPolicy(StopPolicy):
         """Return this policy with another rule."""
         parts = self.head, self.accept, self.next, rule, self.max_depth, self.metadata, self.survival
         return LearnedPolicy(self.name, self.features, *parts)
-
-    def with_head(self, head: Head) -> LearnedPolicy:
-        """Return this policy with a head of the same kind that was fitted on other prompts."""
-        other = copy.copy(self)
-        other.head = head
-        return other
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
@@ -199,6 +193,79 @@ def head_names(features: Sequence[str], rule: Rule) -> tuple[str, ...]:
     """Return the columns of the head: the features, and those of the depth before if the rule remembers them."""
     remembers = isinstance(rule, Continuation) and rule.remembers
     return (*features, *(features[at] for at in remembered(features) if remembers))
+
+
+class TreeGain(LearnedPolicy):
+    """Tracks the survival of every node, the calibrated probability that its path is accepted, and keeps what pays.
+
+    The expected accepted length of a set of nodes is the sum of their survivals (OPT-Tree, arXiv 2406.17276, eq. 5). After
+    each depth the branches are extended whose expected children pay for the draft step and for their verification
+    (`TreeRule`); at the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
+    some, so it is for `match` verification or temperature 0. The head reads scalars only.
+
+    The state within a round is (survival, -1 where not read, and next of all nodes that were asked about [S, 2, N], those of
+    the last depth [S, 2, B]).
+    """
+
+    reads_seconds: ClassVar[bool] = False
+    accept: PathCalibrator
+    next: PathCalibrator
+    rule: TreeRule
+
+    def __init__(
+        self,
+        name: str,
+        features: Sequence[str],
+        head: Head,
+        accept: PathCalibrator,
+        next_: PathCalibrator,
+        rule: TreeRule,
+        max_depth: int,
+        metadata: TrainingMetadata | None = None,
+    ) -> None:
+        if not isinstance(rule, TreeRule) or not all(isinstance(c, PathCalibrator) for c in (accept, next_)):
+            raise PolicyError("a tree policy has the rule gain and calibrations of paths")
+        super().__init__(name, features, head, accept, next_, rule, max_depth, metadata)
+        if self.hidden:
+            raise PolicyError(f"{name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
+        self._maps: dict[tuple[int, int], Array] = {}
+
+    def with_rule(self, rule: Rule) -> TreeGain:
+        """Return this policy with other prices."""
+        parts = (self.name, self.features, self.head, self.accept, self.next)
+        return TreeGain(*parts, cast(TreeRule, rule), self.max_depth, self.metadata)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that are worth another draft step."""
+        depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
+        unknown = state is None or depth <= max(self.first, 1)  # above the first decision nothing was read
+        known, before = (np.empty((streams, 2, 0)),) * 2 if unknown else state
+        rows, parent_chance, read = rule.ask(depth, step.alive, step.parent, step.features, before)
+        scores = self.head.scores(read, depth) if len(rows) else _NO_SCORES
+        if (depth, branches) not in self._maps:
+            ranks = rule.level(depth, branches).ranks
+            self._maps[depth, branches] = np.stack(
+                [c.maps(depth, ranks) for c in (self.accept, self.next)]
+            )  # [2, B, 3]
+        values = np.empty((streams, 2, branches))
+        tree_kernels().survive(scores, rows, parent_chance, self._maps[depth, branches], depth == 0, values)
+        if depth == 0:  # the root is no node
+            return rule.extend(0, values, rule.price(known)), None
+        known = np.concatenate((known, values), 2)  # [S, 2, N + B]
+        return rule.extend(depth, values, rule.price(known)), (known, values)
+
+    def node_survival(self, tree: DraftTree, state: State) -> Array:
+        """Return [S, N], the survival of the nodes: expected if never read, -1 if not drawn."""
+        parent, depth, drawn = (np.ascontiguousarray(values) for values in (tree.parent, tree.depth, tree.drawn))
+        return self.rule.survival(parent, depth, drawn, np.empty((len(drawn), 2, 0)) if state is None else state[0])
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Return the nodes that are worth their verification."""
+        return self.rule.select(self.node_survival(tree, state))
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Reset the state of the round."""
+        return None
 
 
 RULES: Mapping[str, Callable[..., Rule]] = {

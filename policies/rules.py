@@ -189,24 +189,6 @@ class BatchRule(Rule):
         return _interpolated(self.rates, streams)
 
 
-def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
-    """Return tau_0 .. tau_{K-1} of the derived rule.
-
-    Args:
-        rho: tokens per second of the policy itself.
-        costs: [K + 1] float64, seconds of a round that drafts k = 0..K tokens.
-        acceptance: a_1 .. a_K, mean conditional acceptance by depth.
-    """
-    depth = len(costs) - 1
-    a = np.array(acceptance[:depth], dtype=np.float64)
-    thresholds = []
-    for j in range(depth):
-        # 1, 1 + a_{j+2}, 1 + a_{j+2} + a_{j+2} a_{j+3}, ...: expected tokens of m = 1, 2, ... per unit of S_j next_j.
-        tokens = np.cumsum(np.append(1.0, np.cumprod(a[j + 1 :])))  # [K - j]
-        thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / tokens).min()))
-    return thresholds
-
-
 @functools.lru_cache(maxsize=4)  # the same at every depth of a round, and usually in the next round
 def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
     """Return [S], the factor for the batch of each stream; `batch` as bytes, since arrays have no hash."""

@@ -8,7 +8,7 @@ import torch
 from specstop.policies.calibration import PathCalibrator
 from specstop.policies.features import feature
 from specstop.policies.heads import build_head
-from specstop.policies.learned_trees import TreeGain
+from specstop.policies.learned import TreeGain
 from specstop.policies.tree_rules import TreeRule
 
 FEATURES = ("mean_accepted", "top1", "drawn_prob", "noisy_margin", "noisy_lead", "branch_rank")

@@ -18,8 +18,7 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
 from ...policies.joint.grid import SingleStreamCosts, batch_costs, length_rates
 from ...policies.latency.profile import Profile
-from ...policies.learned import LearnedPolicy
-from ...policies.learned_trees import TreeGain
+from ...policies.learned import LearnedPolicy, TreeGain
 
 MODES = ("off", "warn", "fallback")
 WINDOW, LEAST = 200, 60

@@ -19,7 +19,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 NO_HIDDEN: Hidden = MappingProxyType({})
 _DTYPES = {"feature": np.int64, "missing_left": np.bool_, "order": np.int64, "strides": np.int64}  # others are float32
-_FLOAT_MAX = float(np.finfo(np.float32).max)
 
 kernels = on_first_use("heads")
 
@@ -80,13 +79,6 @@ class Head:
         return out
 
 
-def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[str, Array]:
-    """Return the tensors of a head with ranges [F]; NaN or infinite = no bound. See `Head`."""
-    ends = ((low, -_FLOAT_MAX), (high, _FLOAT_MAX))  # tensors are finite
-    sides = [np.nan_to_num(side, nan=end).clip(-_FLOAT_MAX, _FLOAT_MAX).astype(np.float32) for side, end in ends]
-    return {**tensors, "low": sides[0], "high": sides[1]}
-
-
 def _are_drafted(names: Sequence[str]) -> Array:
     """Return [F] bool, which features are not known at depth 0."""
     return np.array([feature(name).kind in (Kind.PRE, Kind.POST) for name in names], dtype=bool)
@@ -105,14 +97,13 @@ class Basis:
 
     Attributes:
         odds: int64, indices of the probabilities.
+        first_mask: [F'] float32, 1 for the columns that are known at depth 0.
     """
 
     def __init__(self, names: Sequence[str], mean: Array, scale: Array) -> None:
         self.odds = np.array([i for i, name in enumerate(names) if feature(name).is_probability], dtype=np.int64)
         known = (~_are_drafted(names)).astype(np.float32)
-        self._first_mask: Array = np.concatenate(
-            [known, known[self.odds]]
-        )  # 1 for the columns that are known at depth 0
+        self.first_mask: Array = np.concatenate([known, known[self.odds]])
         self.mean, self.scale, self.width, self._unbounded = mean, scale, len(mean), _unbounded(len(names))
 
     def expand(self, features: Array, bounds: Array | None = None) -> Array:
@@ -121,16 +112,10 @@ class Basis:
         kernels().expand(features, self._unbounded if bounds is None else bounds, self.odds, out)
         return out
 
-    def __call__(self, features: Array, depth: Array | int) -> Array:
-        """Return [R, F'] float32 of features [R, F] at depths [R]; at depth 0 the columns that are not known are 0."""
-        columns: Array = (self.expand(features) - self.mean) / self.scale
-        columns[np.broadcast_to(np.asarray(depth) == 0, len(columns))] *= self._first_mask
-        return columns
-
     def fold(self, weight: Array, bias: Array, first: bool) -> Layer:
         """Return the float64 layer on `expand` that equals this layer on the basis, at depth 0 if `first`."""
         # w (x - mean) / scale + b on raw x. A column that is masked at depth 0 has weight 0, so its mean leaves the bias too.
-        scaled = weight.astype(np.float64) / self.scale * (self._first_mask if first else 1.0)
+        scaled = weight.astype(np.float64) / self.scale * (self.first_mask if first else 1.0)
         return scaled, bias - scaled @ self.mean
 
 

@@ -14,8 +14,6 @@ from .base import NO_HIDDEN, Head, Hidden, hidden_of, size_of
 from .layers import layer_shapes, layers_of, pack_layers
 
 HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))
-THRESHOLD = 0.4
-"""Of the any-fork rule in the published scripts."""
 
 
 class DynaSDHead(Head):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,9 +11,6 @@ from ..features import DRAFT_HIDDEN
 from ..typing import Array
 from .base import NO_HIDDEN, Head, Hidden, hidden_of, size_of
 from .resnet import residual
-
-STOP_THRESHOLD, MAX_DRAFT = 0.7, 20
-"""h and the longest round of the released example."""
 
 _MAX_BLOCKS = 64
 
@@ -60,12 +56,3 @@ class SpecDecHead(Head):
         x = states.copy()  # the blocks work in place
         residual(x, self._blocks)
         return np.repeat((x @ self._leave + self._bias).astype(np.float64)[:, None], 2, axis=1)
-
-
-def unbiased(leave_bias: Array, weight: float) -> Array:
-    """Return the last bias [2] float32 without the effect of the rejection weight w.
-
-    Cross-entropy with weight w on rejections is least at p' = a / (a + w (1 - a)), a the true chance. So in log-odds
-    ln(a / (1 - a)) = ln(p' / (1 - p')) + ln w.
-    """
-    return leave_bias + np.array([0.0, math.log(weight)], dtype=np.float32)

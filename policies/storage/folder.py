@@ -29,8 +29,7 @@ from ..files.outputs import RUN_FILE, staged_folder
 from ..files.text import markdown_cell
 from ..heads import build_head
 from ..joint.survival import BatchPolicy, BatchStop
-from ..learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, build_rule, head_names
-from ..learned_trees import TreeGain
+from ..learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
 from ..rules import BatchRule, Continuation
 from ..tree_rules import TreeRule
 from .safe_loading import (

@@ -93,7 +93,7 @@ def run_command(*arguments: object) -> tuple[int, str]:
 
 def probabilities(policy: Any, features: Array, depth: int, hidden: dict[str, Array]) -> tuple[Array, Array]:
     """Return the calibrated outputs of a learned policy's head."""
-    from specstop.policies.learned_trees import TreeGain
+    from specstop.policies.learned import TreeGain
 
     if not isinstance(policy, TreeGain):
         return policy.probabilities(features, depth, hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 from head_tensors import NAMES, TENSORS, knots
 from specstop.policies.calibration import Calibrator
@@ -34,6 +36,12 @@ class Certain(Head):
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         return np.full((len(features), 2), self.logit)
+
+
+def with_head(policy: LearnedPolicy, head: Head) -> LearnedPolicy:
+    other = copy.copy(policy)
+    other.head = head
+    return other
 
 
 def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:

@@ -9,11 +9,11 @@ from functools import partial
 from ...policies.errors import InputError, close_match
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
-from ...policies.rules import THRESHOLD_RULES, Continuation, Derived, Rule, Threshold, derived_thresholds
+from ...policies.rules import THRESHOLD_RULES, Continuation, Derived, Rule, Threshold
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Part, Rates, replayed_rates
 from .tuning.batches import settle_batch, settle_lengths
-from .tuning.rates import THRESHOLDS, solve_rate
+from .tuning.rates import THRESHOLDS, derived_thresholds, solve_rate
 
 FINER = (-0.025, -0.0125, 0.0125, 0.025)
 """Tried around the best of `THRESHOLDS`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,8 @@ class Part:
     def player(self, policy: StopPolicy) -> StopPolicy:
         """Return a policy as it plays these prompts, no deeper than they were drafted."""
         if self.head is not None and isinstance(policy, LearnedPolicy):
-            policy = policy.with_head(self.head)
+            policy = copy.copy(policy)
+            policy.head = self.head
         return policy.limited(self.arrays.depth)
 
 

@@ -35,7 +35,9 @@ def plain_basis(names: Sequence[str]) -> Basis:
 
 def basis_columns(basis: Basis, features: Tensor, depth: Tensor) -> Array:
     """Return [M, F'] float32 of rows [M, F] at depths [M]."""
-    return basis(features.contiguous().numpy(), depth.numpy())
+    columns: Array = (basis.expand(features.contiguous().numpy()) - basis.mean) / basis.scale
+    columns[depth.numpy() == 0] *= basis.first_mask
+    return columns
 
 
 def flagged_columns(basis: Basis, features: Tensor, depth: Tensor) -> Tensor:

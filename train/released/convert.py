@@ -15,6 +15,7 @@ Sources: github.com/JackZeng0208/DynaSD, `inference/decision_models.py` (`Decisi
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -28,13 +29,18 @@ from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files.outputs import claim_folder
 from ...policies.heads import build_head
-from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
-from ...policies.heads.specdec import MAX_DRAFT, STOP_THRESHOLD, unbiased
+from ...policies.heads.dynasd import HARD_FEATURES
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
 from ...policies.storage.folder import DEEPEST, save_policy
 from .state_dicts import find_weights, named, read_state
+
+STOP_THRESHOLD, MAX_DRAFT = 0.7, 20
+"""h and the longest round of SpecDec++'s released example; h is within 0.7% of the best on each of its three sets."""
+
+ANY_THRESHOLD = 0.4
+"""Of the any-fork rule in DynaSD's scripts."""
 
 LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")
 DYNASD_DEPTH = 5
@@ -119,7 +125,7 @@ def _published(layout: str, threshold: float | None) -> tuple[Rule, int]:
     """Return the rule that a layout was published with, and its deepest draft."""
     if layout == "specdec":
         return Threshold("survival", round(1.0 - STOP_THRESHOLD, 6) if threshold is None else threshold), MAX_DRAFT
-    return Threshold("any", THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
+    return Threshold("any", ANY_THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
 
 
 def find_layout(state: Mapping[str, Array], where: str) -> str:
@@ -196,3 +202,12 @@ def _same(wanted: set[str], state: Mapping[str, Array], what: str) -> None:
         raise PolicyError(f"weights: unknown: {named(unknown)}; {what}")
     if missing := sorted(wanted - set(state)):
         raise PolicyError(f"weights: missing: {named(missing)}; {what}")
+
+
+def unbiased(leave_bias: Array, weight: float) -> Array:
+    """Return the last bias [2] float32 without the effect of the rejection weight w.
+
+    Cross-entropy with weight w on rejections is least at p' = a / (a + w (1 - a)), a the true chance. So in log-odds
+    ln(a / (1 - a)) = ln(p' / (1 - p')) + ln w.
+    """
+    return leave_bias + np.array([0.0, math.log(weight)], dtype=np.float32)

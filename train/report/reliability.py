@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import DraftStep, StopPolicy
-from ...policies.learned import ContinuationPolicy, LearnedPolicy
-from ...policies.learned_trees import TreeGain
+from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
 from ...policies.typing import Array
 from ..heads.calibration.scores import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds

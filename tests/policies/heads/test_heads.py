@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xgboost
 from head_tensors import (
     HIGH,
@@ -26,9 +27,11 @@ from head_tensors import (
 )
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import HEADS, build_head
-from specstop.policies.heads.base import Basis, with_ranges
+from specstop.policies.heads.base import Basis
 from specstop.policies.heads.layers import LinearHead, MLPHead
 from specstop.policies.heads.trees import TreesHead
+from specstop.train.heads.basis import basis_columns
+from specstop.train.heads.exported import with_ranges
 
 
 def slow_linear(x: Array, depth: int, t: dict[str, Array]) -> list[float]:
@@ -99,8 +102,9 @@ def test_the_basis_at_depth_0_is_0_where_nothing_is_known() -> None:
     x = features(6)
     for depth in (0, 1, 3):
         expected = np.stack([slow_basis(row, depth, tensors) for row in x])
-        np.testing.assert_allclose(basis(x, depth), expected, rtol=NEAR, atol=NEAR)
-    assert not basis(x, 0)[:, [0, 1, 5]].any()
+        found = basis_columns(basis, torch.from_numpy(x), torch.full((len(x),), depth))
+        np.testing.assert_allclose(found, expected, rtol=NEAR, atol=NEAR)
+        assert depth or not found[:, [0, 1, 5]].any()
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -109,7 +113,8 @@ def test_folded_weights_do_on_raw_columns_what_the_weights_do_on_the_basis(first
     basis = Basis(NAMES, tensors["mean"], tensors["scale"])
     weight, bias = basis.fold(tensors["weight"], tensors["bias"], first)
     x = features(6)
-    expected = basis(x, 0 if first else 1) @ tensors["weight"].T + tensors["bias"]
+    depth = torch.full((len(x),), 0 if first else 1)
+    expected = basis_columns(basis, torch.from_numpy(x), depth) @ tensors["weight"].T + tensors["bias"]
     np.testing.assert_allclose(basis.expand(x) @ weight.T + bias, expected, rtol=NEAR, atol=NEAR)
 
 

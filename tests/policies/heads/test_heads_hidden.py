@@ -16,12 +16,12 @@ from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import check_sizes
 from specstop.policies.heads import build_head
-from specstop.policies.heads.base import with_ranges
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.heads.specdec import unbiased
 from specstop.policies.learned import LearnedPolicy, build_rule
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.train.heads.exported import with_ranges
+from specstop.train.released.convert import unbiased
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
 from told_head import biased, kept_by
 from torch import Tensor, nn

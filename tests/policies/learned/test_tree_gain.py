@@ -11,8 +11,7 @@ import pytest
 from specstop.policies.calibration import PathCalibrator
 from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.errors import PolicyError
-from specstop.policies.learned import build_rule
-from specstop.policies.learned_trees import TreeGain
+from specstop.policies.learned import TreeGain, build_rule
 from specstop.policies.onnx import build_onnx
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests

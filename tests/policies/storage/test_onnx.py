@@ -15,10 +15,10 @@ from specstop.policies import onnx
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
-from specstop.policies.heads.base import with_ranges
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
 from specstop.policies.storage.folder import save_policy
+from specstop.train.heads.exported import with_ranges
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:

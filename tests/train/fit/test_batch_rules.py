@@ -10,7 +10,7 @@ import pytest
 from batch_profile import with_batches
 from contract_policies import DEPTH
 from joint_policies import batch_policy
-from learned_policies import Certain, learned
+from learned_policies import Certain, learned, with_head
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.joint.survival import BatchStop, for_batches
@@ -122,7 +122,7 @@ def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
     tokens = seconds = 0.0
     for half, head in zip(halves, heads, strict=True):
         order = deal(half.sequences, 4, 0)[:24]
-        played = replay_batch(half, policy.with_head(head), free, 4, at_once(len(order)), order)
+        played = replay_batch(half, with_head(policy, head), free, 4, at_once(len(order)), order)
         tokens += played.log[:, COLUMNS.index("committed")].sum()
         seconds += played.seconds.sum() - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
     assert batch_rate(policy, apart, free, 4) == pytest.approx(tokens / seconds, rel=EXACT)

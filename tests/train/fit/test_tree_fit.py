@@ -29,7 +29,7 @@ from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
-from specstop.policies.learned_trees import TreeGain
+from specstop.policies.learned import TreeGain
 from specstop.policies.progress import silent
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.policies.tree_rules import TreeRule

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from contract_policies import DEPTH
-from learned_policies import Certain
+from learned_policies import Certain, with_head
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.rules import Derived, Threshold, derived_thresholds
+from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_parts, replayed_rates
 from specstop.train.fit.run import train
@@ -25,6 +25,7 @@ from specstop.train.fit.tuning.rates import (
     LOOK_AHEAD,
     THRESHOLDS,
     best_of,
+    derived_thresholds,
     fixed_grid,
     solve_rate,
     tune_confidence,
@@ -137,7 +138,7 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
     found = replayed_rates(parts, full_profile)([policy.with_rule(rule) for rule in rules])
     for rule, rate in zip(rules, found, strict=True):
         played = [
-            replay(arrays.subset(folds.sequences(fold)), policy.with_rule(rule).with_head(heads[fold]), full_profile)
+            replay(arrays.subset(folds.sequences(fold)), with_head(policy.with_rule(rule), heads[fold]), full_profile)
             for fold in (0, 1, 2)
         ]
         assert int(played[2].drafted.max()) <= int(played[2].rounds.max()) < int(played[1].drafted.max())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....policies.latency.profile import Profile
-from ....policies.learned_trees import TreeGain
+from ....policies.learned import TreeGain
 from ....policies.progress import Progress, silent
 from ...heads.crossfit import Folds
 from ...replay.bounds.static_tree import best_static_tree, likeliest_nodes

@@ -11,8 +11,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
 from ....policies.latency.profile import Profile
-from ....policies.learned import TrainingMetadata
-from ....policies.learned_trees import TreeGain
+from ....policies.learned import TrainingMetadata, TreeGain
 from ....policies.progress import Progress, silent
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ....policies.features import DRAFT_HIDDEN
-from ....policies.heads.specdec import SpecDecHead, unbiased
+from ....policies.heads.specdec import SpecDecHead
+from ...released.convert import unbiased
 from ..exported import exported
 from ..fitting import FitTask
 from ..networks import Recipe, opening, seeded, stacked_blocks, states, train_network
