@@ -74,11 +74,11 @@ class TokenHead(Head):
         scalars = [at for at, name in enumerate(names) if name not in TOKEN_FEATURES]
         if not ids:
             raise PolicyError(f"tokens head: expected one of the features {', '.join(TOKEN_FEATURES)}")
-        shapes, crosses = basis_shapes([names[at] for at in scalars]), size_of(t, "strides", 0)
+        shapes, count = basis_shapes([names[at] for at in scalars]), size_of(t, "strides", 0)
         super().__init__(names, t, {
             **shapes, "weight": (3, *shapes["mean"]), "bias": (2, max(size_of(t, "bias"), 1)),
-            "table": (2, len(ids), max(size_of(t, "table"), 1)), "strides": (crosses, len(names) + 1),
-            "edges": t["edges"].shape, "hashed": (2, crosses, max(size_of(t, "hashed"), 1)),
+            "table": (2, len(ids), max(size_of(t, "table"), 1)), "strides": (count, len(names) + 1),
+            "edges": t["edges"].shape, "hashed": (2, count, max(size_of(t, "hashed"), 1)),
         })  # fmt: skip
         basis = Basis([names[at] for at in scalars], t["mean"], t["scale"])
         hashed = HashedFeatures(names, t["strides"], t["edges"], size_of(t, "hashed"))
@@ -95,8 +95,8 @@ class TokenHead(Head):
             table = np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0))
             strides = hashed.strides[:0] if first else hashed.strides
             places = np.array(ids, dtype=np.int64)[known]
-            crosses = hashed.columns, hashed.edges, strides, cross_table
-            return self.bounds[first], odds, weights, bias, places, table, *crosses
+            cross_arguments = hashed.columns, hashed.edges, strides, cross_table
+            return self.bounds[first], odds, weights, bias, places, table, *cross_arguments
 
         self._arguments = arguments(False), arguments(True)
 

@@ -140,7 +140,7 @@ def score_trees(
 
 @exact
 def _crossed_values(row: Any, depth: Any, columns: Any, edges: Any, values: Any) -> None:
-    """Write the values that crosses are made of: token ids, ranges of scalars, the depth."""
+    """Write the values that combinations are made of: token ids, ranges of scalars, the depth."""
     for i in range(columns.shape[0]):
         place, which = columns[i, 0], columns[i, 1]
         if place < 0:
@@ -184,10 +184,11 @@ def score_tokens(
     features: Any, depth: int, bounds: Any, odds: Any, weights: Any, bias: Any, ids: Any, tables: Any, columns: Any,
     edges: Any, strides: Any, hashed: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Write the bias [K + 1, 2] of the depth, plus the weights [F', 2] times the columns, plus those of tokens and crosses.
+    """Write the bias [K + 1, 2] of the depth, the weighted columns (`weights` [F', 2]), and the weights of tokens and
+    combinations.
 
     `ids` [I] are the features that are tokens, `tables` [I, V, 2] their weights (0 outside); `hashed` [C, B, 2] those of the
-    crosses, see `cross_places`; no strides = no crosses.
+    combinations, see `cross_places`; no strides = no combinations.
     """
     size, begin = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)
