@@ -30,6 +30,7 @@ import numpy as np
 from bars import NO_PAIR, Bars, arguments
 from random_rounds import draw_rounds, play
 from specstop.decode.topology import chain, parse_tree
+from specstop.policies.builtins import BUILTINS
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, Drawn, feature
 from specstop.policies.features.summary import summarise
@@ -39,10 +40,10 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.registry import load_policy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import AnyFork, Derived, Threshold
 from specstop.policies.rules.trees import TreeRule
-from specstop.policies.storage.registry import BUILTINS, load_policy
 
 Array = np.ndarray[Any, Any]
 
@@ -268,7 +269,7 @@ def seconds_of(code: str, cache: str | None = None, runs: int = 3) -> float:
 def check_imports(bars: Bars, runs: int) -> None:
     """Time the import of the contract, and the kernels with an empty and with a full cache."""
     bare = "import sys, specstop.policies; assert 'torch' not in sys.modules"
-    rooms = ("learned.policy", "storage.folder", "baselines.fixed", "testing")
+    rooms = ("learned.policy", "storage", "baselines.fixed", "testing")
     every = "import sys; " + "".join(f"import specstop.policies.{room}; " for room in rooms)
     seconds_of(every + "assert 'torch' not in sys.modules", runs=1)
     took = seconds_of(bare, runs=runs)

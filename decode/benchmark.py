@@ -17,7 +17,7 @@ from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
 from ..policies.plugin_code import Failure
 from ..policies.progress import Progress, shown, silent
-from ..policies.storage.registry import PolicySpec, as_policies
+from ..policies.registry import PolicySpec, as_policies
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ...policies.drafter_names import PLUGINS
 from ...policies.errors import InputError
 from ...policies.plugin_code import loading
-from ...policies.storage.drafter_names import PLUGINS
-from ...policies.storage.specs import check_options, parameters, read_number
+from ...policies.plugins import check_options, parameters, read_number
 from ..models.pair import Pair
 from .base import Drafter, lacks
 from .either import EitherDrafter

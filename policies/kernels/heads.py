@@ -12,7 +12,7 @@ import numpy as np
 
 from .compiled import exact, kernel
 
-# Rounded to single precision, in which an exported ONNX model clips at the same numbers (`storage.onnx`).
+# Rounded to single precision, in which an exported ONNX model clips at the same numbers (`onnx`).
 LEAST_PROBABILITY = float(np.float32(1e-6))
 MOST_PROBABILITY = float(np.float32(1.0) - np.float32(1e-6))
 """Where probabilities are clipped before their log-odds are taken."""

@@ -28,7 +28,7 @@ def use_helpers() -> None:
 
 def builtin_policies() -> list[str]:
     """Return the names of the built-in policies, as `specstop policies` lists them."""
-    from specstop.policies.storage.registry import BUILTINS
+    from specstop.policies.builtins import BUILTINS
 
     return sorted(BUILTINS)
 
@@ -77,7 +77,7 @@ def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, A
 
 def export_onnx(policy: Any, out: Path) -> dict[str, Any]:
     """Write the ONNX file of a learned policy and return what is said of it."""
-    from specstop.policies.storage.onnx import export_onnx as export
+    from specstop.policies.onnx import export_onnx as export
 
     return export(policy, out)
 

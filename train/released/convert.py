@@ -35,7 +35,7 @@ from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.rules.base import Rule
 from ...policies.rules.chains import AnyFork, Threshold
-from ...policies.storage.folder import DEEPEST, save_policy
+from ...policies.storage import DEEPEST, save_policy
 from .state_dicts import find_weights, named, read_state
 
 LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")

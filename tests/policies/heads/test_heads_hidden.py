@@ -21,7 +21,7 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import AnyFork, Derived, Threshold, build_rule
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from token_tensors import NAMES as TOKEN_NAMES, rows as token_rows
 from told_head import biased, kept_by
 from torch import Tensor, nn

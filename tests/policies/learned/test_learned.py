@@ -22,7 +22,7 @@ from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import Derived, Threshold
 from specstop.policies.safe_loading import digest
-from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from told_head import told_policy
 
 

@@ -16,7 +16,7 @@ from specstop.policies.learned.policy import Facts, LearnedPolicy
 from specstop.policies.learned.survival import KNOTS, SurvivalMaps, unchanged
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import Derived, Threshold
-from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
 
 DEPTH = 4
 NEAR = 1e-6  # knots are float32

@@ -12,10 +12,10 @@ from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.onnx import build_onnx
 from specstop.policies.rules.chains import build_rule
 from specstop.policies.rules.trees import kernels
-from specstop.policies.storage.folder import load_policy_folder, save_policy
-from specstop.policies.storage.onnx import build_onnx
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from tree_reference import (
     NEAR,

@@ -32,7 +32,7 @@ from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.progress import silent
 from specstop.policies.rules.trees import TreeRule
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances

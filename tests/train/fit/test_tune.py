@@ -16,7 +16,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived, Threshold, derived_thresholds
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_parts, replayed_rates
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import (

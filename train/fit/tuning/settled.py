@@ -12,7 +12,7 @@ from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts, LearnedPolicy
-from ....policies.storage.folder import load_policy_folder, save_policy
+from ....policies.storage import load_policy_folder, save_policy
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part
 from ..trees.solve import FIRST

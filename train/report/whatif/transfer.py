@@ -18,7 +18,7 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.conditions import other_conditions
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.registry import PolicySpec, as_policies
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

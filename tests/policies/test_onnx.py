@@ -11,13 +11,13 @@ import pytest
 from commands import cli
 from head_tensors import HIGH, LOW, NAMES, Array, features
 from learned_policies import learned
+from specstop.policies import onnx
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads.build import build_head, with_ranges
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.storage import onnx
-from specstop.policies.storage.folder import save_policy
-from specstop.policies.storage.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
+from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
+from specstop.policies.storage import save_policy
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:

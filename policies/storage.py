@@ -21,22 +21,22 @@ import safetensors.numpy
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from ..contract import Array
-from ..errors import PolicyError
-from ..features import feature
-from ..files import RUN_FILE, staged_folder, write_atomic, write_json
-from ..heads.build import build_head
-from ..joint.survival import BatchPolicy, BatchStop
-from ..learned.calibration import Calibrator
-from ..learned.conditions import sampling_text
-from ..learned.continuation import ContinuationPolicy, head_names
-from ..learned.policy import Facts, LearnedPolicy
-from ..learned.survival import SurvivalMaps
-from ..learned.tree_calibration import PathCalibrator
-from ..learned.trees import TreeGain
-from ..rules.chains import BatchRule, Continuation, build_rule
-from ..rules.trees import TreeRule
-from ..safe_loading import (
+from .contract import Array
+from .errors import PolicyError
+from .features import feature
+from .files import RUN_FILE, staged_folder, write_atomic, write_json
+from .heads.build import build_head
+from .joint.survival import BatchPolicy, BatchStop
+from .learned.calibration import Calibrator
+from .learned.conditions import sampling_text
+from .learned.continuation import ContinuationPolicy, head_names
+from .learned.policy import Facts, LearnedPolicy
+from .learned.survival import SurvivalMaps
+from .learned.tree_calibration import PathCalibrator
+from .learned.trees import TreeGain
+from .rules.chains import BatchRule, Continuation, build_rule
+from .rules.trees import TreeRule
+from .safe_loading import (
     MOST_DATA,
     MOST_TEXT,
     check_digest,
@@ -46,7 +46,7 @@ from ..safe_loading import (
     parse_json,
     read_plain,
 )
-from ..text import markdown_cell
+from .text import markdown_cell
 
 POLICY_SCHEMA = 2
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PolicyError
-from ..files import prepare_output_file, write_atomic
-from ..heads.base import Array, kernels
-from ..heads.build import LinearHead, MLPHead, TreesHead
-from ..learned.calibration import Calibrator
-from ..learned.policy import LearnedPolicy
+from .errors import PolicyError
+from .files import prepare_output_file, write_atomic
+from .heads.base import Array, kernels
+from .heads.build import LinearHead, MLPHead, TreesHead
+from .learned.calibration import Calibrator
+from .learned.policy import LearnedPolicy
 
 OPSET, ML_OPSET = 17, 3
 PRODUCER = "specstop"
