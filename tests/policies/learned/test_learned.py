@@ -187,7 +187,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown rule": (edit(rule={"kind": "guess"}), "unknown rule 'guess'"),
     "no threshold": (edit(rule={"kind": "step"}), "'threshold'"),
     "rule of text": (edit(rule="derived"), "rule"),
-    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "calibration: "),
+    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "calibration"),
     "unknown calibration": (
         edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2),
         "unknown calibration 'x'",
