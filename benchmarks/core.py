@@ -30,14 +30,15 @@ import numpy as np
 from bars import NO_PAIR, Bars, arguments
 from random_rounds import draw_rounds, play
 from specstop.decode.topology import chain, parse_tree
+from specstop.policies.builtins import BUILTINS
 from specstop.policies.calibration import Calibrator, PathCalibrator
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, feature, summarise
 from specstop.policies.heads import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy, TreeGain
+from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.tree_rules import TreeRule
 
 Array = np.ndarray[Any, Any]
@@ -264,7 +265,7 @@ def seconds_of(code: str, cache: str | None = None, runs: int = 3) -> float:
 def check_imports(bars: Bars, runs: int) -> None:
     """Time the import of the contract, and the kernels with an empty and with a full cache."""
     bare = "import sys, specstop.policies; assert 'torch' not in sys.modules"
-    rooms = ("learned.policy", "storage.folder", "baselines.fixed", "testing")
+    rooms = ("learned.policy", "storage", "baselines.fixed", "testing")
     every = "import sys; " + "".join(f"import specstop.policies.{room}; " for room in rooms)
     seconds_of(every + "assert 'torch' not in sys.modules", runs=1)
     took = seconds_of(bare, runs=runs)

@@ -30,6 +30,7 @@ from specstop.decode.candidates import Candidates
 from specstop.decode.policy.reader import Logits, Reader
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.builtins import BUILTINS
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
@@ -37,8 +38,8 @@ from specstop.policies.heads import build_head
 from specstop.policies.history import History
 from specstop.policies.host import PolicyHost
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived
-from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten
 

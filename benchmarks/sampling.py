@@ -31,7 +31,7 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.progress import Progress
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE
 from specstop.train.fit.run import train

@@ -111,7 +111,7 @@ GRIDS: dict[str, Grid] = {
 
 def rule_defaults(depth: int) -> dict[str, StopPolicy]:
     """Return each rule as published, none drafting deeper than `depth`."""
-    from specstop.policies.storage.registry import load_policy
+    from specstop.policies.registry import load_policy
 
     return {name: load_policy(name, plain=True).limited(depth) for name in GRIDS}
 

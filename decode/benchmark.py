@@ -15,7 +15,7 @@ from ..policies.baselines.fixed import FixedLength
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
 from ..policies.progress import Progress, shown, silent
-from ..policies.storage.registry import PolicySpec, as_policies
+from ..policies.registry import PolicySpec, as_policies
 from ..policies.validation import Failure, with_costs
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator

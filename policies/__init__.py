@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from .latency.profile import Profile as Profile
     from .latency.tables import CostTable as CostTable
     from .learned import LearnedPolicy as LearnedPolicy
-    from .storage.folder import (
+    from .registry import load_policy as load_policy
+    from .storage import (
         from_pretrained as from_pretrained,
         load_policy_folder as load_policy_folder,
         save_policy as save_policy,
         save_pretrained as save_pretrained,
     )
-    from .storage.registry import load_policy as load_policy
 
 __getattr__, __all__ = attach(
     __name__,
@@ -45,7 +45,7 @@ __getattr__, __all__ = attach(
         "latency.profile": "Profile",
         "latency.tables": "CostTable",
         "learned": "LearnedPolicy",
-        "storage.folder": "from_pretrained load_policy_folder save_policy save_pretrained",
-        "storage.registry": "load_policy",
+        "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
+        "registry": "load_policy",
     },
 )

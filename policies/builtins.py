@@ -21,7 +21,7 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {}
-"""By name, of the modules that have been imported; `storage.registry` imports them all."""
+"""By name, of the modules that have been imported; `registry` imports them all."""
 
 
 def builtin(name: str, value: str, usage: str) -> Callable[[Build], Build]:

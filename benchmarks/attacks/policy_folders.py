@@ -29,7 +29,7 @@ from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest
-from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.train.heads.exported import with_ranges
 
 COUNT, QUICK = 1000, 100

@@ -29,7 +29,7 @@ from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256, staging_path
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 
 from .profiles import chain_profile
 from .random_pair import save_pair

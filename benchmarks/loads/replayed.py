@@ -17,7 +17,7 @@ from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE, achievable_in_batches
 from specstop.train.fit.rates import Part
 from specstop.train.fit.tuning.batches import settle_batch

@@ -104,7 +104,7 @@ def _deploy(
     progress: Progress,
 ) -> dict[str, Any]:
     """Call the engine's function."""
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     if to == "hf" and (traces is None or profile is None):
         from ...decode.hf.export import deploy_hf
@@ -138,7 +138,7 @@ def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     from ...policies.files import prepare_output_file
     from ...policies.learned import LearnedPolicy
     from ...policies.onnx import PRODUCER, export_onnx
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     prepare_output_file(out, PRODUCER.encode(), overwrite=overwrite)
     chosen = load_policy(policy)

@@ -197,7 +197,7 @@ def _short(value: Any) -> str:
 
 def _policy(path: Path) -> dict[str, Any]:
     from ...policies.conditions import shaping_text
-    from ...policies.storage.folder import load_policy_folder
+    from ...policies.storage import load_policy_folder
 
     policy = load_policy_folder(path)
     facts = policy.metadata

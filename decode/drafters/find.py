@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ...policies.drafter_names import PLUGINS
 from ...policies.errors import InputError
-from ...policies.storage.drafter_names import PLUGINS
-from ...policies.storage.specs import check_options, parameters, read_number
+from ...policies.plugins import check_options, parameters, read_number
 from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from .base import Drafter, lacks

@@ -1,6 +1,6 @@
 """The folder of a trained drafter: `drafter.json`, `weights.safetensors`, `README.md`. Loading runs no code.
 
-As with policy folders all of it is looked at before any of it is used (`policies.storage.safe_loading`).
+As with policy folders all of it is looked at before any of it is used (`policies.safe_loading`).
 """
 
 from __future__ import annotations

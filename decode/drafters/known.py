@@ -7,9 +7,9 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...policies.drafter_names import PLUGINS, known_names, split_first
 from ...policies.errors import InputError, PolicyError, close_match
-from ...policies.storage.drafter_names import PLUGINS, known_names, split_first
-from ...policies.storage.specs import Listed, parameters
+from ...policies.plugins import Listed, parameters
 from ..models.pair import Pair
 from .base import READINGS, READS_PATH, Drafter
 from .heads.collapsed import ReleasedCTCDrafter

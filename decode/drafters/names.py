@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...policies.drafter_names import split_first
 from ...policies.errors import InputError, PolicyError
-from ...policies.storage.drafter_names import split_first
-from ...policies.storage.specs import read_options
+from ...policies.plugins import read_options
 from .either import SURE
 
 

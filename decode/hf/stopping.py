@@ -15,7 +15,7 @@ from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
 from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens
 from ...policies.host import PolicyHost
-from ...policies.storage.registry import load_policy
+from ...policies.registry import load_policy
 from ...policies.validation import validate_policy
 from ..policy.reader import Reader, draft_step
 from ..policy.summaries import read_columns

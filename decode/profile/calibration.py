@@ -23,7 +23,7 @@ from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
-from ...policies.storage.registry import PolicySpec, as_policies
+from ...policies.registry import PolicySpec, as_policies
 from ..drafters.depths import tell_if_cut
 from ..loop import Speculator
 from ..models.cuda.recorder import Recorded

@@ -17,7 +17,7 @@ from specstop.decode.engines.vllm_plugin import read_coefficients
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.report.comparing.read import read_report
 
 TWICE = '{"kind": "any", "slope": 1, "slope": 2}'

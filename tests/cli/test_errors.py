@@ -16,7 +16,7 @@ from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.safe_loading import digest
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from transformers import PreTrainedTokenizerFast
 
 
@@ -321,7 +321,7 @@ def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specstop.policies.storage.registry.listed_policies", interrupt)
+    monkeypatch.setattr("specstop.policies.registry.listed_policies", interrupt)
     answer = cli("policies")
     assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
 

@@ -33,8 +33,8 @@ from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.joint.lengths import SmartSpec
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TrainingMetadata
-from specstop.policies.storage.folder import load_policy_folder, save_policy
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}

@@ -27,7 +27,7 @@ from specstop.policies.errors import InputError, PairError, PolicyError, Specsto
 from specstop.policies.features import check_hidden
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.storage.folder import save_policy
+from specstop.policies.storage import save_policy
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
 from transformers import MinLengthLogitsProcessor

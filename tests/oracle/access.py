@@ -28,7 +28,7 @@ def use_helpers() -> None:
 
 def builtin_policies() -> list[str]:
     """Return the names of the built-in policies, as `specstop policies` lists them."""
-    from specstop.policies.storage.registry import BUILTINS
+    from specstop.policies.builtins import BUILTINS
 
     return sorted(BUILTINS)
 

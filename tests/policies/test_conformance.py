@@ -8,11 +8,12 @@ from contract_policies import TEST_POLICIES
 from head_tensors import knots
 from random_heads import RANDOM_HEADS, random_head
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.builtins import BUILTINS
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 
 RULES: dict[str, Rule] = {

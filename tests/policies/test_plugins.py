@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from attack_families import family
 from specstop.collect.store.folder import Trace, open_trace
+from specstop.policies import plugins as specs, registry
+from specstop.policies.builtins import BUILTINS
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage import registry, specs
-from specstop.policies.storage.registry import BUILTINS, listed_policies, load_policy, plugins
+from specstop.policies.registry import listed_policies, load_policy, plugins
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"

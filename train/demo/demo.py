@@ -33,7 +33,7 @@ from ...policies.files import check_separate, prepare_output_dir, replace_folder
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, shown
-from ...policies.storage.folder import load_policy_folder
+from ...policies.storage import load_policy_folder
 from ...policies.text import read_json
 from ..fit.run import train
 from ..fit.tuning.rates import best_of, fixed_grid

@@ -15,7 +15,7 @@ from ...decode.engines.policies import missing_in_engines
 from ...decode.engines.settings import KEY
 from ...policies.contract import StopPolicy
 from ...policies.learned import LearnedPolicy
-from ...policies.storage.folder import save_policy
+from ...policies.storage import save_policy
 
 CLASS = "specstop.decode.engines.vllm.Proposer"
 DRAFTS, SETTINGS, POLICY = "proposer.json", "additional_config.json", "policy"

@@ -19,7 +19,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, shown, silent
-from ...policies.storage.folder import save_policy
+from ...policies.storage import save_policy
 from ..heads.crossfit import (
     FOLDS,
     Calibrated,

@@ -33,7 +33,7 @@ from ...policies.heads.dynasd import HARD_FEATURES
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
-from ...policies.storage.folder import DEEPEST, save_policy
+from ...policies.storage import DEEPEST, save_policy
 from .state_dicts import find_weights, named, read_state
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20

@@ -36,7 +36,7 @@ from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
 from ...policies.learned import LearnedPolicy
 from ...policies.safe_loading import digest
-from ...policies.storage.folder import content
+from ...policies.storage import content
 from ...policies.text import read_json
 
 SCHEMA = 4

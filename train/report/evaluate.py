@@ -21,7 +21,7 @@ from ...policies.files import prepare_output_dir
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, shown
-from ...policies.storage.registry import PolicySpec, as_policies
+from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once

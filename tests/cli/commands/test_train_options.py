@@ -10,7 +10,7 @@ from commands import cli, files
 from specstop.collect.store.folder import Trace
 from specstop.policies.files import MANIFEST
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.files import MANIFEST
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.storage.folder import save_policy
+from specstop.policies.storage import save_policy
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile
 

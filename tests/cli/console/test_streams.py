@@ -18,7 +18,7 @@ from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 
 FULL = "specstop: standard output cannot be written to: No space left on device; files are complete\n"
 pytestmark = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")

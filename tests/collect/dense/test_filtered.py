@@ -27,7 +27,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -14,9 +14,9 @@ from commands import cli
 from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
 from specstop.decode.drafters.known import listed_drafters, needs_draft, reading_of
 from specstop.decode.models.pair import Pair
+from specstop.policies import plugins as specs
+from specstop.policies.drafter_names import PLUGINS
 from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.storage import specs
-from specstop.policies.storage.drafter_names import PLUGINS
 
 PLUGIN = """
 from specstop.decode.drafters import LookupDrafter, ModelDrafter

@@ -23,7 +23,7 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.rules import Threshold
-from specstop.policies.storage.folder import save_policy
+from specstop.policies.storage import save_policy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
 pytestmark = pytest.mark.usefixtures("module_cache")

@@ -24,7 +24,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from specstop.train.fit.run import train
 from stock_generate import stock
 from torch import Tensor

@@ -20,7 +20,7 @@ from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 
 @pytest.fixture

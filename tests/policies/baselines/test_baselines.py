@@ -23,9 +23,9 @@ from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import StopPolicy
 from specstop.policies.counter_rng import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
+from specstop.policies.registry import load_policy
 from specstop.policies.splitmix import mix, shift
 from specstop.policies.state import take
-from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5

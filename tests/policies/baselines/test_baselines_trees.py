@@ -16,7 +16,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.gain import Gain
 from specstop.policies.baselines.trees import C2T, DDD, UNSEEN, Eagle, OptTree, best as best_of
 from specstop.policies.contract import DraftTree, StopPolicy
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""

@@ -20,9 +20,9 @@ from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
 from specstop.policies.kernels.batches import best_budgets, draft_on
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned import build_rule
+from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule
-from specstop.policies.storage.folder import save_policy
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.storage import save_policy
 from specstop.policies.testing import TreePolicyTests
 
 

@@ -21,7 +21,7 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest
-from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from told_head import told_policy
 
 
@@ -186,7 +186,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown rule": (edit(rule={"kind": "guess"}), "unknown rule 'guess'"),
     "no threshold": (edit(rule={"kind": "step"}), "'threshold'"),
     "rule of text": (edit(rule="derived"), "rule"),
-    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "calibration: "),
+    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "calibration"),
     "unknown calibration": (
         edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2),
         "unknown calibration 'x'",

@@ -14,7 +14,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.train.heads.calibration.survival import KNOTS, identity_tables
 
 DEPTH = 4

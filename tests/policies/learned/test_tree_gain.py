@@ -13,7 +13,7 @@ from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import TreeGain, build_rule
 from specstop.policies.onnx import build_onnx
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from specstop.policies.tree_rules import kernels
 from tree_reference import (

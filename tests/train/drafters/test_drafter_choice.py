@@ -19,7 +19,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TreeGain
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
 from specstop.train.replay.bounds.static_tree import best_static_tree

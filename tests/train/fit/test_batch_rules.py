@@ -17,7 +17,7 @@ from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.rules import BatchRule, Derived
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.rates import Part
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.batches import SCALES, batch_rate, settle_batch, settle_lengths

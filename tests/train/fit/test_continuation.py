@@ -18,7 +18,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.learned import ContinuationPolicy, build_rule, head_names, remembered
 from specstop.policies.rules import Continuation
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.continuation.values import FOLDS, achievable_estimate, backward
 from specstop.train.fit.policy_iteration import Iteration, distance

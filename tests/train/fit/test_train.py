@@ -21,7 +21,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
 from specstop.train.heads.fitting import FitOptions

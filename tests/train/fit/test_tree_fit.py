@@ -31,7 +31,7 @@ from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned import TreeGain
 from specstop.policies.progress import silent
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train

@@ -16,7 +16,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Threshold
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_parts, replayed_rates
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import (

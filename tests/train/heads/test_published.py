@@ -18,7 +18,7 @@ from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.rules import Threshold
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.calibration.logits import auc
 from specstop.train.heads.crossfit import Outputs, calibrate, labelled_rows

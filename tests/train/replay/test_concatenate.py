@@ -20,7 +20,7 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.crossfit import prompt_folds

@@ -13,7 +13,7 @@ from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.run import train
 from specstop.train.report import decision_costs as prices
 from specstop.train.report.decision_costs import TIMED, TRAINED, lacking_line, with_prices

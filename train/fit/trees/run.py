@@ -10,7 +10,7 @@ from ....collect.store.folder import Trace
 from ....policies.errors import InputError
 from ....policies.latency.profile import Profile
 from ....policies.progress import Progress
-from ....policies.storage.folder import save_policy
+from ....policies.storage import save_policy
 from ...heads.crossfit import prompt_folds
 from ...replay.traces.arrays import trace_arrays
 from ..held_out import split_report

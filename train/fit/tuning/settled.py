@@ -11,7 +11,7 @@ from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy, TrainingMetadata
-from ....policies.storage.folder import load_policy_folder, save_policy
+from ....policies.storage import load_policy_folder, save_policy
 from ....policies.validation import with_costs
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part

@@ -17,7 +17,7 @@ from ....policies.joint.survival import BatchStop
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.registry import PolicySpec, as_policies
 from ....policies.validation import with_costs
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts

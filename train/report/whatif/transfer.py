@@ -17,7 +17,7 @@ from ....policies.errors import InputError, TraceError
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.registry import PolicySpec, as_policies
 from ....policies.validation import with_costs
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from .specs import NAME, Plugins
+from .plugins import NAME, Plugins
 
 DRAFTERS = ("model", "lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer")
 """Those that come with specstop; `decode.drafters.known` says what makes each."""

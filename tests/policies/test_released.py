@@ -16,7 +16,7 @@ import torch
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.storage import load_policy_folder
 from specstop.train.released.convert import import_weights
 from torch import Tensor, nn
 

@@ -13,25 +13,25 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.numpy
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from ..calibration import Calibrator, PathCalibrator, SurvivalMaps
-from ..conditions import sampling_text
-from ..contract import Array
-from ..errors import PolicyError
-from ..features import feature
-from ..files import RUN_FILE, staged_folder, write_atomic, write_json
-from ..heads import build_head
-from ..joint.survival import BatchPolicy, BatchStop
-from ..learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
-from ..rules import BatchRule, Continuation
-from ..safe_loading import (
+from .calibration import Calibrator, PathCalibrator, SurvivalMaps
+from .conditions import sampling_text
+from .contract import Array
+from .errors import PolicyError
+from .features import feature
+from .files import RUN_FILE, staged_folder, write_atomic, write_json
+from .heads import build_head
+from .joint.survival import BatchPolicy, BatchStop
+from .learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
+from .rules import BatchRule, Continuation
+from .safe_loading import (
     MOST_DATA,
     MOST_TEXT,
     check_digest,
@@ -41,8 +41,8 @@ from ..safe_loading import (
     parse_json,
     read_plain,
 )
-from ..text import markdown_cell
-from ..tree_rules import TreeRule
+from .text import markdown_cell
+from .tree_rules import TreeRule
 
 POLICY_SCHEMA = 2
 POLICY_FILE, WEIGHTS_FILE, CARD_FILE = "policy.json", "weights.safetensors", "README.md"
@@ -55,28 +55,28 @@ _SURVIVAL = "calibration.survival"
 _HUB_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
-class _Calibration(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+@dataclass(frozen=True)
+class _Calibration:
     kind: str
     temperature: float
 
 
-class _Record(BaseModel):
+@dataclass(frozen=True)
+class _Record:
     """Entries of `policy.json` that determine decisions. The others are the fields of `TrainingMetadata`."""
 
-    model_config = ConfigDict(strict=True)
     kind: Literal["learned"]
     name: str
-    features: Annotated[list[str], Field(max_length=MOST_FEATURES)]
-    max_depth: Annotated[int, Field(ge=1, le=DEEPEST)]
+    features: list[str]
+    max_depth: int
     head: str
-    calibration: Annotated[list[_Calibration], Field(min_length=2, max_length=2)]
+    calibration: tuple[_Calibration, _Calibration]
     rule: dict[str, Any]
     files: dict[str, str]
     sha256: str
 
 
-_KEYS = {"schema", *_Record.model_fields, *(field.name for field in dataclasses.fields(TrainingMetadata))}
+_KEYS = {"schema", *(field.name for kind in (_Record, TrainingMetadata) for field in dataclasses.fields(kind))}
 
 
 def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
@@ -167,6 +167,8 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
     Raises:
         PolicyError: A file is missing, was changed, or does not agree with `policy.json`.
     """
+    from pydantic import TypeAdapter, ValidationError  # takes 0.1 s, and rules without a folder do not need it
+
     path = Path(path)
     try:
         if not (path / POLICY_FILE).exists():
@@ -181,7 +183,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         check_digest(raw, POLICY_FILE)
         # From text, because strict validation of Python objects would not convert lists to tuples.
         text = json.dumps(raw)
-        record = _Record.model_validate_json(text)
+        record = TypeAdapter(_Record).validate_json(text, strict=True)
         metadata = TypeAdapter(TrainingMetadata).validate_json(text, strict=True)
         weights = _checked_files(path, record.files)[WEIGHTS_FILE]
         policy = _build(record, metadata, safetensors.numpy.load(weights))
@@ -220,8 +222,10 @@ def _checked_files(path: Path, files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Array]) -> LearnedPolicy:
-    if len(set(record.features)) != len(record.features):
-        raise PolicyError("features: expected each once")
+    if len(record.features) > MOST_FEATURES or len(set(record.features)) != len(record.features):
+        raise PolicyError(f"features: expected at most {MOST_FEATURES}, each once")
+    if not 1 <= record.max_depth <= DEEPEST:
+        raise PolicyError(f"max_depth: expected 1 to {DEEPEST}, not {record.max_depth}")
     if metadata.temperature == ():
         raise PolicyError("temperature: expected a number, or a list of some")
     for name, tensor in tensors.items():

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ..errors import PolicyError, SpecstopWarning
-from ..validation import error_text, plugin_errors
+from .errors import PolicyError, SpecstopWarning
+from .validation import error_text, plugin_errors
 
 SWITCH = "SPECSTOP_PLUGINS"
 """The environment variable that turns discovery off where it is 0."""

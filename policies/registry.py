@@ -11,19 +11,19 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from .. import baselines, joint
-from ..arguments import as_list
-from ..baselines.bandit import Bandit
-from ..builtins import BUILTINS as BUILTINS, builtin
-from ..contract import StopPolicy
-from ..errors import InputError, PolicyError, close_match
-from ..joint.survival import for_batches
-from ..latency.profile import Profile
-from ..lazy import modules
-from ..learned import LearnedPolicy
-from ..validation import plugin_errors, validate_policy
-from .folder import POLICY_FILE, from_pretrained, load_policy_folder
-from .specs import Listed, Plugins, check_options, parameters, read_number, read_options
+from . import baselines, joint
+from .arguments import as_list
+from .baselines.bandit import Bandit
+from .builtins import BUILTINS as BUILTINS, builtin
+from .contract import StopPolicy
+from .errors import InputError, PolicyError, close_match
+from .joint.survival import for_batches
+from .latency.profile import Profile
+from .lazy import modules
+from .learned import LearnedPolicy
+from .plugins import Listed, Plugins, check_options, parameters, read_number, read_options
+from .storage import POLICY_FILE, from_pretrained, load_policy_folder
+from .validation import plugin_errors, validate_policy
 
 GROUP = "specstop.policies"
 _PLUGINS = Plugins(GROUP, "policy", "policies", BUILTINS)

@@ -17,7 +17,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
-from specstop.policies.storage.folder import save_policy
+from specstop.policies.storage import save_policy
 from specstop.train.heads.exported import with_ranges
 
 

@@ -1,1 +1,0 @@
-"""Policies on disk: the folder, safe loading, the registry of names, ONNX."""
