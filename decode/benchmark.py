@@ -21,7 +21,7 @@ from ..policies.storage.registry import PolicySpec, as_policies
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
-from .models.cuda.recorder import Recorded
+from .models.device import Recorded
 from .models.pair import Pair
 from .models.reading.self_check import ROUNDING
 from .profile import CalibrationRun

@@ -20,10 +20,10 @@ from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
 from .drafters.base import Chooses
-from .models.cuda.graph import open_cache
-from .models.cuda.transfer import upload
-from .models.finite import FiniteRows, check_rows
-from .models.packed import Part, TreeRows
+from .models.cuda import open_cache
+from .models.device import upload
+from .models.outputs import FiniteRows, check_rows
+from .models.packing import Part, TreeRows
 from .models.pair import Pair
 from .models.reading.modes import readable
 from .policy.reader import Logits

@@ -33,9 +33,9 @@ from ...policies.storage.safe_loading import (
     parse_json,
     read_plain,
 )
-from ..models.cpu.products import can_pack
+from ..models.cpu import can_pack
 from ..models.engine import pack
-from ..models.hidden import hidden_width
+from ..models.outputs import hidden_width
 from ..models.pair import Pair
 from .heads.layer_network import CTCNetwork, LayerNetwork
 from .heads.networks import HydraHeads, MedusaHeads, Shape

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from ...policies.errors import PairError
 from ..models.checkpoints.opening import open_checkpoint
-from ..models.cuda.graph import open_cache
+from ..models.cuda import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model
-from ..models.packed import Part
+from ..models.packing import Part
 from ..models.reading.modes import READS_ALL, Reading
 from ..models.reading.self_check import check_model
 
@@ -40,7 +40,7 @@ def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: 
         )
     model = load_model(checkpoint, device, dtype).eval()
     reading = check_model("draft", model)
-    return speed_up(model, choose_engine(model), reading), reading
+    return speed_up(model, choose_engine(model)), reading
 
 
 class ModelRows:

@@ -16,15 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...policies.errors import InputError, PairError
 from ..topology import Topology
+from .cache import scored_tokens
 from .checkpoints.adapters import unwrap
 from .checkpoints.hashing import model_hash
 from .checkpoints.memory import check_memory
 from .checkpoints.opening import open_checkpoint
 from .engine import choose_engine, speed_up
-from .kv_cache import scored_tokens
 from .loading import load_model, load_tokenizer
+from .masks import KINDS
 from .placement import call_from, check_device_map, is_placed, place_of, tell_once
-from .reading.layer_masks import KINDS
 from .reading.modes import READS_ALL, Reading, readable
 from .reading.ropes import LengthRope, length_rope
 from .reading.self_check import check_model
@@ -291,8 +291,8 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
     """
     names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
     hashes = _hashes(pair.target, pair.draft)  # first: weights in another layout are no parameters any more
-    target = speed_up(pair.target, names[0], pair.readings[0])
-    draft = None if pair.draft is None else speed_up(pair.draft, names[1], pair.readings[1])
+    target = speed_up(pair.target, names[0])
+    draft = None if pair.draft is None else speed_up(pair.draft, names[1])
     return dataclasses.replace(pair, target=target, draft=draft, engines=names, hashes=hashes)
 
 

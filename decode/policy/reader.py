@@ -14,7 +14,7 @@ from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import History
 from ...policies.features.summary import Token
 from ..candidates import Candidates
-from ..models.hidden import seen
+from ..models.outputs import seen
 from ..topology import Topology
 from .summaries import lead_over_truncated, read_columns
 

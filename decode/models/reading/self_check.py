@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 
 from ....policies.errors import PairError, SpecstopWarning
 from ...topology import from_widths
-from ..cache import CachedModel
-from ..kv_cache import scored_tokens
-from ..packed import Part, TreeRows
+from ..cache import CachedModel, scored_tokens
+from ..masks import LayerMasks
+from ..packing import Part, TreeRows
 from ..placement import is_plain
 from ..view import open_view
-from .layer_masks import LayerMasks
 from .modes import Reading, readable
 from .ropes import length_rope
 

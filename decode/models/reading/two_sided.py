@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache import CachedModel
-from ..packed import Part, split
+from ..packing import Part, split
 from .modes import Reading
 from .ropes import LengthRope
 

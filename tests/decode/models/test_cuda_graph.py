@@ -22,11 +22,11 @@ from specstop.decode import (
 )
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
+from specstop.decode.models import cuda as cuda_module
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda import graph as graph_module, memory as memory_module
-from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
-from specstop.decode.models.cuda.recorder import Recorder, filled_up
-from specstop.decode.models.packed import Part, TreeRows
+from specstop.decode.models.cuda import CudaGraphModel, open_cache
+from specstop.decode.models.device import Recorder, filled_up
+from specstop.decode.models.packing import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
@@ -41,7 +41,7 @@ TREE = parse_tree("2,2,1")
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let texts of dozens of tokens pass through several sizes of attention."""
-    monkeypatch.setattr(graph_module, "LEAST_SEEN", 16)
+    monkeypatch.setattr(cuda_module, "LEAST_SEEN", 16)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_what_is_recorded_ahead_serves_later_texts(
         if ahead:
             speculator.prepare([10, 30])
         texts.append(speculator.generate([3, 4, 5], 1).tokens)
-        buffers = speculator._source.target._kv._shared
+        buffers = speculator._source.target._kv.shared
         assert buffers and not any(buffer.requires_grad for buffer in buffers)
     assert texts[0] == texts[1] == texts[2]
 
@@ -375,7 +375,6 @@ def test_a_prompt_is_read_on_a_device_without_a_mask(model: PreTrainedModel, mon
     prompt = torch.arange(3, 12)[None]
     expected = masked.read(prompt)
     seen.clear()
-    cache._maskless_prompt = True  # as where the model lies on a device
     same([expected], [cache.read(prompt)])
     assert seen == [(None, True)] * model.config.num_hidden_layers
 
@@ -471,7 +470,7 @@ def test_sizes_rise_in_few_steps() -> None:
 def test_recordings_are_bounded_and_the_least_used_go_first(
     model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module, "MOST_CALLS", 4)
+    monkeypatch.setattr(cuda_module, "MOST_CALLS", 4)
     cache, reference = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder), CachedModel(model, 120, VOCABULARY)
     for one in (cache, reference):
         one.read(torch.full((1, 5), 3), 1)
@@ -501,14 +500,14 @@ def test_recordings_of_batches_are_bounded_by_their_memory(
         CachedModel(model, 60, VOCABULARY, False, 2),
     )
     row = VOCABULARY * torch.float64.itemsize
-    monkeypatch.setattr(memory_module, "_device_bytes", lambda device: 6 * row / memory_module.SHARE_RECORDED)
+    monkeypatch.setattr(cuda_module, "device_bytes", lambda device: 6 * row / cuda_module.SHARE_RECORDED)
     for one in (cache, reference):
         one.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])
     for step in range(4):
         for count in (1, 2):
             parts = [Part(0, [3 + step] * count), Part(1, [5 + step] * count)]
             same([cache.read_parts(parts)], [reference.read_parts(parts)])
-            assert sum(call.size for call in cache._memory.packed.values()) <= 6 * row
+            assert sum(call.size for call in cache._memory.calls.values()) <= 6 * row
     assert graphs.recorded > 0
 
 
