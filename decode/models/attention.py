@@ -37,12 +37,10 @@ def grouped_attention(
     CUDA has no kernel for grouped queries under a mask, so the library repeats keys and values in every layer.
 
     Args:
-        module: The layer.
+        module, scaling, kwargs: See `AttentionInterface`; of `kwargs` nothing is used.
         query: [B, heads, n, width].
         key, value: [B, groups, slots, width].
         attention_mask: [B, 1, n, slots] additive, or None if all is seen.
-        scaling: Factor of the scores.
-        kwargs: Arguments of other backends, not used.
     """
     batch, heads, count, width = query.shape
     rows = query.reshape(batch, key.shape[1], -1, width)  # [B, groups, heads / groups x n, width]
@@ -70,11 +68,7 @@ def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
 def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """Return [1, heads, n, width], combined from attention to parts of the slots (Flash-Decoding).
 
-    Args:
-        query: [1, heads, n, width].
-        key, value: [1, heads, slots, width].
-        mask: [1, 1, 1 or n, slots] additive, without -inf.
-        scaling: Factor of the scores.
+    `query` is [1, heads, n, width], `key` and `value` [1, heads, slots, width], `mask` [1, 1, 1 or n, slots], without -inf.
     """
     slots = key.shape[2]
     parts = next(number for number in range(min(slots // LEAST_PART, MOST_PARTS), 0, -1) if slots % number == 0)
@@ -113,12 +107,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Return [1, T, heads, width]: each stream's tokens attend to its row of the buffers.
 
-    Args:
-        module: The layer.
-        query: [1, heads, T, width].
-        key, value: [S, groups, slots, width].
-        attention_mask: [S, 1, n, slots] additive.
-        kwargs: Arguments of the model's own attention.
+    `query` is [1, heads, T, width], `key` and `value` [S, groups, slots, width], the mask [S, 1, n, slots] additive.
     """
     call, attend = _CURRENT.call, grouped_attention
     if _CURRENT.eager:  # its module adds what the model needs, such as a bound on the scores

@@ -49,38 +49,22 @@ def scored_tokens(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """The prompt of one text after the model has read it as its own `generate` does (`hf.prefill`).
+    """The prompt of one text after the model has read it as its own `generate` does (`hf.prefill`)."""
 
-    Attributes:
-        ids: Token ids that drafters read.
-        logits: [1, V] after the last token.
-        states: [len(ids), layers x H] hidden states of `ids`, if they are kept. Without states of a cached prefix, `ids` are
-            the tokens after it.
-        layers: Keys and values [1, heads, n, width] of each layer, of the last n slots; None for a layer without its own.
-            They are removed once they are copied to the buffers.
-        slots: Number of slots in use.
-        hidden: [slots] bool, slots that no later token sees.
-        offset: [D] int64, position minus slot of later tokens (`masks.SlotLayouts`).
-        next: A token, and the model's own logits [V] after it.
-        arguments: Names of what makes the prompt more than token ids, for messages.
-    """
-
-    ids: list[int]
-    logits: Tensor
-    states: Tensor | None
-    layers: list[tuple[Tensor, Tensor] | None]
-    slots: int
-    hidden: Tensor
-    offset: Tensor
-    next: tuple[int, Tensor]
-    arguments: tuple[str, ...]
+    ids: list[int]  # that drafters read
+    logits: Tensor  # [1, V] after the last token
+    states: Tensor | None  # [len(ids), layers x H], if they are kept
+    layers: list[
+        tuple[Tensor, Tensor] | None
+    ]  # keys and values [1, heads, n, width] of the last n slots; removed by `adopt`
+    slots: int  # in use
+    hidden: Tensor  # [slots] bool, not seen by later tokens
+    offset: Tensor  # [D] int64, position minus slot of later tokens
+    next: tuple[int, Tensor]  # a token, and the model's own logits [V] after it
+    arguments: tuple[str, ...]  # what makes the prompt more than token ids, for messages
 
     def check(self, logits: Tensor, model: PreTrainedModel) -> None:
-        """Compare the logits [V] of the loop after the next token with the model's own.
-
-        Raises:
-            InputError: They differ by more than rounding.
-        """
+        """Raise `InputError` if the loop's logits [V] after the next token differ from the model's by more than rounding."""
         expected = self.next[1]
         finite = torch.isfinite(expected) & torch.isfinite(logits)
         spread = expected[finite].std().clamp_min(torch.finfo(expected.dtype).tiny)
@@ -102,12 +86,9 @@ class ReadPrompt:
 
 
 class KVCache:
-    """Buffers of `capacity` slots per stream. Layers of one shape share memory, so that a move is one operation for all.
+    """Buffers of `capacity` slots for each of S streams.
 
-    Args:
-        capacity: Slots of a stream.
-        layers: Number of layers that share memory.
-        streams: S.
+    Groups of `layers` layers share memory, so that a move is one operation for all.
 
     Attributes:
         lengths: Slots in use, by stream.
@@ -188,15 +169,15 @@ class KVLayer(CacheLayerMixin):
         return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys with `query_length` more tokens, and their offset."""
+        """See the base class: the number of keys with `query_length` more tokens, and their offset."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the slots in use."""
+        """See the base class."""
         return self.kv.lengths[self.kv.stream]
 
     def get_max_length(self) -> int:
-        """Return the capacity."""
+        """See the base class."""
         return self.kv.capacity
 
 

@@ -34,10 +34,8 @@ MOST_CALLS, SHARE_RECORDED = 256, 0.05
 """Maximum number of recorded calls of a memory, and maximum share of the device for their outputs."""
 
 MOST_KEPT, SHARE_KEPT = 4, 0.125
-"""Maximum number of unused memories of a model, and maximum share of the device for those beside the latest.
-
-Runs that alternate, alone and in a batch, with hidden states and without, would otherwise discard each other's recordings.
-"""
+"""Maximum number of unused memories of a model, and maximum share of the device for those beside the latest: runs that
+alternate, alone and in a batch, with hidden states and without, would otherwise discard each other's recordings."""
 
 Answer = tuple[Tensor, Tensor | None]
 """Logits and, if they are kept, hidden states."""
@@ -74,11 +72,6 @@ class Memory:
         self.unchecked |= {key: call for key, call in self.calls.items() if call.play is not None}
         self.calls = {}
 
-    def forget(self) -> None:
-        """Remove all recordings."""
-        self.calls.clear()
-        self.unchecked.clear()
-
     @property
     def slots(self) -> int:
         """Slots of all streams."""
@@ -86,16 +79,10 @@ class Memory:
 
     def evict(self) -> None:
         """Remove the least recently used calls beyond `MOST_CALLS` and `SHARE_RECORDED`."""
-        most_bytes = SHARE_RECORDED * device_bytes(self.position_at.device)
-        while len(self.calls) > 1 and (
-            len(self.calls) > MOST_CALLS or sum(call.size for call in self.calls.values()) > most_bytes
-        ):
+        most = SHARE_RECORDED * device_bytes(self.position_at.device)
+        sizes = [call.size for call in self.calls.values()]
+        while len(self.calls) > 1 and (len(self.calls) > MOST_CALLS or sum(sizes[-len(self.calls) :]) > most):
             del self.calls[next(iter(self.calls))]
-
-    def serves(self, kind: tuple[object, ...], capacity: int, streams: int) -> bool:
-        """Whether a model of this kind and size can use it. A batch may be smaller than the memory."""
-        enough = self.kv.streams == 1 if streams == 1 else self.kv.streams >= streams
-        return self.kind == kind and self.kv.capacity >= capacity and enough
 
 
 KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
@@ -106,26 +93,25 @@ _KEEPING = threading.RLock()
 
 
 def take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
-    """Remove and return the smallest kept memory that serves; None, after freeing those that a new one replaces."""
+    """Remove and return the smallest kept memory of this kind and at least this size.
+
+    If there is none, those that a new memory replaces are freed.
+    """
     with _KEEPING:
         kept = KEPT.get(model, [])
-        for memory in sorted(kept, key=lambda one: one.slots):
-            if memory.serves(kind, capacity, streams):
-                kept[:] = [one for one in kept if one is not memory]
-                return memory
-
-        def is_replaced(memory: Memory) -> bool:
-            alike = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
-            serves_less = alike and memory.kv.capacity <= capacity and memory.kv.streams <= streams
-            return serves_less or memory.kind[-1] != kind[-1]
-
-        kept[:] = [memory for memory in kept if not is_replaced(memory)]
+        alike = [one for one in kept if one.kind == kind and (one.kv.streams == 1) == (streams == 1)]
+        enough = [one for one in alike if one.kv.capacity >= capacity and one.kv.streams >= streams]
+        if memory := min(enough, key=lambda one: one.slots, default=None):
+            kept.remove(memory)
+            return memory
+        smaller = [one for one in alike if one.kv.capacity <= capacity and one.kv.streams <= streams]
+        kept[:] = [one for one in kept if one not in smaller and one.kind[-1] == kind[-1]]
         _shrink(kept, model)
     return None
 
 
 def keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
-    """Keep the memory of a model that is no longer used."""
+    """Keep the memory of a `CudaGraphModel` that is no longer used."""
     alive = model()
     memory.inherit()
     if alive is not None and memory.unchecked:
@@ -234,7 +220,7 @@ class CudaGraphModel(CachedModel):
         memory, addresses = self._memory, _addresses(self.view.original)
         if addresses != memory.kind[-1]:
             memory.kind = (*memory.kind[:-1], addresses)
-            memory.forget()
+            memory.calls, memory.unchecked = {}, {}
         elif any(type(module).__module__.partition(".")[0] == "peft" for module in self.view.original.modules()):
             memory.inherit()
 

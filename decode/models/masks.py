@@ -60,15 +60,9 @@ class LayerMasks:
         return None if supported in ((), (FULL,)) else cls(int(window or 0), int(chunk or 0), supported)
 
     def cut(self, mask: Tensor, positions: Tensor, position_at: Tensor, dtype: torch.dtype) -> Any:
-        """Return the additive mask, or a dictionary by layer type if the model has several types.
+        """Return the additive form of a mask [B, 1, n, slots] bool, as a dictionary by layer type if there are several.
 
-        Windows count tokens of the text, which differ from slots for the candidates of a tree.
-
-        Args:
-            mask: [B, 1, n, slots] bool.
-            positions: [B, n] positions of the queries.
-            position_at: [B, slots] positions of the keys in the slots.
-            dtype: Type of the model.
+        Windows count positions of queries [B, n] and keys [B, slots], which differ from slots for the candidates of a tree.
         """
         query, key = positions[:, None, :, None], position_at[:, None, None]
         masks = {}

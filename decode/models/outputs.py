@@ -80,25 +80,18 @@ def hidden_width(model: PreTrainedModel) -> int:
 
 
 def hidden_widths(pair: Pair, names: Sequence[str], drafter: object = None) -> dict[str, int]:
-    """Return the width of each of the hidden states to record.
+    """Return the width of each of the hidden states to record, by its name in `features.hidden_states`.
 
-    Args:
-        pair: Target and draft.
-        names: Names in `features.hidden_states`.
-        drafter: Drafter whose states replace those of the draft model. It keeps them from now on.
-
-    Raises:
-        PolicyError: The drafter has none.
+    The states of a drafter, which keeps them from now on, replace those of the draft model; `PolicyError` if it has none.
     """
-
-    def width(name: str) -> int:
-        if name != DRAFT_HIDDEN:
-            return hidden_width(pair.target)
-        if drafter is None:
-            return hidden_width(pair.draft_model)
-        return ask_for_states(drafter, "--hidden", "leave the draft's states out")
-
-    return {name: width(name) for name in names}
+    widths = {name: hidden_width(pair.target) for name in names}
+    if DRAFT_HIDDEN in widths:
+        widths[DRAFT_HIDDEN] = (
+            hidden_width(pair.draft_model)
+            if drafter is None
+            else ask_for_states(drafter, "--hidden", "leave the draft's states out")
+        )
+    return widths
 
 
 def ask_for_states(drafter: object, who: str, instead: str = "use another policy") -> int:
