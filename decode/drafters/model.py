@@ -11,10 +11,10 @@ from torch import Tensor
 from ...policies.contract import Array
 from ..candidates import Candidates
 from ..models.cuda import open_cache
+from ..models.long_rope import readable
 from ..models.outputs import check_rows, hidden_width
 from ..models.packing import Part, TreeRows
 from ..models.pair import Pair
-from ..models.reading.modes import readable
 from .base import Proposal
 
 

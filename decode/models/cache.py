@@ -23,8 +23,7 @@ from .attention import attending_packed
 from .device import upload
 from .masks import LayerMasks, SlotLayouts, backend_mask, causal
 from .packing import PackedCall, Part, TreeRows, pack, split
-from .reading.modes import READS_ALL, Reading
-from .view import ModelView
+from .view import READS_ALL, ModelView, Reading
 
 _LONG = 64
 """Maximum tokens of a stream in a packed call, which fills the rows of the other streams up to its length."""

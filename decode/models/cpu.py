@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from .checkpoints.adapters import is_modified
+from .adapters import is_modified
 
 _ROWS = 16
 """Number of rows for which oneDNN chooses the order; measured best or equal for 1 to 24."""
@@ -49,13 +49,16 @@ class PackedLinear(nn.Module):
         # Plain attributes: neither is a parameter, so the module has no state to save.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS) if self.is_packed else weight
         self.bias = bias
+        self._product = torch.ops.mkldnn._linear_pointwise.default if self.is_packed else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out]."""
-        if not self.is_packed:
+        if self._product is None:
             return functional.linear(input, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self.weight, self.bias, "none", [], "")
+        out: Tensor = self._product(input, self.weight, self.bias, "none", [], "")
         return out
+
+    __call__ = forward  # hooks, which nobody sets here, take longer than a small product
 
 
 def pack(module: nn.Module) -> None:

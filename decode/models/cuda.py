@@ -21,11 +21,10 @@ from transformers.cache_utils import Cache
 
 from .cache import CachedModel, KVCache, KVLayer, token_bytes
 from .device import Recorded, Recorder, filled_up
+from .long_rope import LongRopeModel, long_rope
 from .packing import PackedCall, Part, TreeRows, pack
-from .placement import is_placed
-from .reading.modes import READS_ALL, Reading, warn_one_at_a_time
-from .reading.ropes import length_rope
-from .reading.two_sided import TwoSidedModel
+from .placement import is_placed, warn_once
+from .view import READS_ALL, Reading
 
 MOST_TOKENS, EXACT_TOKENS, LEAST_SEEN = 1024, 64, 256
 """Longest recorded call; longest chain that is recorded as it is; minimum number of slots that attention reads."""
@@ -280,10 +279,13 @@ def open_cache(
     Warns, once per model, if several texts are read one at a time.
     """
     if streams > 1 and not reading.side_by_side:
-        warn_one_at_a_time(model)
-    rope = length_rope(model)
-    if rope is not None and rope.two_sided:
-        return TwoSidedModel(model, capacity, vocabulary, hidden, streams, device, reading, rope)
+        warn_once(
+            model,
+            f"{type(model).__name__}: reading several texts in one call changes their logits, so the texts of a batch are "
+            "read one at a time; larger batches are no faster",
+        )
+    if long_rope(model) is not None:
+        return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading)
     if reading == READS_ALL and model.device.type == "cuda" and not is_placed(model):
         return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)
     return CachedModel(model, capacity, vocabulary, hidden, streams, device, reading)

@@ -22,8 +22,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError
+from .adapters import modified_module
 from .attention import grouped_attention
-from .checkpoints.adapters import modified_module
 from .cpu import PackedLinear, can_pack, pack
 from .device import can_widen, fused, wide_linear
 from .masks import LayerMasks, backend_mask, causal
