@@ -35,7 +35,7 @@ from specstop.decode import Generation, Pair, Settings, Speculator, load_pair, s
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.hf.baseline import PLAIN, Assisted
 from specstop.decode.loop import Request
-from specstop.decode.models.cuda.graph import open_cache
+from specstop.decode.models.cuda import open_cache
 from specstop.decode.models.pair import with_engine
 from specstop.decode.profile import add_decisions, loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort

@@ -27,7 +27,7 @@ from specstop.decode import Generation, Pair, Settings, Speculator, Topology, lo
 from specstop.decode.benchmark import bench_line, run_alternating, speed_ratio
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packed import TreeRows
+from specstop.decode.models.packing import TreeRows
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
 from specstop.train.demo.pair import shipped_pair

@@ -41,8 +41,7 @@ from specstop.decode import (
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import view as view_module
-from specstop.decode.models.cuda.graph import open_cache
-from specstop.decode.models.cuda.memory import KEPT
+from specstop.decode.models.cuda import KEPT, open_cache
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
@@ -253,7 +252,7 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
         progress=silent,
     )  # fmt: skip
     assert profile.batch is not None
-    recordings = sum(len(m.calls) + len(m.packed) for kept in KEPT.values() for m in kept)
+    recordings = sum(len(m.calls) + len(m.unchecked) for kept in KEPT.values() for m in kept)
     print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
     alone = {0: list(enumerate(profile.low.verify_s, 1))}
     for streams, points in {**alone, **profile.batch.low.verify_s}.items():

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..decode.drafters.known import drafts_in_turn, reading_of
-from ..decode.models.engine import layouts_of
 from ..decode.models.pair import Pair
 
 
@@ -20,7 +19,6 @@ def facts(pair: Pair) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(pair.device) if pair.device.type == "cuda" else str(pair.device),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "weight layouts": layouts_of(pair.target),
         **({} if pair.drafter == "model" else _of_drafter(pair)),
         "versions": {name: version(name) for name in packages},
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -13,8 +13,7 @@ import torch
 from ..decode.candidates import Candidates
 from ..decode.drafters import find_drafter
 from ..decode.loop import Request, Speculator
-from ..decode.models.finite import check_rows
-from ..decode.models.hidden import hidden_widths, stored
+from ..decode.models.outputs import check_rows, hidden_widths, stored
 from ..decode.models.pair import Pair
 from ..decode.observer import Seen
 from ..decode.policy.reader import Logits

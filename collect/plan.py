@@ -11,7 +11,7 @@ from ..decode.drafters.base import carries
 from ..decode.drafters.depths import tell_if_cut
 from ..decode.drafters.find import find_drafter
 from ..decode.drafters.known import paths_of
-from ..decode.models.hidden import hidden_widths
+from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key

@@ -20,7 +20,7 @@ from ..policies.validation import Failure, with_costs
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
-from .models.cuda.recorder import Recorded
+from .models.device import Recorded
 from .models.pair import Pair
 from .models.self_check import ROUNDING
 from .profile import CalibrationRun

@@ -31,7 +31,7 @@ from .drafters.base import Carries, Prepares, carries
 from .drift_monitor import make_monitor
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.hidden import ask_for_states, hidden_width
+from .models.outputs import ask_for_states, hidden_width
 from .models.pair import Pair
 from .observer import Observer, Seen
 from .policy.reader import Logits

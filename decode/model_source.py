@@ -19,11 +19,11 @@ from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
 from .drafters.base import Chooses
-from .models.cuda.graph import open_cache
-from .models.cuda.transfer import upload
-from .models.finite import FiniteRows, check_rows
+from .models.cuda import open_cache
+from .models.device import upload
 from .models.long_rope import readable
-from .models.packed import Part, TreeRows
+from .models.outputs import FiniteRows, check_rows
+from .models.packing import Part, TreeRows
 from .models.pair import Pair
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from .candidates import Candidates
-from .models.kv_cache import ReadPrompt
+from .models.cache import ReadPrompt
 from .topology import Topology
 from .verify.base import Turn
 from .verify.noise import Choices, Source

@@ -16,7 +16,7 @@ from specstop.decode.drafters.heads.layer_network import LayerNetwork
 from specstop.decode.drafters.heads.networks import Shape
 from specstop.decode.drafters.known import TRAINED
 from specstop.decode.loop import Speculator
-from specstop.decode.models.hidden import KeepsStates
+from specstop.decode.models.outputs import KeepsStates
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
 from specstop.policies.baselines.fixed import FixedLength

@@ -13,11 +13,9 @@ from unittest import mock
 import torch
 from bars import Bars
 from specstop.decode.models import attention as attention_module
-from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda.fused import Compiled
-from specstop.decode.models.cuda.graph import open_cache
-from specstop.decode.models.cuda.memory import KEPT
-from specstop.decode.models.kv_cache import token_bytes
+from specstop.decode.models.cache import CachedModel, token_bytes
+from specstop.decode.models.cuda import KEPT, open_cache
+from specstop.decode.models.device import Compiled
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...decode.models.cache import CachedModel
-from ...decode.models.finite import check_rows
-from ...decode.models.hidden import stored
+from ...decode.models.outputs import check_rows, stored
 from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...decode.verify.noise import best_of_rows, gumbel_given

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ...decode.models.cache import CachedModel
-from ...decode.models.finite import check_rows
-from ...decode.models.hidden import stored
+from ...decode.models.outputs import check_rows, stored
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.policy.summaries import lead_over_truncated, summarise

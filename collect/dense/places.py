@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ...decode.models.cache import CachedModel
-from ...decode.models.finite import broken, check_rows
-from ...decode.models.hidden import stored
-from ...decode.models.reading.layer_masks import backend_mask
+from ...decode.models.outputs import broken, check_rows, stored
 from ...decode.policy.summaries import lead_over_truncated, summarise
 from ...decode.verify.given_text import OFF_TEXT, Candidates
 from ...decode.verify.sampling import Sampler
@@ -217,11 +215,11 @@ class Places:
             mask = torch.cat([text[begin:end], own], 1)[None, None]
             tokens = self.token[at, fed[begin:end], rank[begin:end]].clamp_min(0)  # after no token nothing is kept
             positions = (position[begin:end] + depth)[None]
-            logits = model.read(tokens[None], 0, backend_mask(mask, model.model), positions)[0]
+            logits = model.read(tokens[None], 0, mask, positions)[0]
             prefixes = partial(self._prefixes, at, after)
             given = None
             if target is not None:
-                rows = target.read(tokens[None], 0, backend_mask(mask, target.model), positions)[0]
+                rows = target.read(tokens[None], 0, mask, positions)[0]
                 check_rows(rows)
                 given = self.sampler(rows, prefixes)
             sampled = self.sampler(logits, prefixes)

@@ -20,7 +20,7 @@ from ...decode.drafters import find_drafter
 from ...decode.drafters.base import carries
 from ...decode.drafters.known import drafts_in_turn
 from ...decode.loop import Request, Speculator
-from ...decode.models.hidden import hidden_widths
+from ...decode.models.outputs import hidden_widths
 from ...decode.models.pair import Pair
 from ...decode.observer import Seen
 from ...decode.records import Generation

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...decode.models.cache import CachedModel
-from ...decode.models.compact import CompactModel
-from ...decode.models.hidden import hidden_width
-from ...decode.models.kv_cache import token_bytes
+from ...decode.models.cache import CachedModel, token_bytes
+from ...decode.models.engine import CompactModel
+from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.settings import shaping_of
 from ...decode.topology import Topology, chain

@@ -113,7 +113,7 @@ class _Balance(TypedDict):
 _Facts = TypedDict(
     "_Facts",
     {
-        "device": str, "dtype": str, "threads": int, "weight layouts": str, "drafter": str, "draft model": str,
+        "device": str, "dtype": str, "threads": int, "drafter": str, "draft model": str,
         "reading": str, "prompts from": str, "prompts left out": str, "temperature": str, "lengths": str,
         "completions": _Balance, "digests": dict[str, str], "versions": dict[str, str],
     },

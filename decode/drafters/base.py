@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..candidates import Candidates
-from ..models.cuda.transfer import upload
+from ..models.device import upload
 
 
 @dataclass(slots=True)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..candidates import Candidates
-from ..models.cuda.graph import open_cache
-from ..models.finite import check_rows
-from ..models.hidden import hidden_width
+from ..models.cuda import open_cache
 from ..models.long_rope import readable
-from ..models.packed import Part, TreeRows
+from ..models.outputs import check_rows, hidden_width
+from ..models.packing import Part, TreeRows
 from ..models.pair import Pair
 from .base import Proposal
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...policies.errors import PairError
-from ..models.cuda.graph import open_cache
+from ..models.cuda import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model, open_checkpoint
-from ..models.packed import Part
+from ..models.packing import Part
 from ..models.self_check import check_model
 from ..models.view import READS_ALL, Reading
 
@@ -39,7 +39,7 @@ def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: 
         )
     model = load_model(checkpoint, device, dtype).eval()
     reading = check_model("draft", model)
-    return speed_up(model, choose_engine(model), reading), reading
+    return speed_up(model, choose_engine(model)), reading
 
 
 class ModelRows:

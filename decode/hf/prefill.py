@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...policies.errors import InputError
-from ..models.cache import CachedModel
-from ..models.kv_cache import ReadPrompt
+from ..models.cache import CachedModel, ReadPrompt
 
 _LOOP_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Model inputs that the loop passes in each call."""

@@ -1,4 +1,4 @@
-"""Attention under a mask: of grouped queries without copying keys and values for each of them, and of packed streams."""
+"""Attention of grouped queries without copies of keys and values, in parts for long texts, and of packed streams."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from .cuda.fused import fused
-from .kv_cache import Packing
+from .device import fused
+from .packing import PackedCall
 
-GROUPED, PACKED = "specstop_grouped", "specstop_packed"
+PACKED = "specstop_packed"
 
 DIVIDED, LEAST_PART, MOST_PARTS = 2048, 256, 32
-"""Slots from which on the keys of a few queries are attended to in parts, side by side; slots of a part at least; parts."""
+"""Minimum number of slots for attention in parts; minimum slots per part; maximum number of parts."""
 
 
 def grouped_attention(
@@ -34,20 +34,17 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Return [B, n, heads, width]: the queries that share a key head are rows of one attention.
 
-    Under a mask CUDA has no kernel for grouped queries, so the library repeats keys and values, the whole cache of them in
-    every layer (eight heads for 32: four times the bytes).
+    CUDA has no kernel for grouped queries under a mask, so the library repeats keys and values in every layer.
 
     Args:
-        module: the layer.
+        module, scaling, kwargs: See `AttentionInterface`; of `kwargs` nothing is used.
         query: [B, heads, n, width].
         key, value: [B, groups, slots, width].
-        attention_mask: [1 or B, 1, n, slots] additive, or None: all is seen. (Boolean works too, undivided.)
-        scaling: of the scores.
-        kwargs: of other backends, without effect.
+        attention_mask: [B, 1, n, slots] additive, or None if all is seen.
     """
     batch, heads, count, width = query.shape
     rows = query.reshape(batch, key.shape[1], -1, width)  # [B, groups, heads / groups x n, width]
-    # n queries of each head, head by head; for a single query the mask's one row is broadcast.
+    # n queries of each head, head by head. The mask's one row of a single query is broadcast.
     if attention_mask is not None and count > 1:
         attention_mask = attention_mask.repeat(1, 1, rows.shape[2] // count, 1)
     if attention_mask is not None and is_divided(rows, key, attention_mask):
@@ -58,27 +55,20 @@ def grouped_attention(
 
 
 def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
-    """Whether a GPU would have too little to do side by side, as its kernel takes the keys of a head one after the other.
-
-    Masks of parts must lie as the kernel reads them, as those of recorded calls do.
-    """
+    """Whether to attend in parts: a GPU kernel reads the keys of one head sequentially, which uses little of the GPU."""
     slots = key.shape[2]
     if query.device.type != "cuda" or query.dtype == torch.float64 or slots < DIVIDED or slots % LEAST_PART:
         return False
-    if query.shape[-1] % 8 or torch.cuda.get_device_capability(query.device) < (8, 0):  # what the kernel asks for
+    if query.shape[-1] % 8 or torch.cuda.get_device_capability(query.device) < (8, 0):  # required by the kernel
         return False
     aligned = mask.is_floating_point() and mask.is_contiguous() and mask.data_ptr() % 16 == 0
     return aligned and len(key) == 1 and query.shape[2] <= LEAST_PART
 
 
 def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Return [1, heads, n, width]: softmax over all slots, put together of attention to parts of them (as Flash-Decoding).
+    """Return [1, heads, n, width], combined from attention to parts of the slots (Flash-Decoding).
 
-    Args:
-        query: [1, heads, n, width].
-        key, value: [1, heads, slots, width].
-        mask: [1, 1, 1 or n, slots] additive, no -inf.
-        scaling: of the scores.
+    `query` is [1, heads, n, width], `key` and `value` [1, heads, slots, width], `mask` [1, 1, 1 or n, slots], without -inf.
     """
     slots = key.shape[2]
     parts = next(number for number in range(min(slots // LEAST_PART, MOST_PARTS), 0, -1) if slots % number == 0)
@@ -92,86 +82,60 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     else:
         gpu = torch.ops.aten._scaled_dot_product_efficient_attention
         out, total = gpu(queries, keys, values, masks, True, scale=scaling)[:2]
-    return weighted(out, total[:, :, : query.shape[2]])
+    return _combined(out, total[:, :, : query.shape[2]])
 
 
 @fused
-def weighted(out: Tensor, total: Tensor) -> Tensor:
-    """Return [1, heads, n, width] of parts [parts, heads, n, width]: each is worth its share of the sum.
-
-    Args:
-        out: whose softmax sums to 1 in each part.
-        total: [parts, heads, n] the logarithms of what it summed to before.
-    """
+def _combined(out: Tensor, total: Tensor) -> Tensor:
+    """Return [1, heads, n, width] of parts [parts, heads, n, width] and log sums [parts, heads, n]."""
     share = (total - total.amax(0)).exp()[..., None]
     return ((out * share).sum(0, keepdim=True) / share.sum(0, keepdim=True)).to(out.dtype)
 
 
+class _Current(threading.local):
+    """The packed call of a thread. A model passes nothing but tensors to its attention."""
+
+    call: PackedCall
+    eager = False
+
+
+_CURRENT = _Current()
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Return [1, T, heads, width]: each stream's tokens attend to its row of the buffers.
+
+    `query` is [1, heads, T, width], `key` and `value` [S, groups, slots, width], the mask [S, 1, n, slots] additive.
+    """
+    call, attend = _CURRENT.call, grouped_attention
+    if _CURRENT.eager:  # its module adds what the model needs, such as a bound on the scores
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+    out, _ = attend(module, call.spread(query), key, value, attention_mask, **kwargs)
+    return call.gather(out), None
+
+
 @contextlib.contextmanager
-def _attending(model: PreTrainedModel, backend: str) -> Iterator[None]:
-    """Have a model attend by a backend of another name."""
+def attending_packed(model: PreTrainedModel, call: PackedCall) -> Iterator[None]:
+    """Let a view attend as a packed call needs. A compact model does so by itself."""
+    if getattr(model, "attends_packed", False):  # setting a config twice takes 40 us
+        yield
+        return
     config = model.config.get_text_config()
-    before, config._attn_implementation = config._attn_implementation, backend
+    before = config._attn_implementation
+    _CURRENT.call, _CURRENT.eager = call, before == "eager"
+    config._attn_implementation = PACKED
     try:
         yield
     finally:
         config._attn_implementation = before
 
 
-def attending_grouped(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Have a model that attends by `sdpa` attend so; its masks must be four-dimensional and additive."""
-    own = model.config.get_text_config()._attn_implementation
-    return _attending(model, GROUPED if own == "sdpa" else own)
-
-
-class _Call(threading.local):
-    """The packed call that a thread is making; a model hands its attention no more than tensors."""
-
-    packing: Packing
-    eager = False
-
-
-_CALL = _Call()
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Return [1, T, heads, width]: each stream's tokens attend to its own row of the buffers.
-
-    Args:
-        module: the layer.
-        query: [1, heads, T, width].
-        key, value: [S, groups, slots, width].
-        attention_mask: [S, 1, n, slots] additive.
-        scaling, kwargs: as of the model's own attention.
-    """
-    packing, attend = _CALL.packing.on(query.device), grouped_attention
-    if _CALL.eager:  # what a model adds to it, as a bound on the scores, it has in its own module
-        attend = sys.modules[type(module).__module__].eager_attention_forward
-    out, _ = attend(module, packing.spread(query), key, value, attention_mask, scaling=scaling, **kwargs)
-    return packing.gather(out), None
-
-
-def attending_packed(model: PreTrainedModel, packing: Packing) -> contextlib.AbstractContextManager[None]:
-    """Have a model's attention take the streams of a packed call apart; a compact one does so by itself."""
-    # Setting a config twice takes 40 us, a fifteenth of a small draft's step.
-    if getattr(model, "attends_packed", False):
-        return contextlib.nullcontext()
-    _CALL.packing, _CALL.eager = packing, model.config.get_text_config()._attn_implementation == "eager"
-    return _attending(model, PACKED)
-
-
 class _WithoutCudnn(contextlib.AbstractContextManager[None]):
-    """Keeps torch from attending by cuDNN, which plans each new shape for up to half a second; texts come in all lengths.
+    """Disables attention by cuDNN, which plans each new shape for up to half a second.
 
-    The setting belongs to the process, so it is changed by the first thread that enters and put back by the last that leaves.
+    The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
     """
 
     def __init__(self) -> None:
@@ -198,9 +162,8 @@ _UNCHANGED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention on a device is never cuDNN's; afterwards the setting is what it was."""
+    """Return a context in which attention on a device does not use cuDNN."""
     return _WITHOUT_CUDNN if device.type == "cuda" else _UNCHANGED
 
 
-AttentionInterface.register(GROUPED, grouped_attention)
 AttentionInterface.register(PACKED, packed_attention)

@@ -1,7 +1,6 @@
-"""A model with a preallocated cache: a stream's tokens go in at its end, roll-back only moves a length.
+"""A model with a preallocated cache of keys and values. New tokens are appended, and roll-back only changes a length.
 
-Masks are boolean, built once and sliced; they become what the attention backend reads in one place (a boolean 4D mask is
-silently wrong under `eager`).
+One stream is read in slices of the buffers. Several streams are read by one packed call (`packing`).
 """
 
 from __future__ import annotations
@@ -10,48 +9,195 @@ import inspect
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..topology import Topology
+from ...policies.errors import InputError
 from .attention import attending_packed
-from .cuda.transfer import upload
-from .kv_cache import KVCache, KVLayer, ReadPrompt, scored_tokens
-from .masks import SlotLayouts, TreeMasks, causal
-from .packed import PackedCall, Part, TreeRows, pack, split
-from .reading.layer_masks import LayerMasks, backend_mask
+from .device import upload
+from .masks import LayerMasks, SlotLayouts, backend_mask, causal
+from .packing import PackedCall, Part, TreeRows, pack, split
 from .view import READS_ALL, ModelView, Reading
 
 _LONG = 64
-"""Tokens of a stream that are read by themselves: beside a long text the others' rows would be filled up to its length."""
+"""Maximum tokens of a stream in a packed call, which fills the rows of the other streams up to its length."""
 
-_SLICED = 64
-"""Longest run of tokens that reads a slice of the causal mask kept here; longer ones let the library build theirs."""
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Largest RMS difference of logits due to rounding, relative to their standard deviation; 0.1 in half precision."""
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a token in the cache of a model."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
+def scored_tokens(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model scores."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return int(size if isinstance(size, int) else model.get_output_embeddings().weight.shape[0])
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """The prompt of one text after the model has read it as its own `generate` does (`hf.prefill`)."""
+
+    ids: list[int]  # that drafters read
+    logits: Tensor  # [1, V] after the last token
+    states: Tensor | None  # [len(ids), layers x H], if they are kept
+    layers: list[
+        tuple[Tensor, Tensor] | None
+    ]  # keys and values [1, heads, n, width] of the last n slots; removed by `adopt`
+    slots: int  # in use
+    hidden: Tensor  # [slots] bool, not seen by later tokens
+    offset: Tensor  # [D] int64, position minus slot of later tokens
+    next: tuple[int, Tensor]  # a token, and the model's own logits [V] after it
+    arguments: tuple[str, ...]  # what makes the prompt more than token ids, for messages
+
+    def check(self, logits: Tensor, model: PreTrainedModel) -> None:
+        """Raise `InputError` if the loop's logits [V] after the next token differ from the model's by more than rounding."""
+        expected = self.next[1]
+        finite = torch.isfinite(expected) & torch.isfinite(logits)
+        spread = expected[finite].std().clamp_min(torch.finfo(expected.dtype).tiny)
+        distance = float((logits[finite] - expected[finite]).square().mean().sqrt() / spread)
+        if not distance <= _TOLERANCE.get(model.dtype, 0.1):  # true for NaN as well
+            raise self.refusal(model)
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether slots are hidden or positions differ from slots."""
+        return bool(self.hidden.any()) or bool(self.offset.any())
+
+    def refusal(self, model: PreTrainedModel) -> InputError:
+        """Return the error for a prompt that the loop cannot continue."""
+        return InputError(
+            f"specstop_generate: {', '.join(self.arguments)}: {type(model).__name__} continues such a prompt in a form "
+            "that the loop does not support; leave it out, or call generate without custom_generate"
+        )
+
+
+class KVCache:
+    """Buffers of `capacity` slots for each of S streams.
+
+    Groups of `layers` layers share memory, so that a move is one operation for all.
+
+    Attributes:
+        lengths: Slots in use, by stream.
+        stream: Stream that a call reads.
+        call: The packed call that is read; None if it is one of `stream`.
+    """
+
+    def __init__(self, capacity: int, layers: int, streams: int = 1) -> None:
+        self.capacity, self._layers, self.streams = capacity, layers, streams
+        self.lengths = [0] * streams
+        self.stream = 0
+        self.call: PackedCall | None = None
+        self.shared: list[Tensor] = []  # each [layers, S, heads, capacity, width]
+        self._free: dict[Any, list[Tensor]] = {}
+
+    def allocate(self, kind: str, states: Tensor) -> Tensor:
+        """Return a buffer [S, heads, capacity, width] for a layer's states [1, heads, n, width] of a kind."""
+        _, heads, _, width = states.shape
+        free = self._free.setdefault((kind, heads, width, states.dtype, states.device), [])
+        if not free:
+            self.shared.append(states.new_zeros(self._layers, self.streams, heads, self.capacity, width))
+            # By index: in-place writes into views made by unpacking are refused outside of `no_grad`.
+            free.extend(self.shared[-1][layer] for layer in range(self._layers))
+        return free.pop()
+
+    def clear(self, stream: int) -> None:
+        """Overwrite a stream's states. Masked states have weight 0, but 0 times NaN is NaN."""
+        for shared in self.shared:
+            shared[:, stream].zero_()
+
+    def move(self, stream: int, slots: Sequence[int], to: int) -> None:
+        """Copy a stream's states in `slots`, ascending and none below `to`, to the slots from `to` on."""
+        for shared in self.shared:
+            own = shared[:, stream]
+            if len(slots) == 1:
+                own[:, :, to] = own[:, :, slots[0]]
+            else:  # source and destination may overlap
+                own.narrow(2, to, len(slots)).copy_(own.index_select(2, upload(list(slots), shared.device)))
+
+
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer, written in place where the cache says."""
+
+    is_sliding = False  # all keys are kept; a window is part of the mask
+
+    def __init__(self, kv: KVCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kv = kv
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate buffers for the shape, dtype and device of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self.kv.allocate("keys", key_states), self.kv.allocate("values", value_states)
+        self.is_initialized = True
+
+    def fill(self, stream: int, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Write states [1, heads, n, width] into the n slots of a stream before `end`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            buffer[stream, :, end - states.shape[2] : end] = states[0]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states and return views of all that attention reads."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        kv, keys, values = self.kv, self.keys, self.values
+        assert keys is not None and values is not None
+        if kv.call is not None:
+            return kv.call.write(keys, values, key_states, value_states)
+        start, count = kv.lengths[kv.stream], key_states.shape[-2]
+        if kv.streams > 1:
+            keys, values = keys.narrow(0, kv.stream, 1), values.narrow(0, kv.stream, 1)
+        # The length is updated after all layers (`CachedModel.read`).
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See the base class: the number of keys with `query_length` more tokens, and their offset."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """See the base class."""
+        return self.kv.lengths[self.kv.stream]
+
+    def get_max_length(self) -> int:
+        """See the base class."""
+        return self.kv.capacity
 
 
 class CachedModel:
     """A causal language model and what it has read.
 
-    Sliding-window layers keep all keys as well: their window is part of the mask, so that any roll-back is exact.
+    Sliding-window layers keep all keys: their window is part of the mask, so that any roll-back is exact.
 
     Args:
-        model: that is read with, through a view (see `view`): it stays as it is.
-        capacity: slots of a stream, a bound on the tokens in the cache at any time.
-        vocabulary: width of the logits returned. Of a model that scores more tokens they are cut; one that knows fewer
-            scores the others -inf and reads them as its first token.
-        hidden: keep hidden states of each call in `states`: of these layers, as transformers counts them; True = the last.
+        model: Model to call, through a view (see `view`).
+        capacity: Slots of a stream.
+        vocabulary: Width of the logits returned. Additional scores are cut. Tokens that the model does not know get -inf, and
+            are read as its first token.
+        hidden: Layers whose hidden states are kept in `states`, as transformers counts them; True = the last.
         streams: S, texts that are read side by side.
-        device: that it is called from; None = the model's.
-        reading: how the model can be read (`self_check`).
+        device: Device of the caller; None = the model's.
+        reading: Calls that the model supports (`self_check`).
 
     Attributes:
-        states: of the last call, if asked for; of several layers one after the other in each row. After `read` and
-            `read_tree` [1, n, H] of all its tokens, after `read_parts` [1, R, H] of those whose logits were wanted.
+        states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` and
+            `read_tree` [1, n, H] of all tokens, after `read_parts` [1, R, H] of those whose logits were wanted.
     """
 
     def __init__(
@@ -66,37 +212,24 @@ class CachedModel:
     ) -> None:
         self._device = torch.device(device or model.device)
         self.view = ModelView(model, self._device)
-        self.capacity, self.vocabulary = capacity, vocabulary
+        self.capacity, self.vocabulary, self.streams = capacity, vocabulary, streams
         self.states: Tensor | None = None
-        self._fewest = 2 if reading.side_by_side else sys.maxsize  # parts that are read as a packed call
-        self._reads_beyond = streams > 1  # slots that a text does not fill are read too, behind a mask
+        self._fewest_packed = 2 if reading.side_by_side else sys.maxsize
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or [])
-        # Layers of several kinds may differ in shape: then each has buffers of its own.
-        self._kv = KVCache(capacity, config.num_hidden_layers if len(kinds) < 2 else 1, streams)
-        self._layers = [KVLayer(self._kv) for _ in range(config.num_hidden_layers)]
+        layers = config.num_hidden_layers
+        # Layers of several types may differ in shape.
+        one_type = len(set(getattr(config, "layer_types", None) or [])) < 2
+        self._kv = KVCache(capacity, layers if one_type else 1, streams)
+        self._layers = [KVLayer(self._kv) for _ in range(layers)]
         self._cache = Cache(layers=list(self._layers))
-        self._lacks = max(0, vocabulary - scored_tokens(model))  # tokens that it does not know
+        self._unknown = max(0, vocabulary - scored_tokens(model))
         self._windows = LayerMasks.of(model) if reading.masked else None
         self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
-        self._unmasked = not reading.masked
-        # Told nothing, sdpa has a faster kernel for a single token and for a prompt on a GPU: no mask is read.
-        fast = self._device.type != "cpu" and model.config._attn_implementation == "sdpa" and self._windows is None
-        self._maskless = fast or (getattr(model, "takes_no_mask", False) and self._windows is None)
-        self._maskless_prompt = fast
-        self._causal = self._after_prefix(torch.ones(_SLICED, _SLICED, dtype=torch.bool, device=self._device).tril_())
-        self._trees: dict[Topology, TreeMasks] = {}  # by identity
-        self._layouts: SlotLayouts | None = None  # where no text has one, nothing is computed for it
+        self._masked = reading.masked
+        self._layouts = SlotLayouts()
         self._positions = torch.arange(capacity, device=self._device)[None]
         self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
-
-    def _after_prefix(self, mask: Tensor) -> Tensor:
-        """Return [1, 1, n, capacity + n]: `mask` [n, n] after a prefix that all see. A slice of it serves any length."""
-        prefix = torch.ones(len(mask), self.capacity, dtype=torch.bool, device=mask.device)
-        full = torch.cat([prefix, mask], 1)[None, None].to(self._device)
-        # With windows it stays boolean: layers of each kind see another part of it.
-        return full if self._windows else backend_mask(full, self.view.original)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -104,13 +237,8 @@ class CachedModel:
         return self.view.model
 
     def refresh(self) -> None:
-        """See `ModelView`; called before the first text of a run."""
+        """Use the current layers of the model; called before the first text of a run."""
         self.view.refresh()
-
-    @property
-    def streams(self) -> int:
-        """S."""
-        return self._kv.streams
 
     @property
     def is_used(self) -> bool:
@@ -120,7 +248,7 @@ class CachedModel:
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens in the cache, by stream."""
-        return self._kv.lengths
+        return self._kv.lengths[: self.streams]
 
     @property
     def length(self) -> int:
@@ -128,25 +256,23 @@ class CachedModel:
         return self._kv.lengths[0]
 
     def roll_back(self, length: int, stream: int = 0) -> None:
-        """Forget all tokens of a stream after the first `length`."""
+        """Remove all tokens of a stream after the first `length`."""
         assert length <= self._kv.lengths[stream]
         self._kv.lengths[stream] = length
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
-        """Do once what the first calls of (tokens, rows) after texts of these lengths would have to do."""
+        """Record calls of (tokens, rows) in texts of these lengths, if calls are recorded."""
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
-        """Forget all of a stream after the first `base` tokens but those in `slots`, rising, which move up in place."""
-        # What lies where it belongs stays there: of a chain, everything.
-        fixed = 0
+        """Remove all tokens of a stream after `base` except those in `slots`, ascending, which move up."""
+        fixed = 0  # those already in place: all of a chain
         while fixed < len(slots) and slots[fixed] == base + fixed:
             fixed += 1
         if fixed < len(slots):
             moved = list(slots[fixed:])
             self._kv.move(stream, moved, base + fixed)
             if self._windows:
-                own = self._position_at[stream]
-                own[base + fixed : base + len(slots)] = own[moved]
+                self._position_at[stream, base + fixed : base + len(slots)] = self._position_at[stream, moved]
         self.roll_back(base + len(slots), stream)
 
     def read(
@@ -161,217 +287,176 @@ class CachedModel:
 
         Args:
             tokens: [1, n] int64.
-            rows: how many of the last rows of logits are wanted; 0 = all n.
-            mask: [1, 1, n, length + n], boolean or in the backend's form; None = causal.
-            positions: [1, n]; None = after what is there.
-            stream: its number.
+            rows: Number of last rows of logits; 0 = all n.
+            mask: [1, 1, n, length + n] bool; None = causal.
+            positions: [1, n]; None = consecutive.
+            stream: Index of the stream.
 
         Returns:
             [1, rows, V] float32, or float64 for a float64 model.
         """
         kv = self._kv
-        kv.stream = stream  # that the layers write to
+        kv.stream = stream
         start, count = kv.lengths[stream], tokens.shape[1]
         end = start + count
-        if start == 0 and self._reads_beyond:
-            kv.clear(stream)  # the text before may have ended in numbers that are not finite
-        layouts = self._layouts and self._layouts.of(stream, start)
-        alone = (self._maskless and count == 1) or (self._maskless_prompt and start == 0)
-        if layouts is not None:
-            mask = layouts.hide(causal(start, count, self._device) if mask is None else mask, stream)
-        elif mask is None and count <= _SLICED and not alone and not self._unmasked:
-            # Cut from the left so that `start` columns of the prefix remain: [1, 1, n, start + n].
-            mask = self._causal[:, :, :count, self.capacity - start : self.capacity + count]
+        if start == 0:
+            self._layouts.by_stream.pop(stream, None)
+            if self._reads_beyond:  # the previous text may have ended with states that are not finite
+                kv.clear(stream)
         positions = self._positions[:, start:end] if positions is None else positions
         if self._windows:
-            # A window counts tokens of the text, which differ from slots for the candidates of a tree.
             self._position_at[stream, start:end] = positions[0]
-            mask = self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
-        elif mask is not None:
-            mask = backend_mask(mask, self.model)
-        if layouts is not None:
-            positions = layouts.positions(positions, stream)
-        logits, self.states = self._run(self._known(tokens), mask, positions, rows)
-        kv.lengths[stream] = end  # once all layers have written
+        if stream in self._layouts.by_stream:
+            mask = causal(start, count, self._device) if mask is None else mask
+            self._layouts.hide(mask, stream)
+        # Without a mask the model is causal, which costs at most 1% more than a prepared mask.
+        full_mask = (
+            None if mask is None else self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
+        )
+        if self._layouts.by_stream:
+            positions = self._layouts.positions(positions, torch.full_like(tokens[0], stream))
+        logits, self.states = self._run(tokens, full_mask, positions, rows)
+        kv.lengths[stream] = end  # after all layers have written
         return logits
 
+    @property
+    def _reads_beyond(self) -> bool:
+        """Whether attention reads slots behind the text, masked."""
+        return self.streams > 1
+
     def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
-        """Replace a stream's text by a prompt that the model has read by itself, and check it (`ReadPrompt.check`)."""
-        if self._unmasked and prompt.is_shifted:
+        """Replace a stream's text by a prompt that the model has read itself, and check it (`ReadPrompt.check`)."""
+        if not self._masked and prompt.is_shifted:
             raise prompt.refusal(self.view.original)
         self._kv.clear(stream)
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
                 layer.fill(stream, prompt.slots, *states)
         prompt.layers.clear()
-        if not self._unmasked:
-            self._layouts = self._layouts or SlotLayouts(self._kv.streams, self.capacity, self._device)
-            self._layouts.set(stream, prompt.hidden, prompt.offset)
+        if self._masked:
+            self._layouts.by_stream[stream] = prompt.hidden, prompt.offset
         self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
         self._kv.lengths[stream] = prompt.slots
         logits = self.read(upload([[prompt.next[0]]], self._device), 1, stream=stream)[0, -1]
         self.roll_back(prompt.slots, stream)
         prompt.check(logits, self.model)
 
-    def _known(self, tokens: Tensor) -> Tensor:
-        """Return the tokens as the model can read them."""
-        return tokens.masked_fill(tokens >= self.vocabulary - self._lacks, 0) if self._lacks else tokens
-
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores [1, rows, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
+        """Return the scores [1, R, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
+        if self._unknown:
+            tokens = tokens.masked_fill(tokens >= self.vocabulary - self._unknown, 0)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "logits_to_keep": rows}
         for name in self._omitted:
             del inputs[name]
         return self.answer(self.call(**inputs, past_key_values=self._cache, use_cache=True), rows)
 
     def call(self, **inputs: Any) -> Any:
-        """Return what the model returns for these inputs, with the hidden states that are kept."""
+        """Return the outputs of the model for these inputs, with the hidden states that are kept."""
         with self.view as model:
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scores and states, as `_run`, of what `call` returned."""
-        states = None
-        if self._hidden:
-            layers = [out.hidden_states[layer] for layer in self._hidden]
-            states = layers[0] if len(layers) == 1 else torch.cat(layers, -1)
+        """Return scores [1, R, V] and hidden states from the outputs of `call`."""
+        states = torch.cat([out.hidden_states[layer] for layer in self._hidden], -1) if self._hidden else None
         logits = out.logits
-        # Some models return all rows whatever they are told.
+        # Some models ignore `logits_to_keep`.
         if isinstance(rows, Tensor):
             logits = logits if logits.shape[1] == len(rows) else logits[:, rows]
         elif 0 < rows < logits.shape[1]:
             logits = logits[:, -rows:]
-        return self._scores(logits), states
-
-    def _scores(self, logits: Tensor) -> Tensor:
-        """Return a model's logits [1, rows, V] of the vocabulary, in the precision that is computed with."""
-        if logits.shape[2] > self.vocabulary:
-            logits = logits[..., : self.vocabulary]
+        logits = logits[..., : self.vocabulary]
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-        return functional.pad(logits, (0, self._lacks), value=-math.inf) if self._lacks else logits
+        return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
     def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
-        """Append the tokens of some rows of a tree to a stream and return their logits [1, n, V].
-
-        Args:
-            tokens: n.
-            tree: the rows.
-            stream: its number.
-        """
-        mask, depth = self._masks(tree.topology).part(tree.base, tree.before, tree.rows)
-        return self.read(self._uploaded(tokens), 0, mask, tree.base + depth, stream)
+        """Append the tokens [n] of rows of a tree to a stream and return their logits [1, n, V]."""
+        start, relation = self._kv.lengths[stream], upload(tree.relation(), self._device)
+        mask = torch.ones(1, 1, len(relation), start + len(relation), dtype=torch.bool, device=self._device)
+        mask[0, 0, :, tree.base :] = relation
+        positions = upload(tree.positions()[None], self._device)
+        return self.read(self._uploaded(tokens), 0, mask, positions, stream)
 
     def _uploaded(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """Return tokens as a row of their own."""
         return tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
 
-    def _masks(self, topology: Topology) -> TreeMasks:
-        if topology not in self._trees:
-            self._trees[topology] = TreeMasks(topology, self.capacity, self._after_prefix)
-        return self._trees[topology]
-
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Append what several streams read, each at most once, and return the logits that are wanted, [R, V], part by part.
+        """Append what several streams read, each at most once, and return the wanted logits [R, V] of all parts.
 
-        One packed call reads them, but for the beginnings of texts and other long parts.
+        One packed call reads them, except the beginnings of texts and other long parts.
         """
-        if len(parts) == 1 and self._fewest > 1:
-            return self._read_alone(parts[0])
         lengths = self._kv.lengths
-        together = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
-        together = together if len(together) >= self._fewest else []
-        if len(together) == len(parts):
+        packed = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
+        packed = packed if len(packed) >= self._fewest_packed else []
+        if len(packed) == len(parts):
             return self._read_packed(parts)
-        # A tuple is built from left to right: `states` are those of the call before it.
-        found = {part.stream: (self._read_alone(part), self.states) for part in parts if part not in together}
-        if together:
-            logits, states = self._read_packed(together), self.states
-            bounds = split(together)
-            for part, first, end in zip(together, bounds[:-1], bounds[1:], strict=True):
-                found[part.stream] = logits[first:end], None if states is None else states[:, first:end]
-        every = [found[part.stream] for part in parts]
-        kept = [states for _, states in every if states is not None]
+        if len(parts) == 1:
+            return self._read_alone(parts[0])
+        outputs = {}
+        for part in parts:
+            if part not in packed:
+                outputs[part.stream] = self._read_alone(part), self.states
+        if packed:
+            logits, states = self._read_packed(packed), self.states
+            bounds = split(packed)
+            for part, first, end in zip(packed, bounds[:-1], bounds[1:], strict=True):
+                outputs[part.stream] = logits[first:end], None if states is None else states[:, first:end]
+        in_order = [outputs[part.stream] for part in parts]
+        kept = [states for _, states in in_order if states is not None]
         self.states = torch.cat(kept, 1) if kept else None
-        return torch.cat([logits for logits, _ in every])
+        return torch.cat([logits for logits, _ in in_order])
 
     def _read_alone(self, part: Part) -> Tensor:
-        """Read a part by itself: written in slices, without a mask where the backend needs none."""
-        if part.tree is not None:
-            logits = self.read_tree(part.tokens, part.tree, part.stream)[0]
-        else:
+        if part.tree is None:
             logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
-        logits = logits[-part.wanted :] if part.wanted and part.tree is not None else logits
-        if self.states is not None and self.states.shape[1] > len(logits):
+        else:
+            logits = self.read_tree(part.tokens, part.tree, part.stream)[0, -part.wanted :]  # -0: all
+        if self.states is not None:
             self.states = self.states[:, -len(logits) :]
         return logits
 
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
-        kv = self._kv
-        call = pack(parts, kv, self._rows_for(parts), self._device, self._sized)
-        mask = call.mask() if self._windows else backend_mask(call.mask(), self.model)
-        # A row of a tree sees the text before the tree, as `sees` says, and there its ancestors. Both masks are boolean
-        # where windows are yet to be cut out, else in the backend's form.
+        call = self._pack(parts)
+        logits, states = self._run_packed(call)
         for part in parts:
-            if (tree := part.tree) is not None:
-                seen = self._masks(tree.topology).relation(tree.before, tree.rows)
-                mask[part.stream, 0, : len(seen), tree.base : tree.base + seen.shape[1]] = seen
+            self._kv.lengths[part.stream] += len(part.tokens)
+        kept = int(split(parts)[-1])  # what follows fills the call up
+        if states is not None and call.wanted is not None:
+            states = states[:, call.wanted]
+        self.states = None if states is None else states[:, :kept]
+        return logits[0, :kept]
+
+    def _pack(self, parts: Sequence[Part]) -> PackedCall:
+        rows = 1 + max(part.stream for part in parts)
+        return pack(parts, self._kv.lengths, rows, self._device)
+
+    def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
+        """Return the scores [1, R, V] of the wanted rows and, if they are kept, all hidden states [1, T, H]."""
+        mask, positions, stream, slot = call.mask(), call.line[1:2], call.line[2], call.line[3]
         if self._windows:
-            self._position_at[call.packing.stream, call.packing.slot] = call.positions[0]
-        if self._layouts is not None:
-            mask, call.positions = (
-                self._layouts.hide(mask),
-                self._layouts.positions(call.positions, call.packing.stream),
-            )
-        logits, states = self._run_packed(call, mask)
-        for stream, end in call.ends.items():
-            kv.lengths[stream] = end
-        rows = call.wanted
-        states = states[:, rows] if states is not None and isinstance(rows, Tensor) else states
-        self.states = None if states is None else states[:, : call.kept]
-        return logits[0, : call.kept]
-
-    def _rows_for(self, parts: Sequence[Part]) -> int:
-        """Return how many rows of the buffers attention reads: up to the last stream that takes part."""
-        return 1 + max(part.stream for part in parts)
-
-    @staticmethod
-    def _sized(count: int) -> int:
-        """Return to how many tokens, queries or rows a packed call is filled up: to none more."""
-        return count
-
-    def _run_packed(self, call: PackedCall, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scores [1, R, V] of the rows that are wanted and, if they are kept, all hidden states [1, T, .]."""
-        position_at = self._position_at[: call.packing.rows, : call.packing.seen]
-        by_layer = self._by_layer(mask, call.query_positions, position_at)
-        self._kv.packing = call.packing
+            self._position_at[stream, slot] = positions[0]
+        self._layouts.hide(mask)
+        position_at = self._position_at[: len(call.base), : call.seen]
+        full_mask = self._by_layer(mask, call.query_positions() if self._windows else positions, position_at)
+        self._kv.call = call
         try:
-            with self.view as model, attending_packed(model, call.packing):
-                return self._run(self._known(call.tokens), by_layer, call.positions, call.wanted)
+            with self.view as model, attending_packed(model, call):
+                rows = 0 if call.wanted is None else call.wanted
+                return self._run(call.line[:1], full_mask, self._layouts.positions(positions, stream), rows)
         finally:
-            self._kv.packing = None
+            self._kv.call = None
 
-    def _by_layer(self, mask: Tensor | None, positions: Tensor, position_at: Tensor) -> Any:
-        """Return the mask as the model wants it: one for all layers, or one for each kind.
-
-        Args:
-            mask: [B, 1, n, slots].
-            positions: [B, n] of the queries; `position_at` [B, slots] those in the slots.
-        """
-        if self._windows is None:
-            return mask if mask is None else backend_mask(mask, self.model)
-        if mask is None:
-            return None
-        if mask.dtype != torch.bool:
-            mask = mask == 0
-        return self._windows.cut(mask, positions, position_at, self.model)
+    def _by_layer(self, mask: Tensor, positions: Tensor, position_at: Tensor) -> Any:
+        """Return the additive mask for all layers, or one for each type (see `LayerMasks.cut`)."""
+        dtype = self.view.original.dtype
+        return self._windows.cut(mask, positions, position_at, dtype) if self._windows else backend_mask(mask, dtype)
 
 
 def _not_accepted(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """Return those of the arguments that the forward of a model's class does not take."""
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    # Classes of the library drop positions that they do not name; a wrapper around a model hands all on.
-    drops = isinstance(model, PreTrainedModel)
+    # Classes of the library ignore positions that they do not name. A wrapper passes all arguments on.
+    ignored = isinstance(model, PreTrainedModel)
     return [
-        name for name in names if name not in parameters and not (takes_any and (name != "position_ids" or not drops))
+        name for name in names if name not in parameters and not (takes_any and (name != "position_ids" or not ignored))
     ]

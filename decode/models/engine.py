@@ -1,167 +1,277 @@
-"""How a model computes: the library's modules, the same with reordered weights, or a compact forward.
+"""How a model computes: the library's modules, the same with packed weights, or a compact forward.
 
 | engine | what | for |
 |---|---|---|
 | `plain` | transformers' modules as they are | everything; the reference |
-| `packed` | the same, every linear's weight in the layout that multiplies fastest here | CPU, float32 and bfloat16 |
-| `compact` | one forward of few operations, fused projections, on a CPU those layouts | Llama family, `sdpa`, CPU, CUDA |
+| `packed` | the same, with the weights of linear layers reordered (`cpu`) | CPU, float32 and bfloat16 |
+| `compact` | one forward of few operations, on a CPU with reordered weights | Llama family, `sdpa`, CPU, CUDA |
 
-Stock matrix products on a CPU read the weights several times for 2 to 8 rows; in oneDNN's order a weight is read once, so
-that verifying costs little more than one step, on most processors (`layouts` measures which). All three give the library's
-logits within float rounding.
+All engines give the library's logits within float rounding. Small models spend most of their time between the matrix
+products, and large ones on a GPU a third of it. In the compact forward, query, key and value are one product, gate and up
+another, and the cache is written in place.
 """
 
 from __future__ import annotations
 
-import inspect
-import time
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
-from .adapters import is_modified
-from .cache import CachedModel
-from .compact import CompactModel, compact_refusal
-from .cpu.layouts import choose_layouts
-from .cpu.products import Product, can_pack
-from .cpu.steps import ORDER, Step
-from .kv_cache import scored_tokens
+from .adapters import modified_module
+from .attention import grouped_attention
+from .cpu import PackedLinear, can_pack, pack
+from .device import can_widen, fused, wide_linear
+from .masks import LayerMasks, backend_mask, causal
 from .placement import kept_as_is
-from .view import READS_ALL, Reading
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
-BEFORE = 64
-"""Tokens of the text after which steps are timed."""
-
-
-_NO_CODE = compile("", "", "exec")
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is kept in the layout that multiplies fastest.
-
-    Args:
-        weight: [out, in].
-        bias: [out] or None.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.product = Product(weight, bias)
-        self.out_features, self.in_features = weight.shape
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out]."""
-        return self.product(input)
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
 
 
 def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     """Return the engine for a model; `auto` is the fastest that can run it.
 
     Raises:
-        InputError: unknown, or one that cannot run this model; the message says why.
+        InputError: The engine is unknown or cannot run this model.
     """
     if engine not in ENGINES:
         raise InputError(f"--engine: expected one of {', '.join(ENGINES)}, not {engine!r}")
     kept = kept_as_is(model)
-    unpackable, uncompact = kept or can_pack(model.device, model.dtype), kept or compact_refusal(model)
+    refusals = {"packed": kept or can_pack(model.device, model.dtype), "compact": kept or compact_refusal(model)}
     if engine == "auto":
-        # Both are reasons why not; empty ones say that it can. A GPU has no use for layouts.
-        if not uncompact and (not unpackable or model.device.type == "cuda"):
+        if not refusals["compact"] and (model.device.type == "cuda" or not refusals["packed"]):
             return "compact"
-        return "plain" if unpackable else "packed"
-    refusal = {"packed": unpackable, "compact": uncompact}.get(engine)
-    if refusal:
-        raise InputError(f"--engine {engine}: {refusal}")
+        return "plain" if refusals["packed"] else "packed"
+    if refusals.get(engine):
+        raise InputError(f"--engine {engine}: {refusals[engine]}")
     return engine
 
 
-def speed_up(model: PreTrainedModel, engine: str, reading: Reading = READS_ALL) -> PreTrainedModel:
-    """Return the model under a chosen engine. A packed one is changed in place: it can no longer be saved or trained.
-
-    Args:
-        model: in evaluation mode.
-        engine: from `choose_engine`.
-        reading: how it can be read.
-    """
+def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
+    """Return the model under a chosen engine. A packed one is changed in place: it can no longer be saved or trained."""
     if engine == "compact":
-        compact = CompactModel(model)
-        if compact.device.type == "cpu":
-            choose_layouts(compact.products, partial(_steps_of, compact))
-        return compact  # type: ignore[return-value]
+        return CompactModel(model)  # type: ignore[return-value]
     if engine == "packed":
-        pack(model, partial(_steps_of, model, reading))
+        pack(model)
     return model
 
 
-@torch.inference_mode()
-def _steps_of(model: Any, reading: Reading = READS_ALL) -> Step:
-    """Return what takes a step of a model after a short text, and its seconds."""
-    config = model.config.get_text_config()
-    longest = max(ORDER)
-    reads = getattr(config, "max_position_embeddings", None) or BEFORE + longest
-    before = max(1, min(BEFORE, reads - longest))
-    vocabulary = scored_tokens(model)
-    tokens = torch.arange(before + longest)[None] % vocabulary
-    cache = CachedModel(model, before + longest, vocabulary, reading=reading)
-    cache.read(tokens[:, :before], 1)
-
-    def step(rows: int) -> float:
-        begin = time.perf_counter()
-        cache.read(tokens[:, before : before + rows])
-        seconds = time.perf_counter() - begin
-        cache.roll_back(before)
-        return seconds
-
-    return step
-
-
-def layouts_of(model: PreTrainedModel) -> str:
-    """Return in which layouts a model multiplies, for people: by class of rows, and how many of its products do."""
-    products = model.products if isinstance(model, CompactModel) else []
-    products = products or _packed(model)
-    counts = Counter("/".join(dict.fromkeys(product.layouts)) for product in products)
-    return ", ".join(f"{layouts} ({count})" for layouts, count in counts.most_common()) or "linear"
+def compact_refusal(model: PreTrainedModel) -> str:
+    """Return why a model cannot have the compact forward, or nothing."""
+    config = model.config
+    if config.model_type not in _FAMILIES or not hasattr(model, "lm_head"):
+        return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
+    if model.device.type not in ("cpu", "cuda"):
+        return "the compact forward is for CPUs and CUDA"
+    # On a CPU its norms are composed of operations that would each round to half.
+    if model.device.type == "cpu" and model.dtype not in (torch.float32, torch.float64):
+        return f"on a CPU the compact forward computes in float32 or float64, not {str(model.dtype).removeprefix('torch.')}"
+    if config._attn_implementation != "sdpa":
+        return f"the compact forward attends by sdpa, not {config._attn_implementation}"
+    if LayerMasks.of(model) is not None:
+        return "the compact forward has no sliding windows"
+    rotation = config.rope_parameters["rope_type"]
+    if rotation not in _ROTATIONS or config.hidden_act != "silu":
+        return f"the compact forward does not know {rotation} rotations with {config.hidden_act}"
+    if modified := modified_module(model):
+        return f"the compact forward reads plain layers, not {modified}"
+    if any(type(p) is not nn.Linear for p in (model.lm_head, *_linears(model.model.layers[0]))):
+        return "its linear layers are not plain ones"
+    return ""
 
 
-def pack(module: nn.Module, steps: Callable[[], Step] | None = None) -> None:
-    """Have every linear layer multiply in the fastest layout, in place: the module cannot be saved, trained or moved then.
+def _linears(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+class _Layer:
+    """The weights of one layer."""
+
+    def __init__(self, layer: Any) -> None:
+        q, k, v, out, gate, up, down = _linears(layer)
+        self.qkv, self.out = _joined(q, k, v), _joined(out)
+        self.gate_up, self.down = _joined(gate, up), _joined(down)
+        attention = layer.self_attn
+        self.before, self.between = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+        self.q_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.k_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+
+
+def _joined(*linears: nn.Linear) -> PackedLinear:
+    """Return several linear layers of one input as a single one. Their own weights become views of its weight."""
+    biases = [linear.bias.data for linear in linears if linear.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    if len(linears) == 1:
+        return PackedLinear(linears[0].weight.data, bias)
+    weight = torch.cat([linear.weight.data for linear in linears])
+    # Otherwise a model would be on the device twice while it is loaded, and as long as the library's model is kept.
+    for linear, own in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight.data = own
+    return PackedLinear(weight, bias)
+
+
+@fused
+def _rotated(qk: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return [B, heads, n, width] of queries and keys [B, n, heads, width]: x cos + rotate_half(x) sin."""
+    return torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin).transpose(1, 2)
+
+
+@fused
+def _rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [B, n, 1, width] of positions [B, n]. The first half of the sine has rotate_half's sign."""
+    angle = positions[..., None, None].float() * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
+
+
+@fused
+def _gated(both: Tensor) -> Tensor:
+    """Return silu(gate) * up of [..., gate and up]."""
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+@fused
+def _added(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x + more and its root mean square norm."""
+    total = x + more
+    wide = total.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return total, (scaled * weight).to(x.dtype)
+
+
+class _Norm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+
+    def __init__(self, norm: Any) -> None:
+        weight, size = norm.weight.data, len(norm.weight)
+        self._plain, self._eps = weight, norm.variance_epsilon
+        self._weight = weight * size**0.5
+        self._floor = torch.tensor(self._eps * size, dtype=weight.dtype, device=weight.device).sqrt()
+
+    def add(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + more and its norm."""
+        if x.device.type == "cuda" and x.dtype != torch.float64:
+            return _added(x, more, self._plain, self._eps)
+        total = x + more
+        return total, self(total)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu":
+            return functional.rms_norm(x, self._plain.shape, self._plain, self._eps)
+        # `rms_norm` is a dozen operations on a CPU: 2 to 5% of a round. |x| / sqrt(n) is the root mean square.
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)
+        out: Tensor = (x * self._weight).div_(length)
+        return out
+
+
+class CompactModel(nn.Module):
+    """Stands in for a model of the Llama family wherever it is only called: same arguments, same logits.
 
     Args:
-        module: a model, or a part of one.
-        steps: see `choose_layouts`.
+        model: Model from `from_pretrained`. Its weights are shared: projections that are joined here become views there.
+
+    Attributes:
+        config, generation_config, device, dtype: The model's.
     """
-    _pack(module)
-    choose_layouts(_packed(module), steps)
 
+    attends_packed = True  # reads the packed call from the cache
 
-def _packed(module: nn.Module) -> list[Product]:
-    return [layer.product for layer in module.modules() if isinstance(layer, PackedLinear)]
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        inner, config = model.model, model.config
+        self.config, self.generation_config = config, model.generation_config
+        self.device, self.dtype = model.device, model.dtype
+        self._heads, self._groups = config.num_attention_heads, config.num_key_value_heads
+        self._width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._embed = inner.embed_tokens.weight.data
+        self._layers = [_Layer(layer) for layer in inner.layers]
+        self._norm = _Norm(inner.norm)
+        self._head = _joined(model.lm_head)
+        frequencies = inner.rotary_emb.inv_freq.float()
+        self._frequencies = torch.cat([-frequencies, frequencies])  # the cosine is even
+        self._scaling = float(inner.rotary_emb.attention_scaling)
+        self._wide = can_widen(self.device, self.dtype)
+        self._grouped = self.device.type == "cuda"
+        self.eval()
 
+    def get_input_embeddings(self) -> Any:
+        """Return the embedding of tokens, as of a `PreTrainedModel`."""
+        return lambda tokens: functional.embedding(tokens, self._embed)
 
-def _reads_weights(module: nn.Module) -> bool:
-    """Whether the forward of a module reads the weight of a layer in it, as some routers of experts do."""
-    return "weight" in getattr(inspect.unwrap(type(module).forward), "__code__", _NO_CODE).co_names
+    def get_output_embeddings(self) -> Any:
+        """Return the output layer, as of a `PreTrainedModel`."""
+        return self._head
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        past_key_values: Any,
+        use_cache: bool = True,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool = False,
+    ) -> SimpleNamespace:
+        """Return `logits` [B, R, V] and, if asked for, `hidden_states`: [B, n, H] before each layer and after the last.
 
-def _pack(module: nn.Module) -> None:
-    reads_weights = _reads_weights(module)
-    for name, child in module.named_children():
-        if is_modified(child) or (isinstance(child, nn.Linear) and type(child) is not nn.Linear):
-            continue  # quantised, adapted or patched: it computes something else, and may read the weights inside it
-        if reads_weights and isinstance(child, nn.Linear | Conv1D):
-            continue
-        if type(child) is nn.Linear:
-            setattr(module, name, PackedLinear(child.weight.data, None if child.bias is None else child.bias.data))
-        elif isinstance(child, Conv1D):  # GPT-2 keeps its weights transposed
-            setattr(module, name, PackedLinear(child.weight.data.t().contiguous(), child.bias.data))
+        Args:
+            input_ids: [1, n].
+            attention_mask: [1, 1, n, length + n] additive, of a packed call [S, 1, n, slots]; None = causal.
+            position_ids: [1, n].
+            past_key_values: A cache of `KVLayer`s.
+            use_cache: Always True.
+            logits_to_keep: Number of last rows of logits, 0 = all; or rows [R].
+            output_hidden_states: Whether to return hidden states.
+        """
+        count, start = input_ids.shape[1], past_key_values.get_seq_length()
+        # `is_causal` starts at the first key, so a prefix needs a mask.
+        if attention_mask is None and count > 1 and start:
+            attention_mask = backend_mask(causal(start, count, input_ids.device), self.dtype)
+        cos, sin = (part.to(self.dtype) for part in _rotation(position_ids, self._frequencies, self._scaling))
+        x = functional.embedding(input_ids, self._embed)
+        states, more = [], x
+        for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
+            x, normed = layer.before.add(x, more) if number else (x, layer.before(x))
+            # Only if asked for: all of them are gigabytes for a long prompt.
+            if output_hidden_states:
+                states.append(x)
+            x, normed = layer.between.add(x, self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask))
+            more = layer.down(_gated(layer.gate_up(normed)))
+        rows = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)  # -0: all
+        if not output_hidden_states:
+            x, more = x[:, rows], more[:, rows]
+        _, last = self._norm.add(x, more)
+        read = last[:, rows] if output_hidden_states else last
+        logits = wide_linear(read, self._head.weight, self._head.bias) if self._wide else self._head(read)
+        return SimpleNamespace(logits=logits, hidden_states=(*states, last) if output_hidden_states else None)
+
+    def _attend(self, layer: _Layer, kv: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Return [B, n, H] from the projections [B, n, .]."""
+        batch, count, _ = qkv.shape
+        heads, groups, width = self._heads, self._groups, self._width
+        qkv = qkv.view(batch, count, heads + 2 * groups, width)  # queries, keys, values by head
+        qk = qkv[:, :, : heads + groups]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qk = torch.cat([layer.q_norm(qk[:, :, :heads]), layer.k_norm(qk[:, :, heads:])], 2)
+        qk = _rotated(qk, cos, sin)  # [B, heads + groups, n, width]
+        keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
+        q, call = qk[:, :heads], kv.kv.call
+        q = q if call is None else call.spread(q)
+        if self._grouped and mask is not None:
+            out, _ = grouped_attention(self, q, keys, values, mask)
         else:
-            _pack(child)
+            out = functional.scaled_dot_product_attention(
+                q, keys, values, mask, is_causal=mask is None and count > 1, enable_gqa=heads != groups
+            ).transpose(1, 2)
+        out = out if call is None else call.gather(out)
+        return layer.out(out.reshape(batch, count, heads * width))

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import CachedModel
-from .packed import Part
+from .packing import Part
 
 ENDLESS = 1 << 30
 """Maximum text length of a model without a limit on positions."""

@@ -1,16 +1,27 @@
-"""Attention masks of trees and of texts with hidden slots or shifted positions."""
+"""Attention masks: the form that a backend reads, windows of layers, hidden slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..topology import Topology
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+KINDS = (FULL, SLIDING, CHUNKED)
+"""Layer types for which masks are computed here, with the names of `layer_types` in the configuration."""
 
-_MOST = 4096
-"""Maximum number of cached parts of a tree. A few parts recur in most rounds."""
+
+def backend_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a boolean mask [..., query, key] to an additive one. Boolean 4D masks are silently wrong under `eager`.
+
+    sdpa also accepts a boolean mask, but converts it in every layer (measured: 3 to 4% of a small model's call). Masked
+    entries are half of the lowest value: kernels multiply by log2(e), and an infinite value would give NaN for a query that
+    sees none of the keys of a block.
+    """
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min / 2)
 
 
 def causal(start: int, count: int, device: torch.device) -> Tensor:
@@ -19,114 +30,77 @@ def causal(start: int, count: int, device: torch.device) -> Tensor:
     return (slots <= slots[start:, None])[None, None]
 
 
+@dataclass(frozen=True)
+class LayerMasks:
+    """Restrictions of the mask for each layer type.
+
+    Attributes:
+        window: Size in tokens of the sliding window.
+        chunk: Size in tokens of a chunk of chunked attention.
+        kinds: Layer types of the model, a subset of `KINDS`.
+    """
+
+    window: int
+    chunk: int
+    kinds: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LayerMasks | None:
+        """Return the masks of a model; None if all its layers use full attention."""
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or [])
+        window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        if window is None or (kinds and SLIDING not in kinds):
+            kinds.discard(SLIDING)
+        elif not kinds:
+            kinds = {SLIDING}
+        if chunk is None:
+            kinds.discard(CHUNKED)
+        supported = tuple(kind for kind in KINDS if kind in kinds)
+        return None if supported in ((), (FULL,)) else cls(int(window or 0), int(chunk or 0), supported)
+
+    def cut(self, mask: Tensor, positions: Tensor, position_at: Tensor, dtype: torch.dtype) -> Any:
+        """Return the additive form of a mask [B, 1, n, slots] bool, as a dictionary by layer type if there are several.
+
+        Windows count positions of queries [B, n] and keys [B, slots], which differ from slots for the candidates of a tree.
+        """
+        query, key = positions[:, None, :, None], position_at[:, None, None]
+        masks = {}
+        for kind in self.kinds:
+            restricted = mask
+            if kind == SLIDING:
+                restricted = mask & (query - key < self.window)
+            elif kind == CHUNKED:
+                restricted = mask & (query // self.chunk == key // self.chunk)
+            masks[kind] = backend_mask(restricted, dtype)
+        return masks if len(masks) > 1 else masks[self.kinds[0]]
+
+
+@dataclass
 class SlotLayouts:
-    """Hidden slots and shifted positions of each stream.
+    """Hidden slots and shifted positions of the texts that have them.
 
-    By default, later tokens see every slot and the position of a token equals its slot.
+    In all other texts, later tokens see every slot and the position of a token equals its slot.
 
-    Args:
-        streams: Number of streams S.
-        capacity: Slots per stream.
-        device: Device of the model.
+    Attributes:
+        by_stream: For each such stream [n] bool, True for the first n slots that later tokens do not see, and [D] int64,
+            position minus slot of later tokens. D > 1 if a position has several coordinates.
     """
 
-    def __init__(self, streams: int, capacity: int, device: torch.device) -> None:
-        self._changed = [False] * streams
-        self._hidden = torch.zeros(streams, capacity, dtype=torch.bool, device=device)
-        self._offsets = torch.zeros(1, streams, dtype=torch.int64, device=device)
+    by_stream: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def set(self, stream: int, hidden: Tensor, offset: Tensor) -> None:
-        """Set the layout of a stream.
+    def hide(self, mask: Tensor, first: int = 0) -> None:
+        """Mask the hidden slots in a mask [B, 1, n, slots] bool of the streams from `first` on, in place."""
+        for stream, (hidden, _) in self.by_stream.items():
+            if 0 <= stream - first < len(mask):
+                mask[stream - first, ..., : len(hidden)] &= ~hidden[: mask.shape[-1]]
 
-        Args:
-            stream: Index of the stream.
-            hidden: [n] bool, True for the first n slots that later tokens do not see.
-            offset: [D] int64, position minus slot of later tokens. D > 1 if a position has several coordinates.
-        """
-        self._changed[stream] = True
-        self._hidden[stream] = False
-        self._hidden[stream, : len(hidden)] = hidden
-        if len(offset) > len(self._offsets):
-            self._offsets = self._offsets.expand(len(offset), -1).clone()
-        self._offsets[:, stream] = offset
-
-    def of(self, stream: int, start: int) -> SlotLayouts | None:
-        """Return the layouts if the stream has a layout, else None. A text that starts at slot 0 resets the layout."""
-        if start == 0 and self._changed[stream]:
-            self._changed[stream] = self._hidden[stream] = False
-            self._offsets[:, stream] = 0
-        return self if self._changed[stream] else None
-
-    def hide(self, mask: Tensor, first: int = 0) -> Tensor:
-        """Return the mask [B, 1, n, slots], boolean or additive, of the streams from `first` on, with hidden slots masked."""
-        hidden = self._hidden[first : first + len(mask), None, None, : mask.shape[-1]]
-        return mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min / 2)
-
-    def positions(self, at: Tensor, stream: int | Tensor) -> Tensor:
-        """Return the positions of tokens, [1, n] or [D, 1, n].
-
-        Args:
-            at: [1, n] positions without a layout.
-            stream: Index of the stream of all tokens, or [n] index of the stream of each token.
-        """
-        offsets = self._offsets[:, stream].reshape(len(self._offsets), 1, -1)  # [D, 1, 1 or n]
-        return at + offsets[0] if len(offsets) == 1 else at[None] + offsets
-
-
-class TreeMasks:
-    """Masks of parts of one tree.
-
-    Args:
-        topology: Topology of the tree.
-        capacity: Maximum prefix length in tokens.
-        after_prefix: Converts a boolean mask [n, n] to [1, 1, n, capacity + n] (see `CachedModel`).
-    """
-
-    def __init__(self, topology: Topology, capacity: int, after_prefix: Callable[[Tensor], Tensor]) -> None:
-        self._topology, self._capacity = topology, capacity
-        self._whole = after_prefix(topology.sees)  # [1, 1, rows, capacity + rows]
-        self._sees = self._whole[0, 0, :, capacity:]  # [rows, rows], in the form of the mask
-        self._scratch = self._whole[:, :, :0]
-        self._relations: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
-        self._parts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Tensor | None, Tensor]] = {}
-
-    def relation(self, before: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """Return the mask [n, m + n] of n rows over m rows `before` them and themselves."""
-        key = tuple(before), tuple(rows)
-        if key not in self._relations:
-            if len(self._relations) == _MOST:
-                self._relations.clear()
-            at, columns = (torch.tensor(indices, device=self._sees.device) for indices in (key[1], key[0] + key[1]))
-            self._relations[key] = self._sees[at[:, None], columns]
-        return self._relations[key]
-
-    def part(self, base: int, before: Sequence[int], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the mask [1, 1, n, base + m + n] of n rows, and their depths [1, n].
-
-        The mask may be a view of a reused buffer. It is valid until the next call.
-
-        Args:
-            base: Length of the prefix.
-            before: m rows of the tree that are in the cache, ordered by slot.
-            rows: n rows to read after them.
-        """
-        key = tuple(before), tuple(rows)
-        if key not in self._parts:
-            if len(self._parts) == _MOST:
-                self._parts.clear()
-            self._parts[key] = self._make(*key)
-        mask, depth = self._parts[key]
-        count, end = len(rows), self._capacity + len(before) + len(rows)
-        if mask is None:  # consecutive rows from the root: a slice of the whole mask
-            return self._whole[:, :, len(before) : len(before) + count, self._capacity - base : end], depth
-        if self._scratch.shape[2] < count:
-            self._scratch = self._whole[:, :, :count].clone()
-        # The prefix columns, which all rows see, are never written. Values of earlier parts beyond `end` are never read.
-        self._scratch[0, 0, :count, self._capacity : end] = mask
-        return self._scratch[:, :, :count, self._capacity - base : end], depth
-
-    def _make(self, before: tuple[int, ...], rows: tuple[int, ...]) -> tuple[Tensor | None, Tensor]:
-        """Return the mask [n, m + n] over the tree, or None if it is a slice of the whole mask, and the depths [1, n]."""
-        order = (*before, *rows)
-        depth = torch.tensor([[self._topology.depth[row] for row in rows]], device=self._sees.device)
-        return None if order == tuple(range(len(order))) else self.relation(before, rows), depth
+    def positions(self, positions: Tensor, stream: Tensor) -> Tensor:
+        """Return positions [1, n] or [D, 1, n] of tokens with positions [1, n] in their streams [n]."""
+        if not self.by_stream:
+            return positions
+        depth = max(len(offset) for _, offset in self.by_stream.values())
+        offsets = positions.new_zeros(depth, 1, positions.shape[1])
+        for number, (_, offset) in self.by_stream.items():
+            offsets += offset[:, None, None] * (stream == number)
+        return positions + offsets[0] if depth == 1 else positions[None] + offsets

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...policies.errors import InputError, PairError
 from ..topology import Topology
 from .adapters import unwrap
+from .cache import scored_tokens
 from .engine import choose_engine, speed_up
-from .kv_cache import scored_tokens
 from .loading import check_memory, load_model, load_tokenizer, open_checkpoint
 from .long_rope import LongRope, long_rope, readable
+from .masks import KINDS
 from .placement import call_from, check_device_map, is_placed, kept_as_is, model_hash, place_of, warn_once
-from .reading.layer_masks import KINDS
 from .self_check import check_model
 from .view import READS_ALL, Reading
 
@@ -237,8 +237,8 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
     """
     names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
     hashes = tuple(map(model_hash, pair.models.values()))  # first, because packed weights are not parameters
-    target = speed_up(pair.target, names[0], pair.readings[0])
-    draft = None if pair.draft is None else speed_up(pair.draft, names[1], pair.readings[1])
+    target = speed_up(pair.target, names[0])
+    draft = None if pair.draft is None else speed_up(pair.draft, names[1])
     return dataclasses.replace(pair, target=target, draft=draft, engines=names, hashes=hashes)
 
 

@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 from ...policies.errors import PairError, SpecstopWarning
 from ..topology import from_widths
 from .adapters import modified_module
-from .cache import CachedModel
-from .kv_cache import scored_tokens
+from .cache import CachedModel, scored_tokens
 from .long_rope import long_rope, readable
-from .packed import Part, TreeRows, split
+from .masks import LayerMasks
+from .packing import Part, TreeRows, split
 from .placement import is_plain, is_quantised
-from .reading.layer_masks import LayerMasks
 from .view import Reading, open_view
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}

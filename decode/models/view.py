@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .attention import without_cudnn
-from .wide_head import widen
+from .device import widen
 
 _MODULE_ATTRIBUTES = vars(nn.Module())
 _Guard = contextlib.AbstractContextManager[None]

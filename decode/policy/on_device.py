@@ -19,9 +19,7 @@ from torch.nn import functional
 from ...policies.errors import PolicyError
 from ...policies.features import NO_SCORES, TOP, DrawnTokens, Needs, RowSummary
 from ...policies.typing import Array
-from ..models.cuda.fused import fused
-from ..models.cuda.recorder import Recorded, Recorder, filled_up
-from ..models.cuda.transfer import upload
+from ..models.device import Recorded, Recorder, filled_up, fused, upload
 
 LEAST = -87.0
 """As in `kernels.rows`: what a masked token counts as below the largest."""

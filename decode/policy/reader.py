@@ -12,7 +12,7 @@ from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, Layout
 from ...policies.history import History
 from ..candidates import Candidates
-from ..models.hidden import seen
+from ..models.outputs import seen
 from ..topology import Topology
 from .summaries import lead_over_truncated, read_columns
 

@@ -26,7 +26,7 @@ from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
 from ..drafters.depths import tell_if_cut
 from ..loop import Speculator
-from ..models.cuda.recorder import Recorded
+from ..models.device import Recorded
 from ..models.pair import Pair
 from ..records import Generation
 from ..settings import Settings

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..candidates import Candidates
-from ..models.cuda.transfer import download
+from ..models.device import download
 from .base import Accepted, Drawn, Turn, Verification
 from .match import best_tokens
 from .noise import Choices, Purpose

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..models.cuda.transfer import download, upload
+from ..models.device import download, upload
 from .base import Accepted, Drawn, Turn, Verification
 from .noise import Choices, best_of_rows, best_scores, in_order, match_scores, own_tokens
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..candidates import Candidates
-from ..models.cuda.transfer import download
-from ..models.finite import broken
+from ..models.device import download
+from ..models.outputs import broken
 from .base import Accepted, Drawn, Turn, Verification
 from .noise import Choices, Purpose
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from specstop.decode.models.cuda.recorder import Recorder
+from specstop.decode.models.device import Recorder
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -14,9 +14,9 @@ from specstop.decode import Settings, Speculator, model_source
 from specstop.decode.benchmark import bench, run_alternating
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
-from specstop.decode.models.cuda import graph as graph_module
-from specstop.decode.models.cuda.graph import CudaGraphModel
-from specstop.decode.models.cuda.recorder import Recorded
+from specstop.decode.models import cuda as cuda_module
+from specstop.decode.models.cuda import CudaGraphModel
+from specstop.decode.models.device import Recorded
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.policies import FixedLength
@@ -44,7 +44,7 @@ class Wandering(StopPolicy):
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    monkeypatch.setattr(graph_module, "LEAST_SEEN", 16)
+    monkeypatch.setattr(cuda_module, "LEAST_SEEN", 16)
     for module in (model_source, drafters_module):
         monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     return simulate_graphs(monkeypatch)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from small_models import table
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packed import TreeRows
-from specstop.decode.models.reading.layer_masks import LayerMasks
+from specstop.decode.models.masks import LayerMasks
+from specstop.decode.models.packing import TreeRows
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -127,8 +127,7 @@ def test_a_pruned_tree_reads_as_the_chains_it_has(model: PreTrainedModel, seed: 
 def test_parts_of_a_tree_come_and_come_again_in_any_order(
     some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of changing sizes after prefixes of changing lengths, more of them than are kept."""
-    monkeypatch.setattr("specstop.decode.models.masks._MOST", 2)
+    """Of changing sizes after prefixes of changing lengths."""
     tree, draw = parse_tree("3,2,2"), random.Random(4)
     made = Tree(some, tree, 9)
     parts = [pruned(tree, draw) for _ in range(4)]
@@ -247,7 +246,7 @@ def test_a_window_may_end_inside_the_tree(kind: str) -> None:
 def test_a_chain_is_kept_without_moving_anything(some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Tree(some, chain(5), 6)
     made.read(list(range(6)))
-    monkeypatch.setattr("specstop.decode.models.kv_cache.KVCache.move", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr("specstop.decode.models.cache.KVCache.move", lambda *_: pytest.fail("moved"))
     made.cached.keep(6, [6, 7, 8])
     assert made.cached.length == 9
 

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...collect.prompts.read import Prompt
-from ...decode.models.cuda.graph import open_cache
-from ...decode.models.cuda.transfer import upload
-from ...decode.models.hidden import stored
+from ...decode.models.cuda import open_cache
+from ...decode.models.device import upload
+from ...decode.models.outputs import stored
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.verify.noise import stream_key

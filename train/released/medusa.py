@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.heads.networks import MOST_DEPTH, MedusaHeads, Shape
-from ...decode.models.hidden import hidden_width
+from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...candidates import Candidates
-from ...models.cuda.transfer import upload
+from ...models.device import upload
 from ...models.pair import Pair
 from ..base import Proposal
 from .layer import LayerReader

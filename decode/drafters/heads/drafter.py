@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....policies.contract import Array
 from ...candidates import Candidates
-from ...models.cuda.transfer import upload
+from ...models.device import upload
 from ...models.long_rope import ENDLESS
 from ...models.pair import Pair
 from ...models.view import layer_view

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...models.attention import without_cudnn
-from ...models.cuda.transfer import upload
+from ...models.device import upload
 
 
 @dataclass(slots=True)

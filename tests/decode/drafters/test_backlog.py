@@ -13,7 +13,7 @@ from specstop.collect.run import collect
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
 from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.packed import Part
+from specstop.decode.models.packing import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.settings import Settings

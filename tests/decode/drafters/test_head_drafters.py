@@ -14,7 +14,7 @@ from specstop.decode.candidates import Candidates
 from specstop.decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
 from specstop.decode.drafters.heads.layer_network import LayerNetwork
 from specstop.decode.loop import Speculator
-from specstop.decode.models.hidden import hidden_width
+from specstop.decode.models.outputs import hidden_width
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings

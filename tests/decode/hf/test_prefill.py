@@ -14,7 +14,7 @@ import torch
 from small_drafters import small_network
 from specstop.decode import model_source, specstop_generate
 from specstop.decode.drafters import TrainedDrafter, model as drafters_module, save_drafter
-from specstop.decode.models.cuda.graph import CudaGraphModel
+from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.pair import join
 from specstop.policies.errors import InputError, PairError
 from tape import recorder, simulate_graphs

@@ -11,7 +11,7 @@ from conftest import EOS, VOCABULARY, build_draft, build_model
 from small_drafters import small_drafter
 from specstop.decode import Settings, Speculator, plain_texts
 from specstop.decode.loop import Request
-from specstop.decode.models.cuda.transfer import download, upload
+from specstop.decode.models.device import download, upload
 from specstop.decode.models.pair import Pair
 from specstop.policies import FixedLength
 

@@ -8,8 +8,8 @@ from conftest import VOCABULARY, build_model
 from specstop.decode.models import attention as attention_module
 from specstop.decode.models.attention import divided_attention, grouped_attention
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.compact import CompactModel
-from specstop.decode.models.cuda.graph import CudaGraphModel
+from specstop.decode.models.cuda import CudaGraphModel
+from specstop.decode.models.engine import CompactModel
 from tape import recorder, simulate_graphs
 from torch.nn import functional
 
@@ -50,7 +50,7 @@ def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPat
     longest = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 700}
     model = build_model(**longest).float()
     compact = CompactModel(model)
-    compact._grouped, compact._tabulated = True, False
+    compact._grouped = True
     reference, recorded = (
         CachedModel(model, 640, VOCABULARY),
         CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder),  # type: ignore[arg-type]

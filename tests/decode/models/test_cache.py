@@ -7,7 +7,6 @@ import torch
 from conftest import VOCABULARY
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.models.reading.layer_masks import backend_mask
 
 NEAR = {"sdpa": 1e-10, "eager": 1e-4}  # eager attention takes its softmax in float32 whatever the dtype
 
@@ -66,7 +65,7 @@ def test_a_mask_hides_what_it_says_under_each_backend(model: torch.nn.Module) ->
     cached = CachedModel(model, 20, VOCABULARY)
     cached.read(prefix)
     mask = torch.cat([torch.ones(2, 6), torch.eye(2)], 1).bool()[None, None]
-    both = cached.read(branches, 0, backend_mask(mask, model), torch.tensor([[6, 6]]))
+    both = cached.read(branches, 0, mask, torch.tensor([[6, 6]]))
     for i in range(2):
         alone = full(model, torch.cat([prefix, branches[:, i : i + 1]], 1))[:, -1]
         torch.testing.assert_close(both[:, i], alone, atol=near(model), rtol=0)
@@ -77,7 +76,7 @@ def test_the_backend_needs_the_form_it_gets(eager_pair: Pair) -> None:
     """A boolean mask is added as 0 and 1 under eager attention, and hides nothing; `read` takes either form."""
     text, model = tokens(1, 6), eager_pair.target
     causal = torch.ones(6, 6).tril().bool()[None, None]
-    right = CachedModel(model, 6, VOCABULARY).read(text, 0, backend_mask(causal, model))
+    right = CachedModel(model, 6, VOCABULARY).read(text, 0, causal)
     wrong = model(text, attention_mask=causal).logits
     torch.testing.assert_close(right, full(model, text), atol=near(model), rtol=0)
     torch.testing.assert_close(CachedModel(model, 6, VOCABULARY).read(text, 0, causal), right, atol=0, rtol=0)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,12 +19,12 @@ from specstop.decode import (
 )
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
+from specstop.decode.models import cuda as cuda_module
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda import graph as graph_module, memory as memory_module
-from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
-from specstop.decode.models.cuda.recorder import Recorder, filled_up
-from specstop.decode.models.packed import Part, TreeRows
-from specstop.decode.models.pair import Pair, join
+from specstop.decode.models.cuda import CudaGraphModel, open_cache
+from specstop.decode.models.device import filled_up
+from specstop.decode.models.packing import Part, TreeRows
+from specstop.decode.models.pair import join
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
@@ -41,12 +38,20 @@ TREE = parse_tree("2,2,1")
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let texts of dozens of tokens pass through several sizes of attention."""
-    monkeypatch.setattr(graph_module, "LEAST_SEEN", 16)
+    monkeypatch.setattr(cuda_module, "LEAST_SEEN", 16)
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return simulate_graphs(monkeypatch)
+
+
+@pytest.fixture
+def recording(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """Let loops record their calls."""
+    for module in (model_source, drafters_module):
+        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+    return graphs
 
 
 @pytest.fixture
@@ -170,11 +175,9 @@ def test_what_cannot_be_recorded_says_so_once_and_runs_as_it_is(model: PreTraine
 
 @pytest.mark.parametrize("streams", [1, 2])
 def test_states_that_are_not_finite_end_with_their_text(
-    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch, streams: int
+    model: PreTrainedModel, recording: Graphs, streams: int
 ) -> None:
     """Attention of a recording reads slots behind the text, too, with weight 0: nothing times NaN is NaN."""
-    for module in (model_source, drafters_module):
-        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     pair = join(model, build_draft(model))
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = float("nan")
@@ -183,17 +186,13 @@ def test_states_that_are_not_finite_end_with_their_text(
     texts = [text.tokens for text in speculator.run(good)]
     with pytest.raises(PairError):
         speculator.run(bad)
-    assert [text.tokens for text in speculator.run(good)] == texts and graphs.played
+    assert [text.tokens for text in speculator.run(good)] == texts and recording.played
     del speculator  # the next one takes over its memory
     another = Speculator(pair, FixedLength(3), Settings(0.0, 12, ignore_eos=True), batch=streams)
     assert [text.tokens for text in another.run(good)] == texts
 
 
-def test_what_is_recorded_ahead_serves_later_texts(
-    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (model_source, drafters_module):
-        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
+def test_what_is_recorded_ahead_serves_later_texts(model: PreTrainedModel, recording: Graphs) -> None:
     pair, settings = join(model, build_draft(model)), Settings(0.0, 20, ignore_eos=True)
     texts = []
     for depth, ahead in ((3, True), (6, False), (6, True)):
@@ -201,7 +200,7 @@ def test_what_is_recorded_ahead_serves_later_texts(
         if ahead:
             speculator.prepare([10, 30])
         texts.append(speculator.generate([3, 4, 5], 1).tokens)
-        buffers = speculator._source.target._kv._shared
+        buffers = speculator._source.target._kv.shared
         assert buffers and not any(buffer.requires_grad for buffer in buffers)
     assert texts[0] == texts[1] == texts[2]
 
@@ -287,7 +286,7 @@ def test_texts_of_batches_that_take_turns_keep_their_recordings(
 
 
 def test_one_loop_does_not_play_what_another_model_was_recorded_for(
-    model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, recording: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights that are replaced between two texts of a loop, and adapters that are added, switched off and scaled."""
     peft = pytest.importorskip("peft")
@@ -296,8 +295,6 @@ def test_one_loop_does_not_play_what_another_model_was_recorded_for(
     def texts(loop: Speculator) -> list[tuple[int, ...]]:
         return [loop.generate(prompt).tokens for prompt in ([3, 4, 5], [6, 7])]
 
-    for module in (model_source, drafters_module):
-        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     loop = Speculator(pair, FixedLength(3), settings)
     made = [texts(loop)]
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().roll(1, 0))
@@ -306,7 +303,7 @@ def test_one_loop_does_not_play_what_another_model_was_recorded_for(
     made.append(texts(loop))
     model.disable_adapters()
     made.append(texts(loop))
-    assert graphs.played and made[3] == made[1] and made[0] != made[1] != made[2]
+    assert recording.played and made[3] == made[1] and made[0] != made[1] != made[2]
     model.enable_adapters()
     assert texts(loop) == made[2]
     with monkeypatch.context() as patch:
@@ -316,10 +313,8 @@ def test_one_loop_does_not_play_what_another_model_was_recorded_for(
 
 
 def test_loops_in_several_threads_have_recordings_of_their_own(
-    model: PreTrainedModel, graphs: Graphs, prompt_ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    model: PreTrainedModel, recording: Graphs, prompt_ids: list[list[int]]
 ) -> None:
-    for module in (model_source, drafters_module):
-        monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     pair = join(model, build_draft(model))
 
     def texts(size: int) -> list[tuple[int, ...]]:
@@ -330,7 +325,7 @@ def test_loops_in_several_threads_have_recordings_of_their_own(
     expected = texts(1)
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(texts, [1, 2, 3, 1] * 6)) == [expected] * 24
-    assert graphs.played
+    assert recording.played
 
 
 @torch.no_grad()
@@ -375,32 +370,8 @@ def test_a_prompt_is_read_on_a_device_without_a_mask(model: PreTrainedModel, mon
     prompt = torch.arange(3, 12)[None]
     expected = masked.read(prompt)
     seen.clear()
-    cache._maskless_prompt = True  # as where the model lies on a device
     same([expected], [cache.read(prompt)])
     assert seen == [(None, True)] * model.config.num_hidden_layers
-
-
-def test_recordings_share_a_pool_and_play_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, object]] = []
-
-    @contextlib.contextmanager
-    def noted(what: str, first: object, **more: object) -> Iterator[None]:
-        done.append((what, (more["pool"], more["stream"]) if more else first))
-        yield
-
-    graph = SimpleNamespace(replay=lambda: done.append(("play", None)))
-    monkeypatch.setattr(torch.cuda, "device", functools.partial(noted, "device"))
-    monkeypatch.setattr(torch.cuda, "graph", functools.partial(noted, "record"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", iter(["pool"]).__next__)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    device = torch.device("cuda:1")
-    recorder = Recorder(device)
-    plays = [recorder.record(lambda number=number: number) for number in (3, 4)]
-    assert done == [("device", device), ("record", ("pool", "stream of cuda:1"))] * 2
-    assert [play() for play in plays if play is not None] == [3, 4]
-    assert done[4:] == [("device", device), ("play", None)] * 2
 
 
 @torch.no_grad()
@@ -448,18 +419,6 @@ def test_long_calls_are_recorded_too(model: PreTrainedModel, graphs: Graphs, row
     assert len(tree) > 64 and graphs.recorded >= 2 and graphs.played >= 6
 
 
-@torch.no_grad()
-def test_what_fits_no_longer_when_it_is_filled_up_is_read_as_it_is(model: PreTrainedModel, graphs: Graphs) -> None:
-    outs = []
-    for cache in (CachedModel(model, 128, VOCABULARY), CudaGraphModel(model, 128, VOCABULARY, recorder=recorder)):
-        out = [cache.read(torch.full((1, 10), 3), 1)]
-        for _ in range(3):
-            out.append(cache.read(torch.arange(1, 40)[None].repeat(1, 3)[:, : cache.capacity - 10], 2))
-            cache.roll_back(10)
-        outs.append(out)
-    same(*outs)
-
-
 def test_sizes_rise_in_few_steps() -> None:
     sizes = [filled_up(count) for count in range(1, 1025)]
     assert sizes == sorted(sizes) and all(size >= count for count, size in enumerate(sizes, 1))
@@ -471,7 +430,7 @@ def test_sizes_rise_in_few_steps() -> None:
 def test_recordings_are_bounded_and_the_least_used_go_first(
     model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_module, "MOST_CALLS", 4)
+    monkeypatch.setattr(cuda_module, "MOST_CALLS", 4)
     cache, reference = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder), CachedModel(model, 120, VOCABULARY)
     for one in (cache, reference):
         one.read(torch.full((1, 5), 3), 1)
@@ -501,19 +460,15 @@ def test_recordings_of_batches_are_bounded_by_their_memory(
         CachedModel(model, 60, VOCABULARY, False, 2),
     )
     row = VOCABULARY * torch.float64.itemsize
-    monkeypatch.setattr(memory_module, "_device_bytes", lambda device: 6 * row / memory_module.SHARE_RECORDED)
+    monkeypatch.setattr(cuda_module, "device_bytes", lambda device: 6 * row / cuda_module.SHARE_RECORDED)
     for one in (cache, reference):
         one.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])
     for step in range(4):
         for count in (1, 2):
             parts = [Part(0, [3 + step] * count), Part(1, [5 + step] * count)]
             same([cache.read_parts(parts)], [reference.read_parts(parts)])
-            assert sum(call.size for call in cache._memory.packed.values()) <= 6 * row
+            assert sum(call.size for call in cache._memory.calls.values()) <= 6 * row
     assert graphs.recorded > 0
-
-
-def test_the_cpu_takes_the_growing_cache(pair: Pair) -> None:
-    assert type(open_cache(pair.target, 8, VOCABULARY)) is CachedModel
 
 
 @pytest.mark.gpu

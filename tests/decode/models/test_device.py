@@ -11,8 +11,8 @@ import torch
 from accelerator import Accelerator, to_device
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator
+from specstop.decode.models.device import wide_linear, widen
 from specstop.decode.models.pair import Pair, join
-from specstop.decode.models.wide_head import wide_linear, widen
 from specstop.decode.profile import add_decisions, decisions as decisions_module
 from specstop.decode.settings import Stopwatch
 from specstop.policies import FixedLength

@@ -14,9 +14,9 @@ from specstop.decode import with_drafter
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models import attention as attention_module
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.compact import CompactModel
-from specstop.decode.models.cuda.fused import Compiled
-from specstop.decode.models.cuda.graph import CudaGraphModel, open_cache
+from specstop.decode.models.cuda import CudaGraphModel, open_cache
+from specstop.decode.models.device import Compiled
+from specstop.decode.models.engine import CompactModel
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.policies.baselines.fixed import Confidence, FixedLength
@@ -53,7 +53,7 @@ def test_text_on_cuda_is_that_of_plain_decoding(
         beside = Speculator(pair, policy, Settings(temperature, 24, tree=tree, verification="match"), batch=3)
         requests = [Request(prompt, key) for key, prompt in enumerate(prompts)]
         assert [list(text.tokens) for text in beside.run(requests)] == expected
-        assert any(call.play for call in beside._source.target._memory.packed.values()), "recorded"
+        assert any(call.play for call in beside._source.target._memory.calls.values()), "recorded"
 
 
 @MUST_RECORD

@@ -14,9 +14,9 @@ from small_drafters import small_drafter
 from specstop.decode import model_source
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as drafters_module
 from specstop.decode.loop import Speculator
-from specstop.decode.models.cuda.graph import CudaGraphModel
+from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import speed_up
-from specstop.decode.models.hidden import hidden_width, seen, stored
+from specstop.decode.models.outputs import hidden_width, seen, stored
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings

@@ -11,7 +11,7 @@ import torch
 from small_models import table
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.engine import speed_up
-from specstop.decode.models.packed import Part, TreeRows
+from specstop.decode.models.packing import Part, TreeRows
 from specstop.decode.topology import Topology, parse_tree
 from transformers import PreTrainedModel
 

@@ -16,7 +16,7 @@ from conftest import EOS, VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator, plain_texts
 from specstop.decode.loop import Request
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda.graph import open_cache
+from specstop.decode.models.cuda import open_cache
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.models.placement import call_from, check_device_map, own_copy, tensors
 from specstop.policies import FixedLength

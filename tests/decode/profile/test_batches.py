@@ -13,7 +13,7 @@ from contract_policies import TEST_POLICIES
 from specstop.decode.loop import Request, Settings, Speculator, Stopwatch
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packed import Part
+from specstop.decode.models.packing import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.batches import SETTLING, BatchRun, BatchScript

@@ -31,7 +31,7 @@ from known_costs import (
 )
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.cuda.recorder import Recorded
+from specstop.decode.models.device import Recorded
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, measure_profile
 from specstop.decode.profile.calibration import _affordable

@@ -16,7 +16,7 @@ from enumeration import EXACT, prove
 from specstop.decode import loop, model_source
 from specstop.decode.candidates import Candidates, draft_tree
 from specstop.decode.model_source import ModelSource
-from specstop.decode.models import kv_cache
+from specstop.decode.models import cache as cache_module
 from specstop.decode.stream import Text
 from specstop.decode.topology import Topology
 from specstop.decode.verify import modes, rejection
@@ -210,7 +210,7 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        (kv_cache.KVCache, "move", lambda self, stream, slots, to: None),
+        (cache_module.KVCache, "move", lambda self, stream, slots, to: None),
         (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
         (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
     ],

@@ -1,0 +1,291 @@
+"""A cached model that records its calls as CUDA graphs.
+
+A graph repeats operations on the same addresses and shapes. So each shape of packed call has fixed input tensors, and
+attention reads the next power of two of the slots in use. Without a GPU the model is a plain `CachedModel`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .cache import CachedModel, KVCache, KVLayer, token_bytes
+from .device import Recorded, Recorder, filled_up
+from .long_rope import LongRopeModel, long_rope
+from .packing import PackedCall, Part, TreeRows, pack
+from .placement import is_placed, warn_once
+from .view import READS_ALL, Reading
+
+MOST_TOKENS, EXACT_TOKENS, LEAST_SEEN = 1024, 64, 256
+"""Longest recorded call; longest chain that is recorded as it is; minimum number of slots that attention reads."""
+
+MOST_CALLS, SHARE_RECORDED = 256, 0.05
+"""Maximum number of recorded calls of a memory, and maximum share of the device for their outputs."""
+
+MOST_KEPT, SHARE_KEPT = 4, 0.125
+"""Maximum number of unused memories of a model, and maximum share of the device for those beside the latest: runs that
+alternate, alone and in a batch, with hidden states and without, would otherwise discard each other's recordings."""
+
+Answer = tuple[Tensor, Tensor | None]
+"""Logits and, if they are kept, hidden states."""
+
+
+@dataclass
+class RecordedCall(Recorded[Answer]):
+    """Packed calls of one shape, with their inputs and the bytes of their outputs."""
+
+    call: PackedCall
+    size: int = 0
+
+
+@dataclass(eq=False)
+class Memory:
+    """Buffers and recordings. They outlive a `CudaGraphModel` for the next one of the same model.
+
+    Attributes:
+        kind: What the recordings depend on besides shapes; last, the addresses of the weights.
+        calls: Recorded calls by shape, the least recently used first.
+        unchecked: Calls recorded for an earlier model. They are used once one of them gives the model's current logits.
+    """
+
+    kind: tuple[object, ...]
+    recorder: Recorder
+    kv: KVCache
+    layers: list[KVLayer]
+    position_at: Tensor
+    calls: dict[object, RecordedCall] = field(default_factory=dict)
+    unchecked: dict[object, RecordedCall] = field(default_factory=dict)
+
+    def inherit(self) -> None:
+        """Mark all calls as unchecked: adapters and hooks may have changed, which addresses do not show."""
+        self.unchecked |= {key: call for key, call in self.calls.items() if call.play is not None}
+        self.calls = {}
+
+    @property
+    def slots(self) -> int:
+        """Slots of all streams."""
+        return self.kv.capacity * self.kv.streams
+
+    def evict(self) -> None:
+        """Remove the least recently used calls beyond `MOST_CALLS` and `SHARE_RECORDED`."""
+        most = SHARE_RECORDED * device_bytes(self.position_at.device)
+        sizes = [call.size for call in self.calls.values()]
+        while len(self.calls) > 1 and (len(self.calls) > MOST_CALLS or sum(sizes[-len(self.calls) :]) > most):
+            del self.calls[next(iter(self.calls))]
+
+
+KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
+"""Unused memories by model, the latest last."""
+
+_KEEPING = threading.RLock()
+"""Held while `KEPT` changes. Python may free a model, which leaves its memory here, in any thread."""
+
+
+def take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
+    """Remove and return the smallest kept memory of this kind and at least this size.
+
+    If there is none, those that a new memory replaces are freed.
+    """
+    with _KEEPING:
+        kept = KEPT.get(model, [])
+        alike = [one for one in kept if one.kind == kind and (one.kv.streams == 1) == (streams == 1)]
+        enough = [one for one in alike if one.kv.capacity >= capacity and one.kv.streams >= streams]
+        if memory := min(enough, key=lambda one: one.slots, default=None):
+            kept.remove(memory)
+            return memory
+        smaller = [one for one in alike if one.kv.capacity <= capacity and one.kv.streams <= streams]
+        kept[:] = [one for one in kept if one not in smaller and one.kind[-1] == kind[-1]]
+        _shrink(kept, model)
+    return None
+
+
+def keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
+    """Keep the memory of a `CudaGraphModel` that is no longer used."""
+    alive = model()
+    memory.inherit()
+    if alive is not None and memory.unchecked:
+        with _KEEPING:
+            kept = KEPT.setdefault(alive, [])
+            _shrink(kept, alive)
+            kept.append(memory)
+            del kept[:-MOST_KEPT]
+
+
+def _shrink(kept: list[Memory], model: PreTrainedModel) -> None:
+    while kept and sum(one.slots for one in kept) * token_bytes(model) > SHARE_KEPT * device_bytes(model.device):
+        del kept[0]
+
+
+def device_bytes(device: torch.device) -> float:
+    """Return the memory of a GPU; infinity for other devices."""
+    return float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else math.inf
+
+
+class CudaGraphModel(CachedModel):
+    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens after others when they come for the second time.
+
+    Args:
+        model, capacity, vocabulary, hidden, streams, device: See `CachedModel`; the capacity is rounded up.
+        recorder: Creates the recorder of a device.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        capacity: int,
+        vocabulary: int,
+        hidden: bool | Sequence[int] = False,
+        streams: int = 1,
+        recorder: Callable[[torch.device], Recorder] = Recorder,
+        device: torch.device | None = None,
+        reading: Reading = READS_ALL,
+    ) -> None:
+        # Buffers created in inference mode cannot be written to outside of it.
+        kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _addresses(model))
+        memory = take_memory(model, kind, capacity, streams)
+        # In coarse steps, so that the memory also serves the next text of about this length.
+        step = max(LEAST_SEEN, _seen(capacity) // 4)
+        capacity = memory.kv.capacity if memory else -(-capacity // step) * step
+        super().__init__(model, capacity, vocabulary, hidden, streams, device, reading)
+        if memory is None:
+            memory = Memory(kind, recorder(model.device), self._kv, self._layers, self._position_at)
+        self._memory, self._kv, self._layers, self._position_at = memory, memory.kv, memory.layers, memory.position_at
+        self._cache = Cache(layers=list(memory.layers))
+        self._kv.lengths[:] = [0] * self._kv.streams
+        if memory.recorder.works:
+            self._fewest_packed = 1  # single streams are recorded, too
+        weakref.finalize(self, keep_memory, weakref.ref(model), memory).atexit = False
+
+    @property
+    def _reads_beyond(self) -> bool:
+        return True
+
+    def _is_recorded(self, tokens: int) -> bool:
+        """Whether calls of so many tokens are recorded: not if a text has a layout, which recordings do not contain."""
+        return self._memory.recorder.works and tokens <= MOST_TOKENS and not self._layouts.by_stream
+
+    def read(
+        self,
+        tokens: Tensor,
+        rows: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        stream: int = 0,
+    ) -> Tensor:
+        """Append `tokens` to a stream and return logits; see `CachedModel.read`."""
+        if mask is None and self.streams == 1 and self.length and self._is_recorded(tokens.shape[1]):
+            return self._read_one(Part(stream, tokens[0], rows))
+        return super().read(tokens, rows, mask, positions, stream)
+
+    def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
+        """Append the tokens of rows of a tree to a stream and return their logits; see `CachedModel.read_tree`."""
+        if self.lengths[stream] and self._is_recorded(len(tokens)):
+            return self._read_one(Part(stream, tokens, tree=tree))
+        return super().read_tree(tokens, tree, stream)
+
+    def _read_one(self, part: Part) -> Tensor:
+        count = len(part.tokens)
+        logits, states = self._run_packed(self._pack([part]))
+        self._kv.lengths[part.stream] += count
+        self.states = None if states is None else states[:, :count]
+        return logits[:, : part.wanted or count]
+
+    def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
+        """Record calls of (tokens, rows) in texts of these lengths."""
+        if not self._memory.recorder.works or self.streams > 1:
+            return
+        longest = {min(_seen(length), self.capacity): min(length, self.capacity) for length in sorted(lengths)}
+        for length in longest.values():
+            for count, rows in calls:
+                last = max(length - count, 1)
+                for start in (0, last, last):  # the first call creates the buffers of the layers
+                    self._kv.lengths[0] = start
+                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.view.original.device), rows)
+        self.roll_back(0)
+
+    def refresh(self) -> None:
+        """Use the current layers of the model. Recordings hold for the addresses of its weights."""
+        super().refresh()
+        memory, addresses = self._memory, _addresses(self.view.original)
+        if addresses != memory.kind[-1]:
+            memory.kind = (*memory.kind[:-1], addresses)
+            memory.calls, memory.unchecked = {}, {}
+        elif any(type(module).__module__.partition(".")[0] == "peft" for module in self.view.original.modules()):
+            memory.inherit()
+
+    def _pack(self, parts: Sequence[Part]) -> PackedCall:
+        """Return a call of one of few shapes, so that batches that shrink and grow need few recordings."""
+        rows = min(1 << max(part.stream for part in parts).bit_length(), self._kv.streams)
+        exact = len(parts) == 1 == self.streams and parts[0].tree is None and len(parts[0].tokens) <= EXACT_TOKENS
+        call = pack(parts, self._kv.lengths, rows, self._device, int if exact else filled_up)
+        return replace(call, seen=min(_seen(call.seen), self.capacity))
+
+    def _run_packed(self, call: PackedCall) -> Answer:
+        """Return scores and hidden states, see `CachedModel`, from a recording of calls of this shape."""
+        if not self._is_recorded(call.line.shape[1]):
+            return super()._run_packed(call)
+        memory, key = self._memory, call.shape
+        inherited = memory.unchecked.pop(key, None)
+        recorded = memory.calls.pop(key, None) or inherited or RecordedCall(call=call.copy())
+        for own, new in zip(recorded.call.tensors, call.tensors, strict=True):
+            own.copy_(new)
+        forward = partial(super()._run_packed, recorded.call)
+        logits, states = recorded.answer(memory.recorder, forward)
+        if recorded is inherited:
+            current = forward()
+            if not torch.equal(logits, current[0]):
+                memory.unchecked.clear()
+                return current
+            memory.calls, memory.unchecked = {**memory.unchecked, **memory.calls}, {}
+        memory.calls[key] = recorded
+        if not recorded.size:
+            recorded.size = logits.nbytes + (0 if states is None else states.nbytes)
+            memory.evict()
+        return logits.clone(), None if states is None else states.clone()  # the next call of this shape overwrites them
+
+
+def _seen(slots: int) -> int:
+    """Return the next power of two, at least `LEAST_SEEN`."""
+    return max(LEAST_SEEN, 1 << max(slots - 1, 0).bit_length())
+
+
+def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
+    """Return the attention backend and the addresses of the weights, for which recordings hold."""
+    weights = itertools.chain(model.parameters(), model.buffers())
+    return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
+
+
+def open_cache(
+    model: PreTrainedModel,
+    capacity: int,
+    vocabulary: int,
+    hidden: bool | Sequence[int] = False,
+    streams: int = 1,
+    device: torch.device | None = None,
+    reading: Reading = READS_ALL,
+) -> CachedModel:
+    """Return the cached model for S streams, see `CachedModel`. It records its calls if the whole model is on one GPU.
+
+    Warns, once per model, if several texts are read one at a time.
+    """
+    if streams > 1 and not reading.side_by_side:
+        warn_once(
+            model,
+            f"{type(model).__name__}: reading several texts in one call changes their logits, so the texts of a batch are "
+            "read one at a time; larger batches are no faster",
+        )
+    if long_rope(model) is not None:
+        return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading)
+    if reading == READS_ALL and model.device.type == "cuda" and not is_placed(model):
+        return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)
+    return CachedModel(model, capacity, vocabulary, hidden, streams, device, reading)

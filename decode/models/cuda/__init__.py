@@ -1,1 +1,0 @@
-"""Calls recorded as CUDA graphs, and numbers moved between host and device."""

@@ -1,0 +1,118 @@
+"""What is checked in and taken from the outputs of models: finite logits, and hidden states that policies read."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ...policies.errors import PairError, PolicyError
+from ...policies.features import DRAFT_HIDDEN, MAX_HALF
+from .pair import Pair
+
+
+class FiniteRows(contextlib.AbstractContextManager[None]):
+    """Checks raw logits [..., V] by the end of its block: rows with a best score that is NaN or infinite are refused.
+
+    Single tokens may be at -inf. On a device the result is copied meanwhile, so that a block that waits for the device waits
+    once. On the CPU the constructor raises.
+
+    Args:
+        logits: Logits of the model.
+        role: `target` or `draft`, for the message.
+
+    Raises:
+        PairError: A row is broken. It replaces any error of the block.
+    """
+
+    def __init__(self, logits: Tensor, role: str = "target") -> None:
+        self._role = role
+        best = logits.amax(-1)  # NaN if the row contains one
+        self._pending: Tensor | None = None
+        if best.is_cpu:
+            self._check(best)
+        else:
+            self._pending = best.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+
+    def __exit__(self, *error: object) -> None:
+        if self._pending is not None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._check(self._pending)
+
+    def _check(self, best: Tensor) -> None:
+        if not all(map(math.isfinite, best.flatten().tolist())):
+            raise broken(self._role)
+
+
+def check_rows(logits: Tensor, role: str = "target") -> None:
+    """Check logits at once; see `FiniteRows`."""
+    with FiniteRows(logits, role):
+        pass
+
+
+def broken(role: str) -> PairError:
+    """Return the error of a model whose logits are not finite."""
+    return PairError(
+        f"the {role}'s logits are not finite: expected scores of tokens, not NaN or infinity; its weights or its config "
+        "are damaged, or too large for --dtype: try float32, or get the model again"
+    )
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A drafter that has hidden states."""
+
+    def keep_states(self) -> int:
+        """Return hidden states with every proposal from now on. The result is their width H."""
+
+
+def hidden_width(model: PreTrainedModel) -> int:
+    """Return H, the input width of a model's output layer."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
+
+
+def hidden_widths(pair: Pair, names: Sequence[str], drafter: object = None) -> dict[str, int]:
+    """Return the width of each of the hidden states to record, by its name in `features.hidden_states`.
+
+    The states of a drafter, which keeps them from now on, replace those of the draft model; `PolicyError` if it has none.
+    """
+    widths = {name: hidden_width(pair.target) for name in names}
+    if DRAFT_HIDDEN in widths:
+        widths[DRAFT_HIDDEN] = (
+            hidden_width(pair.draft_model)
+            if drafter is None
+            else ask_for_states(drafter, "--hidden", "leave the draft's states out")
+        )
+    return widths
+
+
+def ask_for_states(drafter: object, who: str, instead: str = "use another policy") -> int:
+    """Let a drafter keep its hidden states for `who` and return their width.
+
+    Raises:
+        PolicyError: It has none; the message ends with what to do `instead`.
+    """
+    if not isinstance(drafter, KeepsStates):
+        raise PolicyError(
+            f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra or "
+            f"layer, or {instead}"
+        )
+    return drafter.keep_states()
+
+
+def stored(states: Tensor) -> Tensor:
+    """Return hidden states [..., H] as a trace stores them: float16, clipped to its range."""
+    return states.clamp(-MAX_HALF, MAX_HALF).to(torch.float16)
+
+
+def seen(states: Tensor) -> Tensor:
+    """Return hidden states [..., H] as a policy sees them: float32, rounded to float16."""
+    return stored(states).float()
