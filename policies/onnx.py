@@ -15,8 +15,7 @@ import numpy as np
 
 from .calibration import Calibrator
 from .errors import PolicyError
-from .files.atomic import write_atomic
-from .files.outputs import claim_file
+from .files import prepare_output_file, write_atomic
 from .heads.base import kernels
 from .heads.layers import LinearHead, MLPHead
 from .heads.trees import TreesHead
@@ -57,9 +56,9 @@ def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
 
     Raises:
         PolicyError: onnx is not installed, the head has no ONNX form, or the difference is too large.
-        InputError: see `claim_file`.
+        InputError: see `prepare_output_file`.
     """
-    claim_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
+    prepare_output_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
     raw = build_onnx(policy).SerializeToString()
     difference = largest_difference(policy, raw)
     if difference is not None and not difference <= NEAR:  # NaN too

@@ -7,20 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .contract import Array, State
+from .contract import State
 from .errors import PolicyFailure
-
-
-def arrays(state: State) -> list[Array]:
-    """Return the arrays that a state is made of."""
-    found: list[Array] = []
-
-    def noted(array: Array) -> Array:
-        found.append(array)
-        return array
-
-    _over(noted, state)
-    return found
+from .typing import Array
 
 
 def take(state: State, rows: Array | slice) -> State:

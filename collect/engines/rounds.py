@@ -17,8 +17,8 @@ from torch import Tensor
 from ...decode.engines.rounds import Heard, Sent
 from ...decode.engines.vllm import Proposer
 from ...decode.policy.summaries import summarise
-from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, PATH, SAMPLED, Columns, DrawnTokens
+from ...policies.typing import Array
 from ..explore import Exploring
 from ..schema import READS, TIMES
 from ..work import Work
@@ -35,10 +35,11 @@ def engine_features(temperature: float) -> tuple[str, ...]:
 def explored_by(proposer: Proposer, rows: Array) -> Array:
     """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
     assert proposer.drafting is not None
-    asking, policy = proposer.drafting.asking, proposer.drafting.asking.policy
-    if not isinstance(policy, Exploring):
+    host = proposer.drafting.host
+    if not isinstance(host.policy, Exploring):
         return np.zeros(len(rows), dtype=bool)
-    return policy.explores(asking.state_of(rows))
+    host.load_rows(rows)
+    return host.policy.explores(host.state)
 
 
 @dataclass

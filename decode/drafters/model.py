@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from ...policies.contract import Array
+from ...policies.typing import Array
 from ..candidates import Candidates
 from ..models.cuda.graph import open_cache
 from ..models.finite import check_rows
 from ..models.hidden import hidden_width
+from ..models.long_rope import readable
 from ..models.packed import Part, TreeRows
 from ..models.pair import Pair
-from ..models.reading.modes import readable
 from .base import Proposal
 
 

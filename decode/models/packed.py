@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array
+from ...policies.typing import Array
 from ..topology import Topology
 from .cuda.transfer import upload
 from .kv_cache import KVCache, Packing

@@ -19,7 +19,7 @@ from ...policies.errors import TraceError
 from ...policies.heads.base import Head
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
-from ...policies.storage.safe_loading import digest
+from ...policies.safe_loading import digest
 from ...policies.typing import Array
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
-from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.grid import Grids, LinearCosts, SingleStreamCosts, grids_of
@@ -24,6 +24,7 @@ from specstop.policies.rules import BatchRule
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import TreePolicyTests
+from specstop.policies.typing import Array
 
 
 class TestBest(TreePolicyTests):
