@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from ..policies.contract import Array, DraftTree
+from ..policies.contract import DraftTree
+from ..policies.typing import Array
 from .topology import Topology
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies.contract import Array
 from ..policies.kernels import on_first_use
+from ..policies.typing import Array
 from .topology import Topology
 
 kernels = on_first_use("rounds")

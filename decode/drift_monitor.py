@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..policies.baselines.fixed import FixedLength
-from ..policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.joint.grid import SingleStreamCosts, batch_costs, length_rates
 from ..policies.latency.profile import Profile
 from ..policies.learned import LearnedPolicy, TreeGain
+from ..policies.typing import Array
 
 MODES = ("off", "warn", "fallback")
 WINDOW, MIN_ROUNDS = 200, 60

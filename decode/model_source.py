@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
+from ..policies.contract import DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.history import History
+from ..policies.typing import Array
 from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal

@@ -11,9 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from ..policies.contract import Array, DraftStep, DraftTree
+from ..policies.contract import DraftStep, DraftTree
 from ..policies.history import History
 from ..policies.host import PolicyHost
+from ..policies.typing import Array
 from .drafted import Drafted, Finished
 from .topology import Topology
 

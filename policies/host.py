@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyFailure, SpecstopWarning
 from .history import History
 from .latency.profile import Profile
 from .state import empty, join, put, take
+from .typing import Array
 from .validation import Failure, is_trusted, plugin_errors
 
 

@@ -184,6 +184,10 @@ class BatchRule(Rule):
         """See `Rule.lengths_by_size`."""
         return dict(sorted({**dict.fromkeys(streams for streams, _ in self.rates), **dict(self.lengths)}.items()))
 
+    def to_dict(self) -> dict[str, Any]:
+        """See `Rule.to_dict`; a `first` of 0 is not saved."""
+        return {name: value for name, value in super().to_dict().items() if value}
+
     def times(self, streams: Array) -> Array:
         """Return the factors [n] of the best fixed length's rate in batches of these sizes [n]."""
         return _interpolated(self.rates, streams)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .contract import Array, State
+from .contract import State
 from .errors import PolicyFailure
+from .typing import Array
 
 
 def take(state: State, rows: Array | slice) -> State:

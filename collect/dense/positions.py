@@ -25,8 +25,9 @@ from ...decode.models.pair import Pair
 from ...decode.observer import Seen
 from ...decode.records import Generation
 from ...decode.settings import Settings
-from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
+from ...policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ...policies.features import ANCHOR_FEATURES, check_hidden
+from ...policies.typing import Array
 from ..live import Recorder, Row
 from ..schema import NO_TOKEN, READS
 from ..shards import BATCH

@@ -31,10 +31,11 @@ import pyarrow.parquet as pq
 from ...decode.engines.drafting import Options
 from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import disk_text, prepare_output_dir, staged_folder
 from ...policies.splitmix import mix
+from ...policies.typing import Array
 from ..digests import policy_digest
 from ..explore import exploring
 from ..schema import HEADER_KEY, Header, chain

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array
+from ...policies.typing import Array
 from ..candidates import Candidates
 from ..models.device import upload
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...policies.contract import Array
+from ...policies.typing import Array
 from ..candidates import Candidates
 from ..models.pair import Pair
 from .base import Bounded, Carries, Chooses, Drafter, Prepares, Proposal, carries

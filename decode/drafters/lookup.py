@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from ...policies.contract import Array
 from ...policies.errors import InputError
+from ...policies.typing import Array
 from ..candidates import Candidates
 from ..models.long_rope import ENDLESS
 from ..models.pair import Pair

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from ...policies.contract import Array
+from ...policies.typing import Array
 from ..candidates import Candidates
 from ..models.cuda import open_cache
 from ..models.long_rope import readable

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ...policies.baselines.fixed import FixedLength
-from ...policies.contract import Array, RoundOutcome, StopPolicy
+from ...policies.contract import RoundOutcome, StopPolicy
 from ...policies.features import DrawnTokens, Layout
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
+from ...policies.typing import Array
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
 from ..topology import chain

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...policies.contract import Array
 from ...policies.features import DrawnTokens
+from ...policies.typing import Array
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array, DraftStep, DraftTree
+from ...policies.contract import DraftStep, DraftTree
 from ...policies.features import DrawnTokens, Layout
 from ...policies.history import History
+from ...policies.typing import Array
 from ..candidates import shown_tree
 from ..policy.summaries import read_columns
 from ..topology import Topology

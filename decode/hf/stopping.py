@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ...policies.contract import Array, RoundOutcome, StopPolicy
+from ...policies.contract import RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
 from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens
 from ...policies.host import PolicyHost
 from ...policies.registry import load_policy
+from ...policies.typing import Array
 from ...policies.validation import validate_policy
 from ..policy.reader import Reader, draft_step
 from ..policy.summaries import read_columns

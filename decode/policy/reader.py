@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ...policies.contract import Array, DraftStep, StopPolicy
+from ...policies.contract import DraftStep, StopPolicy
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, Layout
 from ...policies.history import History
+from ...policies.typing import Array
 from ..candidates import Candidates
 from ..models.outputs import seen
 from ..topology import Topology
@@ -57,7 +58,7 @@ class Logits:
 
     Attributes:
         raw: [R, V] logits of the places that were fed.
-        tokens: what was drawn from them, in this order, as `features.Drawn` has it.
+        tokens: what was drawn from them, in this order, as `features.DrawnTokens` has it.
         sampled: [R, V] log-weights, where they are not raw / T; else None.
         scores: [R, V] that `match` took the largest of; None under other modes. `best` by row: see `verify.Drawn`.
         states: [R, H] the draft's last hidden states, where somebody wants them.

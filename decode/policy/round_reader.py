@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...policies.contract import Array, DraftStep, StopPolicy
+from ...policies.contract import DraftStep, StopPolicy
 from ...policies.history import History
+from ...policies.typing import Array
 from ..stream import Stream
 from ..topology import Topology
 from .reader import Base, Level, Logits, Reader

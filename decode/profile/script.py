@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ...policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ...policies.typing import Array
 
 TWICE = 2
 """Times in a row that a length comes."""

@@ -9,16 +9,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..contract import (
-    Array,
-    DraftStep,
-    RoundOutcome,
-    State,
-    StopPolicy,
-)
+from ..contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..counter_rng import keyed_normal
 from ..errors import PolicyError
 from ..kernels import on_first_use
+from ..typing import Array
 from .scores import check_number
 
 KINDS = ("ucb", "thompson")

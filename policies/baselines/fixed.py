@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..builtins import builtin
-from ..contract import Array, DraftStep, State, StopPolicy
+from ..contract import DraftStep, State, StopPolicy
+from ..typing import Array
 from .scores import AtLeast, check_number, check_whole, float32
 
 

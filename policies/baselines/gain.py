@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from ..builtins import builtin
-from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..latency.robust_fits import extended
+from ..typing import Array
 from .scores import check_number, check_whole
 from .trees import kernels, node_values, with_level
 

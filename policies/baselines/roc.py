@@ -8,8 +8,9 @@ from typing import ClassVar
 import numpy as np
 
 from ..builtins import builtin
-from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
+from ..typing import Array
 from .scores import check_number, check_whole
 
 kernels = on_first_use("baselines.roc")

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..builtins import builtin
-from ..contract import Array, DraftStep, State, StopPolicy
+from ..contract import DraftStep, State, StopPolicy
 from ..errors import PolicyError
+from ..typing import Array
 
 
 def check_number(policy: str, name: str, value: Any, low: float, high: float = math.inf) -> float:

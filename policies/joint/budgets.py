@@ -12,9 +12,10 @@ import numpy as np
 from ..baselines.scores import check_number, check_whole
 from ..baselines.trees import node_values, with_level
 from ..builtins import builtin
-from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
 from ..latency.profile import Profile
+from ..typing import Array
 from .grid import ByCosts, priced
 from .groups import Batches, batches_of
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,8 +17,7 @@ from ..errors import InputError, PolicyError
 from ..latency.profile import Profile
 from ..latency.robust_fits import between
 from ..latency.tables import CostTable, Price
-
-Array = np.ndarray[Any, Any]
+from ..typing import Array
 
 FREE = Price()
 """Of decisions that cost nothing."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..contract import Array
+from ..typing import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from numpy.typing import ArrayLike
 
 from ..baselines.scores import check_number, check_whole
 from ..builtins import builtin
-from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..errors import PolicyError
 from ..latency.profile import Profile
+from ..typing import Array
 from .grid import ByCosts, priced
 from .groups import batches_of
 

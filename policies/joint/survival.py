@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State
+from ..contract import DraftStep, DraftTree, RoundOutcome, State
 from ..errors import InputError, PolicyError
 from ..kernels import on_first_use
 from ..latency.profile import Profile
 from ..learned import LearnedPolicy
 from ..rules import BatchRule, Rule
+from ..typing import Array
 from .grid import Grid, Grids, grids_of, length_rates
 from .groups import Batches, batches_of
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from specstop.collect.explore import exploring
-from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.typing import Array
 
 DEPTH = 5
 

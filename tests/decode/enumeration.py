@@ -16,7 +16,7 @@ from specstop.decode.drafters import find_drafter
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import KeyedSource, Purpose
-from specstop.policies.contract import Array
+from specstop.policies.typing import Array
 from torch import Tensor
 
 NEGLIGIBLE = 1e-15

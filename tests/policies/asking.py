@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from specstop.policies.contract import Array, DraftStep, RoundOutcome
+from specstop.policies.contract import DraftStep, RoundOutcome
+from specstop.policies.typing import Array
 
 
 def ask(depth: int, features: Any, alive: Any = None, parent: Any = None) -> DraftStep:

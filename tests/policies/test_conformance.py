@@ -10,11 +10,12 @@ from random_heads import RANDOM_HEADS, random_head
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.builtins import BUILTINS
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.registry import load_policy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.testing import PolicyTests, TreePolicyTests
+from specstop.policies.typing import Array
 
 RULES: dict[str, Rule] = {
     "mlp": Threshold("survival", 0.2),

@@ -25,7 +25,6 @@ from pathlib import Path
 import numpy as np
 
 from ...policies.calibration import Calibrator
-from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
 from ...policies.heads import build_head
@@ -34,6 +33,7 @@ from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
 from ...policies.storage import DEEPEST, save_policy
+from ...policies.typing import Array
 from .state_dicts import find_weights, named, read_state
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20

@@ -18,9 +18,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.safe_loading import MOST_DATA
+from ...policies.typing import Array
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What is looked for in a folder, in this order."""

@@ -9,9 +9,10 @@ import numpy as np
 
 from ...policies.baselines.online import Online
 from ...policies.baselines.scores import AtLeast
-from ...policies.contract import Array, StopPolicy
+from ...policies.contract import StopPolicy
 from ...policies.learned import LearnedPolicy
 from ...policies.rules import Rule
+from ...policies.typing import Array
 from ...policies.validation import is_trusted
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....policies.contract import Array
+from ....policies.typing import Array
 from ...candidates import Candidates
 from ...models.device import upload
 from ...models.long_rope import ENDLESS

@@ -15,7 +15,8 @@ from specstop.decode.policy.reader import Level, Reader
 from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.typing import Array
 
 
 class Late(Confidence):

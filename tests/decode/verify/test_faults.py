@@ -24,7 +24,8 @@ from specstop.decode.verify.base import Turn
 from specstop.decode.verify.lossy import TargetInit
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace
-from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.typing import Array
 from torch import Tensor
 
 SEEN = 1e-3
