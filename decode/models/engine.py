@@ -274,4 +274,4 @@ class CompactModel(nn.Module):
                 q, keys, values, mask, is_causal=mask is None and count > 1, enable_gqa=heads != groups
             ).transpose(1, 2)
         out = out if call is None else call.gather(out)
-        return layer.out(out.reshape(batch, count, heads * width))  # type: ignore[no-any-return]
+        return layer.out(out.reshape(batch, count, heads * width))
