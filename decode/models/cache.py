@@ -53,9 +53,7 @@ class ReadPrompt:
     ids: list[int]  # that drafters read
     logits: Tensor  # [1, V] after the last token
     states: Tensor | None  # [len(ids), layers x H], if they are kept
-    layers: list[
-        tuple[Tensor, Tensor] | None
-    ]  # keys and values [1, heads, n, width] of the last n slots; removed by `adopt`
+    layers: list[tuple[Tensor, Tensor] | None]  # states [1, heads, n, width] of the last n slots; `adopt` removes them
     slots: int  # in use
     hidden: Tensor  # [slots] bool, not seen by later tokens
     offset: Tensor  # [D] int64, position minus slot of later tokens
