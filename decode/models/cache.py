@@ -194,6 +194,7 @@ class CachedModel:
         reading: Calls that the model supports (`self_check`).
 
     Attributes:
+        masked: Whether the model takes masks.
         states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` and
             `read_tree` [1, n, H] of all tokens, after `read_parts` [1, R, H] of those whose logits were wanted.
     """
@@ -224,7 +225,7 @@ class CachedModel:
         self._unknown = max(0, vocabulary - scored_tokens(model))
         self._windows = LayerMasks.of(model) if reading.masked else None
         self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
-        self._masked = reading.masked
+        self.masked = reading.masked
         self._layouts = SlotLayouts()
         self._positions = torch.arange(capacity, device=self._device)[None]
         self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
@@ -324,14 +325,14 @@ class CachedModel:
 
     def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
         """Replace a stream's text by a prompt that the model has read itself, and check it (`ReadPrompt.check`)."""
-        if not self._masked and prompt.is_shifted:
+        if not self.masked and prompt.is_shifted:
             raise prompt.refusal(self.view.original)
         self._kv.clear(stream)
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
                 layer.fill(stream, prompt.slots, *states)
         prompt.layers.clear()
-        if self._masked:
+        if self.masked:
             self._layouts.by_stream[stream] = prompt.hidden, prompt.offset
         self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
         self._kv.lengths[stream] = prompt.slots

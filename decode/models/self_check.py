@@ -22,7 +22,7 @@ from ..topology import from_widths
 from .adapters import modified_module
 from .cache import CachedModel, scored_tokens
 from .long_rope import long_rope, readable
-from .masks import LayerMasks
+from .masks import LayerMasks, causal
 from .packing import Part, TreeRows, split
 from .placement import is_plain, is_quantised
 from .view import Reading, open_view
@@ -175,7 +175,8 @@ class _Texts:
             raise _Differs("it does not use its cache (an encoder without is_decoder=True?)")
         check("one token after others", cache.read(first[:, start : start + 1])[0], start + 1)
         unlike = torch.tensor([self.unlike[2:4]], device=first.device)
-        rows = cache.read(torch.cat([first[:, start + 1 : start + 2], unlike], 1))[0]
+        mask = causal(start + 1, 3, first.device) if cache.masked else None
+        rows = cache.read(torch.cat([first[:, start + 1 : start + 2], unlike], 1), mask=mask)[0]
         check("several tokens", rows[:1], start + 2)
         cache.roll_back(start + 2)
         check("tokens after a roll-back", cache.read(first[:, start + 2 : start + 5])[0], start + 5)
