@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
-from ..candidates import Candidates
 from ..models.pair import Pair
 from ..models.reading.modes import ENDLESS
+from ..round_state import RoundState, Rows
 from .automaton import START, SuffixAutomaton
 from .base import READS_NOTHING, Proposal
 
@@ -114,30 +114,25 @@ class SuffixDrafter:
         """Return zeros: reading is free."""
         return np.zeros(len(self._own), dtype=np.int64)
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        rows: list[dict[int, float]] = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            for place in places:
-                matches = self._at[stream][place] = self._matches(stream, here, place)
+        weights: list[dict[int, float]] = []
+        for stream, own in rows:
+            for row in own:
+                matches = self._at[stream][row] = self._matches(round, stream, row)
                 # Of two matches of one length the text's own, which comes first.
                 automaton, state, length = max(matches, key=lambda match: match[2])
-                rows.append(mixed(automaton, state) if length else {})
-        return Proposal.of_weights(rows, self._dtype, self._device)
+                weights.append(mixed(automaton, state) if length else {})
+        return Proposal.of_weights(weights, self._dtype, self._device)
 
-    def _matches(self, stream: int, here: Candidates, place: int) -> list[Match]:
-        """Return what is known of the path to a place: in the text itself, and elsewhere."""
-        token, parent = here.tokens[place], here.parent[place]
-        if parent >= 0:
-            before = self._at[stream][parent]
-        elif here.roots == 1:  # committed, though the target has not read it
+    def _matches(self, round: RoundState, stream: int, row: int) -> list[Match]:
+        """Return what is known of the path to a row: in the text itself, and elsewhere."""
+        token = int(round.tokens[stream, row])
+        if row == 0:  # the anchor is committed, though the target has not read it
             self._note(stream, token)
             self._ahead[stream] = 1
             return self._ends(stream)
-        else:
-            before = self._ends(stream)
+        before = self._at[stream][round.topology.parent[row]]
         return [(automaton, *automaton.step(state, length, token)) for automaton, state, length in before]
 
     def _ends(self, stream: int) -> list[Match]:

@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 import torch
 
-from ...candidates import Candidates
 from ...models.pair import Pair
+from ...round_state import RoundState, Rows
 from ...topology import parse_tree
 from ..base import Proposal
 from .ctc import CTCDrafter
@@ -61,19 +61,13 @@ class ReleasedCTCDrafter(CTCDrafter):
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
         super().__init__(pair, network)
-        self._tries: dict[tuple[int, int], Trie] = {}  # by stream and place
+        self._tries: dict[tuple[int, int], Trie] = {}  # by stream and row
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        keys = [
-            (stream, here, place)
-            for stream, here, places in zip(streams, found, feeding, strict=True)
-            for place in places
-        ]
-        if found[0].depth[feeding[0][0]] == 0:
-            self._begin(streams, found, feeding)
+        keys, streams = [(stream, row) for stream, own in rows for row in own], [stream for stream, _ in rows]
+        if depth == 0:
+            self._begin(round, rows)
             for _ in range(min(SYMBOLS.deepest, self._ctc.shape.depth) - 1):
                 self._go_on(streams)
             positions = torch.cat([self._said[stream].symbols for stream in streams])
@@ -82,10 +76,9 @@ class ReleasedCTCDrafter(CTCDrafter):
             tries = [collapsed(some, symbols - 1) for some in likeliest]
         else:
             # After a token that somebody else has drawn it knows nothing.
-            tries = [
-                self._tries[stream, here.parent[place]].get(here.tokens[place], {}) for stream, here, place in keys
-            ]
-        self._tries = {(stream, place): trie for (stream, _, place), trie in zip(keys, tries, strict=True)}
+            parent = round.topology.parent
+            tries = [self._tries[stream, parent[row]].get(int(round.tokens[stream, row]), {}) for stream, row in keys]
+        self._tries = dict(zip(keys, tries, strict=True))
         # Large sub-tries first, as in the topology that has room for them; of equal ones the likelier first.
         weights = [
             {token: 1 + size(below) - at / 1000 for at, (token, below) in enumerate(trie.items())} for trie in tries

@@ -18,9 +18,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import Pair
+from ...round_state import RoundState, Rows
 from ..base import Proposal
 from .layer import LayerReader
 from .layer_cache import Row
@@ -92,14 +92,12 @@ class _Said:
     """What the positions after a stream's roots say so far.
 
     Attributes:
-        root: by place of a root its number.
         rows: by root, the last one that the layer has read.
         state: [n, H] of the layer there.
         symbols: [n, t, V + 1] the chances of the symbols at t positions.
         best: [n, t] the likeliest of them.
     """
 
-    root: dict[int, int]
     rows: list[Row]
     state: Tensor
     symbols: Tensor
@@ -126,22 +124,16 @@ class CTCDrafter(LayerReader):
         self._said: dict[int, _Said] = {}  # by stream, of this round
         super().__init__(pair, network)
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        depth, most = found[0].depth[feeding[0][0]], self.most
+        most, streams = self.most, [stream for stream, _ in rows]
         if depth == 0:
-            self._begin(streams, found, feeding)
+            self._begin(round, rows)
         while short := [stream for stream in streams if self._drawn(stream) < most and self._reach(stream) <= depth]:
             self._go_on(short)
-        paths = [here.path(place) for here, places in zip(found, feeding, strict=True) for place in places]
-        owners = [stream for stream, places in zip(streams, feeding, strict=True) for _ in places]
-        positions = self._symbols(owners, paths)
+        positions = self._symbols([stream for stream, own in rows for _ in own])
         prefixes = Prefixes.empty(positions)
-        after = [
-            here.tokens_to(place)[1:] for here, places in zip(found, feeding, strict=True) for place in places
-        ]  # [R, depth]
+        after = [round.path_tokens(stream, row)[1:] for stream, own in rows for row in own]  # [R, depth]
         for tokens in upload(after, self._device).T if depth else ():
             prefixes = prefixes.extended(tokens, positions)
         chances = prefixes.next(positions)
@@ -155,25 +147,22 @@ class CTCDrafter(LayerReader):
         """Return how many tokens the likeliest symbols after each root say at least."""
         return min(tokens_said(best, self._ctc.shape.vocabulary) for best in self._said[stream].best.tolist())
 
-    def _symbols(self, streams: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return [R, t, V + 1], what the positions after the roots of R paths say."""
-        own = [
-            self._said[stream].symbols[self._said[stream].root[path[0]]]
-            for stream, path in zip(streams, paths, strict=True)
-        ]
+    def _symbols(self, streams: Sequence[int]) -> Tensor:
+        """Return [R, t, V + 1], what the positions after the anchors of streams [R] say."""
+        own = [self._said[stream].symbols[0] for stream in streams]
         drawn = [len(rows) for rows in own]
         symbols = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
         return symbols if len({*drawn}) == 1 else first_positions(symbols, upload(drawn, self._device))
 
-    def _begin(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> None:
-        """Read the roots, and draw the first position after each."""
-        last, roots = self._read_places(streams, found, feeding)
+    def _begin(self, round: RoundState, rows: Rows) -> None:
+        """Read the anchors, and draw the first position after each."""
+        last, roots = self._read_places(round, 0, rows)
+        streams = [stream for stream, _ in rows]
         # A root and the positions after it each have a slot.
         self._cache.grow(max(self._length[s] + self.most * len(own) for s, own in zip(streams, roots, strict=True)))
-        for stream, state, rows, places in zip(streams, last, roots, feeding, strict=True):
-            none = state.new_zeros(len(rows), 0, self._ctc.shape.vocabulary + 1, dtype=torch.float64)
-            root = {place: at for at, place in enumerate(places)}
-            self._said[stream] = _Said(root, rows, state, none, none[..., 0].long())
+        for stream, state, own in zip(streams, last, roots, strict=True):
+            none = state.new_zeros(len(own), 0, self._ctc.shape.vocabulary + 1, dtype=torch.float64)
+            self._said[stream] = _Said(own, state, none, none[..., 0].long())
         self._hear(streams, last)
 
     def _go_on(self, streams: Sequence[int]) -> None:

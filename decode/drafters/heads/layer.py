@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....policies.contract import Array
-from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import Pair
 from ...models.reading.modes import ENDLESS
 from ...models.view import layer_view
+from ...round_state import RoundState, Rows
 from ..base import READS_ALL, Proposal
 from .drafter import scores
 from .layer_cache import LayerCache, Row
@@ -88,31 +88,30 @@ class LayerReader:
         self._length[stream] += len(unread)
         return [Row(token, state, at, at, at, (at,)) for at, (token, state) in enumerate(unread, first)]
 
-    def _row(self, stream: int, here: Candidates, place: int) -> Row:
-        """Return the row of a candidate, in the next slot: it sees the text and its path."""
-        base, fed = self._length[stream], self._slot[stream]
+    def _row(self, round: RoundState, stream: int, row: int) -> Row:
+        """Return what is read of a candidate, in the next slot: it sees the text and its path."""
+        base, fed, tree = self._length[stream], self._slot[stream], round.topology
         # Candidates of one depth share a position, but each has a slot of its own.
-        fed[place] = slot = base + len(fed)
-        depth, parent = here.depth[place], here.parent[place]
+        fed[row] = slot = base + len(fed)
         # Of what the target has not read there is only the layer's own state.
-        state = self._last[stream] if parent < 0 else self._states[stream, parent]
+        state = self._states[stream, tree.parent[row]] if row else self._last[stream]
         assert state is not None
-        path = tuple(fed[before] for before in here.path(place))
-        return Row(here.tokens[place], state, slot, base + depth, base, path)
+        path = tuple(fed[before] for before in tree.paths[row])
+        return Row(int(round.tokens[stream, row]), state, slot, base + tree.depth[row], base, path)
 
-    def _read_places(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> tuple[list[Tensor], list[list[Row]]]:
-        """Read places, at the roots what is unread of the text before them; return their states [n, H] and rows by stream."""
+    def _read_places(self, round: RoundState, depth: int, rows: Rows) -> tuple[list[Tensor], list[list[Row]]]:
+        """Read rows, with the anchors what is unread of the text before; return their states [n, H] and rows by stream."""
         read, fed = [], []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            read.append([] if here.depth[places[0]] else self._take_unread(stream))
-            fed.append([self._row(stream, here, place) for place in places])
-        states = self._read([[*before, *rows] for before, rows in zip(read, fed, strict=True)], streams)
+        for stream, own in rows:
+            read.append([] if depth else self._take_unread(stream))
+            fed.append([self._row(round, stream, row) for row in own])
+        states = self._read(
+            [[*before, *own] for before, own in zip(read, fed, strict=True)], [stream for stream, _ in rows]
+        )
         # Rows of the backlog come first: nothing is proposed after them.
         last = [
-            states[at, len(before) : len(before) + len(rows)]
-            for at, (before, rows) in enumerate(zip(read, fed, strict=True))
+            states[at, len(before) : len(before) + len(own)]
+            for at, (before, own) in enumerate(zip(read, fed, strict=True))
         ]
         return last, fed
 
@@ -147,12 +146,10 @@ class LayerDrafter(LayerReader):
         self._keeps = True
         return self._network.shape.hidden
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        last, _ = self._read_places(streams, found, feeding)
-        for stream, places, some in zip(streams, feeding, last, strict=True):
-            self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
+        last, _ = self._read_places(round, depth, rows)
+        for (stream, own), states in zip(rows, last, strict=True):
+            self._states |= {(stream, row): state for row, state in zip(own, states, strict=True)}
         new = last[0] if len(last) == 1 else torch.cat(last)
         return Proposal(scores(self._output(new)), None, new if self._keeps else None)

@@ -10,13 +10,13 @@ import pytest
 from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.packed import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.settings import Settings
+from specstop.decode.verify.given_text import Candidates
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.log import play
