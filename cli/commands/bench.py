@@ -113,7 +113,7 @@ def bench(
         if faults:
             raise typer.Exit(1)
         return
-    sampled = sampling_text(temperature, settings.shaping.facts)
+    sampled = sampling_text(temperature, settings.shaping.to_dict())
     side = f", {batch} texts side by side" if batch > 1 else ""
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")

@@ -96,7 +96,7 @@ def evaluate(
             out=out,
             sweep=sweep,
             achievable=achievable,
-            shaping=shaping if (shaping := filters.shaping()).facts else None,
+            shaping=shaping if (shaping := filters.shaping()).to_dict() else None,
             batch=sizes,
             arrivals=coming,
             cluster=cluster,
