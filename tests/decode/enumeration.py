@@ -137,10 +137,9 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
     def build() -> Speculator:
         drafter = (small_drafter if case.drafter in DRAFTERS else find_drafter)(case.drafter, pair)
         policy = (DECIDERS.get(case.decider) or JOINT[case.decider])()
-        speculator = Speculator(
+        return Speculator(
             pair, policy, settings, source=open_source, drafter=drafter, hooks=[Counts()], batch=1 + beside
         )
-        return speculator
 
     def open_source(key: int, window: int) -> Any:
         return source if key == 5 else KeyedSource(key, pair.vocabulary, window, pair.logits_dtype)

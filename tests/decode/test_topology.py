@@ -138,7 +138,10 @@ def test_a_parent_list_is_renumbered_by_depth_and_stays_the_same_tree(seed: int)
     def depth(node: int) -> int:
         return 0 if node < 0 else 1 + depth(parents[node])
 
-    order = sorted(range(len(parents)), key=depth)  # stable: siblings in the order of the list
+    def path(node: int) -> list[int]:
+        return [] if node < 0 else [*path(parents[node]), node]
+
+    order = sorted(range(len(parents)), key=lambda node: (depth(node), path(node)))  # siblings in the order of the list
     row = {-1: 0, **{node: at for at, node in enumerate(order, 1)}}
     assert tree.depth == sorted(tree.depth)
     for node, parent in enumerate(parents):
