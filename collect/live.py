@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from ..decode.drafters import find_drafter
+from ..decode.feature_reader import lead
 from ..decode.hooks import Hook
 from ..decode.loop import Request, Speculator
 from ..decode.models.finite import check_rows
 from ..decode.models.hidden import hidden_widths, stored
 from ..decode.models.pair import Pair
-from ..decode.policy.reader import lead
-from ..decode.policy.summaries import summarise
 from ..decode.records import Generation
 from ..decode.round_state import RoundState
 from ..decode.settings import Settings
+from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured

@@ -16,6 +16,7 @@ from ..policies.errors import InputError
 from ..policies.features.history import History
 from .drafters import Drafter
 from .drafters.base import Chooses
+from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
@@ -23,7 +24,6 @@ from .models.finite import FiniteRows, check_rows
 from .models.packed import Part, TreeRows
 from .models.pair import Pair
 from .models.reading.modes import readable
-from .policy.round_reader import RoundReader
 from .round_state import DraftScores, RoundState, Rows
 from .settings import Settings
 from .texts import Anchor, Request, Text
@@ -89,7 +89,7 @@ class ModelSource:
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
         """Read the features of this policy from now on; `widths` are those of hidden states."""
-        self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature)
+        self.reader = FeatureReader(policy, self.topology, self._temperature, widths, self._size)
         if self._round is not None:  # a policy may take over in the middle of a round
             self.reader.begin(self._round)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
-from ...decode.policy.summaries import summarise
+from ...decode.summaries import summarise
 from ...policies.features import ANCHOR_FEATURES, Columns, Drawn
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.summary import Array

@@ -17,8 +17,8 @@ from ...decode.models.finite import check_rows
 from ...decode.models.hidden import stored
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
-from ...decode.policy.summaries import lead_over_truncated, summarise
 from ...decode.settings import Settings
+from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.noise import gumbel, match_scores, mix as scramble
 from ...decode.verify.sampling import Sampler
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn

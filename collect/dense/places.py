@@ -13,7 +13,7 @@ from ...decode.models.cache import CachedModel
 from ...decode.models.finite import broken, check_rows
 from ...decode.models.hidden import stored
 from ...decode.models.reading.layer_masks import backend_mask
-from ...decode.policy.summaries import lead_over_truncated, summarise
+from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.given_text import OFF_TEXT, Candidates
 from ...decode.verify.sampling import Sampler
 from ...policies.features import Columns, Drawn, Need

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...decode.engines.rounds import Heard, Sent
 from ...decode.engines.vllm import Proposer
-from ...decode.policy.summaries import summarise
+from ...decode.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
 from ..explore import Exploring

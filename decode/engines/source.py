@@ -17,8 +17,8 @@ from ...policies.contract import Array, DraftStep, DraftTree
 from ...policies.features import Drawn, Layout
 from ...policies.features.history import History
 from ..hooks import NO_TIMER, Timer
-from ..policy.summaries import read_columns
 from ..round_state import RoundState
+from ..summaries import read_columns
 from ..topology import Topology
 from ..verify.noise import best_of_rows
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn, Layout
 from ...policies.host import PolicyHost
 from ...policies.storage.registry import load_policy
 from ...policies.validation import validate_policy
-from ..policy.reader import Reader, draft_step
-from ..policy.summaries import read_columns
+from ..feature_reader import read_anchors, single_step
+from ..summaries import read_columns
 from ..verify.modes import is_trimming
 
 
@@ -61,8 +61,8 @@ class PolicyStoppingCriteria(StoppingCriteria):
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = validate_policy(load_policy(policy) if isinstance(policy, str) else policy)
-        self._reader, self._host = Reader(self.policy), PolicyHost(self.policy)
-        layout = self._reader.layout
+        self._host = PolicyHost(self.policy)
+        self._layout = layout = Layout(self.policy.features)
         self._columns = layout.node_columns
         known = (*RUN_FEATURES, *TOKEN_FEATURES)
         unknown = [*self.policy.hidden, *(name for name in layout.anchor if name not in known)]
@@ -110,10 +110,12 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self._text, self._drafted = text, 0
         anchor = text[-1], text[-2] if len(text) > 1 else -1
         # No row of the target's is known, and none is read: the ANCHOR features let through are of tokens and of the run.
-        self._base = self._reader.base(self._host.history, self._temperature, torch.zeros(1, 1), [anchor]).features
+        self._base = np.zeros((1, len(self._layout.names)), dtype=np.float32)
+        read_anchors(self._layout, torch.zeros(1, 1), [anchor], self._temperature, self._base)
+        self._host.history.write(self._layout.history_columns, self._layout.history_at, self._base)
         self._path: Array | None = None
         if self.policy.first == 0:  # its answer is void, since the stock loop drafts one token at least
-            self._host.keep(draft_step(0, self._base.copy()))
+            self._host.keep(single_step(0, self._base.copy()))
 
     def _outcome(self, accepted: int) -> RoundOutcome:
         drafted, true = np.array([self._drafted]), np.array([True])
@@ -138,5 +140,5 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self._path = read_columns(self._columns, logits, drawn, self._temperature, features, scores=greedy)
         if self._drafted < self.policy.first:
             return torch.tensor([False], device=device)
-        keep = self._host.keep(draft_step(self._drafted, features))
+        keep = self._host.keep(single_step(self._drafted, features))
         return torch.tensor([not keep[0, 0]], device=device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,9 +17,10 @@ from ...policies.host import PolicyHost
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
+from ..feature_reader import FeatureReader
 from ..hooks import Timer
-from ..policy.reader import Base, Level, Reader
 from ..round_state import DraftScores, RoundState, Rows
+from ..texts import Anchor, Text
 from ..topology import Topology, chain
 from .measuring import Case, Effort, measure
 
@@ -111,7 +114,7 @@ class RoundAlone:
         self._hidden = {
             name: self._drawn(streams if name == TARGET_HIDDEN else self._rows, sizes[name]) for name in policy.hidden
         }
-        self._reader = Reader(policy, widths=sizes, streams=streams)
+        self._reader = FeatureReader(policy, tree, temperature, sizes, streams)
         # As in the live loop, a round is priced for those alone who look at its seconds.
         looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
         self._host = PolicyHost(policy, profile=profile if looks else None, batch=streams)
@@ -130,17 +133,18 @@ class RoundAlone:
         self._logits = 3.0 * self._drawn(self._rows, self._vocabulary)
         round = self._round(first + asked)
         timer.restart()
-        mark = timer.mark()
-        base, level = self._opened(round), None
-        timer.add("policy", mark)
+        self._reader.begin(round)
         for depth in range(1, first):  # not timed: paths lead through it
-            level = self._read(round, depth, base, level)
+            self._reader.drawn(depth, self._scores(round, depth))
+            if self._reader.has_unread_path:
+                self._reader.read()
         for depth in range(first, first + asked):
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T
+            if depth:
+                self._reader.drawn(depth, self._scores(round, depth))
             mark = timer.mark()
-            level = self._read(round, depth, base, level) if depth else None
-            self._host.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
+            self._host.keep(self._reader.step(depth, self._every[depth], self._host.history))
             timer.add("policy", mark)
         if self._host.selects:
             tree = round.draft_tree()
@@ -153,22 +157,15 @@ class RoundAlone:
             timer.add("policy", mark)
         return sum(timer.laps["policy"])
 
-    def _opened(self, round: RoundState) -> Base:
-        """Read what is known before the first token."""
-        anchors = [(int(tokens[1]), int(tokens[0])) for tokens in round.tokens]
-        target = self._hidden.get(TARGET_HIDDEN)
-        rows = self._logits[: len(anchors)]
-        return self._reader.base(self._host.history, self._temperature, rows, anchors, target)
-
-    def _read(self, round: RoundState, depth: int, base: Base, before: Level | None) -> Level:
+    def _scores(self, round: RoundState, depth: int) -> DraftScores:
+        """Return what the tokens of a depth were drawn from."""
         tree = self._tree
         fed = [row for row in tree.levels[depth - 1] if tree.children[row]]
         rows: Rows = [(stream, fed) for stream in range(len(round.active))]
         counts = [len(tree.children[row]) for _, own in rows for row in own]
         logits, states = self._logits[: len(counts)], self._hidden.get(DRAFT_HIDDEN)
         states = None if states is None else states[: len(counts)]
-        scores = DraftScores(rows, counts, logits, scores=logits, states=states)
-        return self._reader.level(round, scores, self._temperature, base, before)
+        return DraftScores(rows, counts, logits, scores=logits, states=states)
 
     def _round(self, depth: int) -> RoundState:
         """Return a round of the tree so far down, of which half the depths are accepted; tokens are those of the whole tree.
@@ -183,6 +180,13 @@ class RoundAlone:
             for below in tree.children:
                 for rank, row in enumerate(below):
                     round.tokens[stream, row] = likeliest[rank % len(likeliest)]
+        hidden = self._hidden.get(TARGET_HIDDEN)
+        round.anchors = [
+            Anchor(self._logits, stream, None if hidden is None else hidden[stream : stream + 1])
+            for stream in range(len(ones))
+        ]
+        # Of a text only the last two tokens are read.
+        round.texts = [cast(Text, SimpleNamespace(tokens=[0, tokens[1]])) for tokens in round.tokens.tolist()]
         round.drawn[:] = (tree.depths > 0) & (tree.depths <= depth)
         round.fed[:] = np.array([bool(below) for below in tree.children]) & (tree.depths < depth)
         round.count()

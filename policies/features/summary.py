@@ -1,6 +1,6 @@
 """The row summary: all that features need of rows of logits, from one pass over the vocabulary.
 
-Logits on the host are read by a compiled kernel (`kernels.rows`); where they lie on a device, `decode.policy.summaries`
+Logits on the host are read by a compiled kernel (`kernels.rows`); where they lie on a device, `decode.summaries`
 fills the same record with the device's operations.
 """
 
