@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from specstop.decode.drafters import find_drafter
 from specstop.decode.drafters.folder import KINDS, TrainedDrafter, load_drafter, save_drafter
-from specstop.decode.drafters.heads.layer_network import LayerNetwork
-from specstop.decode.drafters.heads.networks import Shape
-from specstop.decode.drafters.known import TRAINED
+from specstop.decode.drafters.heads.networks import LayerNetwork, Shape
+from specstop.decode.drafters.spec import TRAINED
 from specstop.decode.loop import Speculator
 from specstop.decode.models.hidden import KeepsStates
 from specstop.decode.models.pair import Pair, join

@@ -37,8 +37,7 @@ from ..models.cpu.products import can_pack
 from ..models.engine import pack
 from ..models.hidden import hidden_width
 from ..models.pair import Pair
-from .heads.layer_network import CTCNetwork, LayerNetwork
-from .heads.networks import HydraHeads, MedusaHeads, Shape
+from .heads.networks import CTCNetwork, HydraHeads, LayerNetwork, MedusaHeads, Shape
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
-from ...decode.drafters.heads.layer_network import CTCNetwork
+from ...decode.drafters.heads.networks import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch, Text
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.layer_network import CTCNetwork, LayerNetwork
-from ...decode.drafters.heads.networks import Heads
+from ...decode.drafters.heads.networks import CTCNetwork, Heads, LayerNetwork
 from .texts import Batch
 
 Module = Callable[[Tensor], Tensor]

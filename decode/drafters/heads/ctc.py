@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ from torch import Tensor
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import Pair
+from ...topology import parse_tree
 from ..base import Proposal
-from .layer import LayerReader
-from .layer_cache import Row
-from .layer_network import CTCNetwork
+from .layer import LayerReader, Row
+from .networks import CTCNetwork
 
 KEPT = 32
 """Tokens that are proposed after a path at most, the likeliest ones."""
@@ -210,3 +211,75 @@ class CTCDrafter(LayerReader):
         fed[-1 - len(fed)] = slot
         # Its token and state are never looked at: `_run` is told embeddings and states.
         return Row(0, row.state, slot, row.position + 1, row.sees, (*row.beside, slot))
+
+
+Trie: TypeAlias = dict[int, "Trie"]
+"""By token, what may follow it."""
+
+SYMBOLS = parse_tree("medusa-63")
+"""The tree of symbols. A node of depth d and rank r among its siblings is the r-th likeliest symbol of position d."""
+
+WIDEST = max(map(len, SYMBOLS.children))
+
+
+def collapsed(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
+    """Return the candidates that the likeliest symbols of each position give, the likeliest ones first."""
+    root: Trie = {}
+    paths: dict[int, list[int]] = {0: []}  # by node of the tree of symbols, those down to it
+    for parent, children in enumerate(SYMBOLS.children):
+        before = paths.get(parent)
+        if before is None or len(before) == len(symbols):
+            continue
+        for child, symbol in zip(children, symbols[len(before)], strict=False):  # fewer in a small vocabulary
+            here, paths[child] = root, [*before, symbol]
+            for said, _ in groupby(paths[child]):
+                if said != blank:
+                    here = here.setdefault(said, {})
+    return root
+
+
+def size(trie: Trie) -> int:
+    """Return the number of its nodes."""
+    return sum(1 + size(below) for below in trie.values())
+
+
+class ReleasedCTCDrafter(CTCDrafter):
+    """Proposes the collapsed candidates and no others; their scores only order them, for greedy matching.
+
+    Args:
+        pair: whose target it is.
+        network: on the target's device, of as many positions as the tree is deep.
+    """
+
+    def __init__(self, pair: Pair, network: CTCNetwork) -> None:
+        super().__init__(pair, network)
+        self._tries: dict[tuple[int, int], Trie] = {}  # by stream and place
+
+    def propose(
+        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
+    ) -> Proposal:
+        """See `Drafter`."""
+        keys = [
+            (stream, here, place)
+            for stream, here, places in zip(streams, found, feeding, strict=True)
+            for place in places
+        ]
+        if found[0].depth[feeding[0][0]] == 0:
+            self._begin(streams, found, feeding)
+            for _ in range(min(SYMBOLS.deepest, self._ctc.shape.depth) - 1):
+                self._go_on(streams)
+            positions = torch.cat([self._said[stream].symbols for stream in streams])
+            symbols = positions.shape[-1]
+            likeliest = positions.topk(min(WIDEST, symbols), -1).indices.tolist()
+            tries = [collapsed(some, symbols - 1) for some in likeliest]
+        else:
+            # After a token that somebody else has drawn it knows nothing.
+            tries = [
+                self._tries[stream, here.parent[place]].get(here.tokens[place], {}) for stream, here, place in keys
+            ]
+        self._tries = {(stream, place): trie for (stream, _, place), trie in zip(keys, tries, strict=True)}
+        # Large sub-tries first, as in the topology that has room for them; of equal ones the likelier first.
+        weights = [
+            {token: 1 + size(below) - at / 1000 for at, (token, below) in enumerate(trie.items())} for trie in tries
+        ]
+        return Proposal.of_weights(weights, self._wide, self._device)

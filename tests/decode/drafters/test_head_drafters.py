@@ -12,7 +12,7 @@ from contract_policies import TEST_POLICIES
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
-from specstop.decode.drafters.heads.layer_network import LayerNetwork
+from specstop.decode.drafters.heads.networks import LayerNetwork
 from specstop.decode.loop import Speculator
 from specstop.decode.models.hidden import hidden_width
 from specstop.decode.models.pair import Pair

@@ -13,8 +13,7 @@ from conftest import NEW, VOCABULARY
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import SuffixDrafter, find_drafter
-from specstop.decode.drafters.automaton import START, SuffixAutomaton
-from specstop.decode.drafters.suffix import mixed
+from specstop.decode.drafters.suffix import START, SuffixAutomaton, mixed
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts

@@ -19,7 +19,7 @@ ROUNDING = 1e-6
 """Chances are told apart no finer: a trace keeps them in single precision."""
 
 
-class EitherDrafter:
+class FallbackDrafter:
     """Chooses round by round and stream by stream, by the committed text alone: so every verification stays exact.
 
     Args:
