@@ -172,7 +172,7 @@ def test_of_two_drafters_the_second_one_is_told_to_make_short_rounds(plain_pair:
     with pytest.warns(SpecstopWarning, match="it proposes 3 tokens at most, so that its rounds of 5 stay shorter"):
         warn_depth_limited(with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}"), 5)
     with pytest.warns(
-        SpecstopWarning, match="the second one proposes 3 tokens at most, so that its rounds of 5 stay"
+        SpecstopWarning, match="the second drafter proposes 3 tokens at most, so that its rounds of 5 stay"
     ) as told:
         warn_depth_limited(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
     assert "depth" not in told[0].message.command_line, "the first one goes as deep as it is asked to"
