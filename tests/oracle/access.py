@@ -126,6 +126,43 @@ def decision_seconds(profile: Any, policy: Any, asked: Array) -> Array:
     return profile.decision(policy.cost_name).of(asked)
 
 
+def noise_of(profile: Any) -> dict[str, Any]:
+    """Return what the measurements of a profile say of the machine."""
+    return {} if profile.noise is None else vars(profile.noise)
+
+
+def estimated_again(profile: Any) -> dict[str, Any]:
+    """Return the JSON form of the profile that the measurements of a profile tell."""
+    contexts = profile.low.context, profile.high.context
+    return type(profile).measured(profile.measurements, contexts, profile.max_depth).to_dict()
+
+
+def make_timed_profile(costs: Any) -> Any:
+    """Return a profile with made-up measurements of a machine that has these costs."""
+    use_helpers()
+    from timed import timed_profile
+
+    return timed_profile(costs, ("confidence", "heuristic"), pace=0.05, jitter=0.1)
+
+
+def measure(pair: Any, prompts: Sequence[Sequence[int]]) -> Any:
+    """Return a profile measured on this machine in a few seconds."""
+    from specstop.decode import measure_profile
+    from specstop.decode.profile.measuring import Effort
+
+    return measure_profile(
+        pair,
+        prompts,
+        depth=4,
+        temperature=0.8,
+        policies=["confidence:0.4"],
+        effort=Effort(repetitions=4),
+        progress=silent(),
+        tree="2,2,1",
+        batch=(2, 4),
+    )
+
+
 def batch_seconds(profile: Any, streams: int, lengths: int, context: float) -> dict[str, Any]:
     """Return seconds of the parts of a round of a batch, and of the whole."""
     costs = profile.batch

@@ -12,7 +12,7 @@ from typing import Any
 import access
 import torch
 from specstop.collect import Prompt
-from specstop.decode import Pair, load_pair
+from specstop.decode import Pair, join, load_pair
 from specstop.policies import CostTable, Profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -21,11 +21,11 @@ PROMPTS = 8
 DRAFTERS = ("medusa", "hydra", "ctc", "layer")
 
 
-def build_target(seed: int = 0) -> LlamaForCausalLM:
+def build_target(seed: int = 0, vocabulary: int = VOCABULARY, eos: int = EOS) -> LlamaForCausalLM:
     """Return a random Llama of about 6,000 weights whose texts do not repeat themselves."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=HIDDEN,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -34,7 +34,7 @@ def build_target(seed: int = 0) -> LlamaForCausalLM:
         max_position_embeddings=128,
         initializer_range=0.5,
         bos_token_id=1,
-        eos_token_id=EOS,
+        eos_token_id=eos,
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).double().eval()
@@ -64,6 +64,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def byte_pair() -> Pair:
+    """Return a random pair whose tokenizer has a token for each byte, as grammars need it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", pad_token="<pad>")
+    target = build_target(3, len(letters) + 6, 1)
+    return join(target, build_draft(target, 0.05), tokenizer)
+
+
 def build_profile() -> Profile:
     """Return costs of no machine; verifying 5 tokens is cheaper than 4, as it was measured on one."""
     low = CostTable(8.0, (1.0e-3, 1.1e-3), 2.0e-5, (4.0e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.4e-3, 4.9e-3, 5.5e-3))
@@ -78,6 +91,12 @@ def build_profiles(folder: Path) -> None:
     """Write the profile, one with costs of trees, and one with batches."""
     plain = build_profile()
     plain.save(folder / "plain.json")
+    # Costs that fall with the context, so that the line through both sides reaches the least that is believed.
+    falling = {
+        "low": dataclasses.replace(plain.high, context=8.0),
+        "high": dataclasses.replace(plain.low, context=40.0),
+    }
+    dataclasses.replace(plain, **falling).save(folder / "falling.json")
     tree = {"tree_draft_s": ((1, 1e-3), (4, 1.4e-3), (9, 2.2e-3)), "tree_verify_s": ((0, 4e-3), (6, 5e-3), (20, 9e-3))}
     sides = (
         dataclasses.replace(table, later_draft_s=8e-4 + 1e-4 * at, second_draft_s=9e-4 + 1e-4 * at, **tree)
@@ -105,8 +124,8 @@ def build_profiles(folder: Path) -> None:
     (folder / "batches.json").write_text(json.dumps(told), encoding="utf-8")
 
 
-def build_inputs(folder: Path) -> None:
-    """Write all inputs into a folder."""
+def build_inputs(folder: Path, small: bool = False) -> None:
+    """Write all inputs into a folder; a small set lacks the profile that is measured on this machine."""
     for name in ("models", "drafters", "policies", "profiles"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     target = build_target()
@@ -116,6 +135,9 @@ def build_inputs(folder: Path) -> None:
         tokenizer.save_pretrained(folder / "models" / name)
     build_profiles(folder / "profiles")
     inputs = Inputs(folder)
+    access.make_timed_profile(inputs.profile()).save(folder / "profiles" / "timed.json")
+    if not small:
+        access.measure(inputs.compact, inputs.prompt_ids).save(folder / "profiles" / "measured.json")
     access.make_drafters(inputs.plain, folder / "drafters")
     widths = {"draft_hidden": HIDDEN, "target_hidden": HIDDEN}
     access.make_policies(folder / "policies", inputs.profile("batches"), widths)

@@ -198,13 +198,13 @@ def same_rounds(inputs: Inputs, trace: Trace, policy: Any, temperature: float, n
     return {"same": same, "log": played.log.numpy()}
 
 
-CONTEXTS = (1.0, 8.0, 17.5, 40.0, 200.0)
+CONTEXTS = (1.0, 8.0, 17.5, 40.0, 100.0, 200.0, 2000.0)
 
 
 def costs(inputs: Inputs, small: bool = False) -> Cases:
     """Seconds of rounds on a grid, of chains, trees and batches."""
     dice = np.random.default_rng(9)
-    for name in ("plain", "trees", "batches"):
+    for name in ("plain", "falling", "trees", "batches"):
         profile = inputs.profile(name)
         yield f"{name} | padded", access.padded_sizes(profile)
         yield f"{name} | prompts", access.prompt_seconds(profile, np.array([0, 1, 5, 100]))
@@ -228,6 +228,13 @@ def costs(inputs: Inputs, small: bool = False) -> Cases:
             yield f"{name} | {policy}", access.decision_seconds(profile, load_policy(named(inputs, policy)), asked)
         told = json.loads(json.dumps(profile.to_dict()))
         yield f"{name} | file", told
+    for name in ("timed",) if small else ("timed", "measured"):
+        profile = inputs.profile(name)
+        yield f"{name} | noise", access.noise_of(profile)
+        yield f"{name} | estimated again", access.estimated_again(profile)
+        yield f"{name} | fingerprint", profile.fingerprint
+        for seed in range(3):
+            yield f"{name} | resampled {seed}", profile.resampled(np.random.default_rng(seed)).to_dict()
     profile = inputs.profile("batches")
     for streams, length, context in itertools.product((1, 2, 3, 4, 6, 8, 12), (0, 1, 3, 6), CONTEXTS[1:4]):
         yield (
@@ -397,6 +404,7 @@ def hf(inputs: Inputs, small: bool = False) -> Cases:
         yield f"ours {name} | {kind} | {count}", answer(lambda c=count, o={**sampling, **options}: ours(c, **o))
     if small:
         return
+    yield from read_before(inputs)
     yield from exported(inputs, padded(prompts[-1:]))
     for policy, temperature in itertools.product(
         ("fixed:3", "confidence:0.4", "entropy:1", "heuristic:4", "mlp-survival", "bandit", "tokens-derived", "tree-free",
@@ -404,6 +412,36 @@ def hf(inputs: Inputs, small: bool = False) -> Cases:
         (0.0, 0.8),
     ):  # fmt: skip
         yield f"riding {policy} | T={temperature:g}", answer(lambda p=policy, t=temperature: ridden(inputs, p, t))
+
+
+def read_before(inputs: Inputs) -> Cases:
+    """Texts of prompts that `generate` was handed with a cache, or with a mask that leaves tokens out."""
+    pair = inputs.plain
+    for name, prompt in (("long", inputs.prompt_ids[-1]), ("short", inputs.prompt_ids[-3])):
+        whole = padded([prompt])
+        holes = {**whole, "attention_mask": whole["attention_mask"].clone()}
+        holes["attention_mask"][0, 1:3] = 0
+        for policy, tree in (("fixed:3", None), ("confidence:0.4", "2,2,1")):
+            options = {"custom_generate": specstop_generate, "draft_model": pair.draft, "policy": policy, "tree": tree}
+            options |= {"max_new_tokens": 18, "do_sample": False}
+
+            def cached(whole: Any = whole, options: Any = options) -> Any:
+                with torch.no_grad():
+                    read = pair.target(whole["input_ids"][:, :-2], use_cache=True).past_key_values
+                return pair.target.generate(**whole, past_key_values=read, **options).tolist()
+
+            yield f"cache {name} | {policy}", answer(cached)
+            yield f"holes {name} | {policy}", answer(lambda h=holes, o=options: pair.target.generate(**h, **o).tolist())
+    for count in (2, 3):
+        options = {
+            "custom_generate": specstop_generate,
+            "draft_model": pair.draft,
+            "policy": "fixed:3",
+            "max_new_tokens": 12,
+        }
+        options |= {"do_sample": True, "temperature": 0.8, "top_k": 0, "seed": 4, "num_return_sequences": count}
+        batch = padded(inputs.prompt_ids[-2:])
+        yield f"sequences {count}", answer(lambda b=batch, o=options: pair.target.generate(**b, **o).tolist())
 
 
 def ridden(inputs: Inputs, policy: str, temperature: float) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from oracle_inputs import EOS, Inputs
+from oracle_inputs import EOS, Inputs, byte_pair
 from oracle_policies import FEATURES, OWN, QUIET, Raising, Watching, WatchingTrees
 from specstop.decode import (
     Generation,
+    Grammar,
     Pair,
     Settings,
     Shaping,
@@ -264,9 +265,38 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
         keys = [stream_key(0, p.id) for p in inputs.prompts]
         made = plain_texts(pair, inputs.prompt_ids, keys, 20, temperature)
         yield f"plain | T={temperature:g}", made.tokens
+    yield from grammars()
     yield "streamed", streamed(inputs)
     for spec in ("nothing", "medusa", "suffix:", "model+lookup", "lookup?x=1"):
         yield f"drafter {spec}", answer(lambda spec=spec: type(find_drafter(spec, pair)).__name__)
+
+
+def grammars() -> Cases:
+    """Texts under grammars."""
+    pair = byte_pair()
+    sources = {
+        "letters": 'root ::= ("ab" | "ba" "c" | "d" [0-9]+)+',
+        "lark": 'start: ("x" "yz" | "w")+',
+        "broken": "root ::= (",
+        "schema": '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}',
+    }
+    setups = itertools.product(sources, (None, "2,2"), ("match", "rejection"), (0.0, 0.8))
+    for name, tree, verification, temperature in setups:
+        if temperature == 0.0 and verification != "match":
+            continue
+        how = sources[name], name == "schema", verification, tree, temperature
+        told = f"grammar {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
+        yield told, answer(lambda how=how: under_grammar(pair, *how))
+
+
+def under_grammar(
+    pair: Pair, source: str, is_schema: bool, verification: str, tree: str | None, temperature: float
+) -> Any:
+    """Return the lines of texts under a grammar."""
+    build = Grammar.from_json_schema if is_schema else Grammar.from_text
+    shaping = Shaping(processors=(build(source, pair.tokenizer),))
+    settings = Settings(temperature, 16, verification=verification, tree=tree, shaping=shaping)
+    return lines(decode(pair, ["ab", "xyz", "{"], "confidence:0.2", settings=settings, batch=2))
 
 
 def run_ids(inputs: Inputs, pair: Pair, policy: str, tree: str | None) -> Any:

@@ -164,7 +164,7 @@ def compare_section(name: str, baseline: Path, out: Path) -> list[str]:
     return found
 
 
-def prepare(out: Path, baseline: Path | None) -> Inputs:
+def prepare(out: Path, baseline: Path | None, small: bool) -> Inputs:
     """Return the inputs: those of the baseline, or new ones."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -175,7 +175,7 @@ def prepare(out: Path, baseline: Path | None) -> Inputs:
             shutil.copytree(baseline / "inputs", folder)
     else:
         shutil.rmtree(folder, ignore_errors=True)
-        build_inputs(folder)
+        build_inputs(folder, small)
     return Inputs(folder)
 
 
@@ -184,7 +184,7 @@ def record(out: Path, baseline: Path | None = None, only: Sequence[str] = (), sm
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SPECSTOP_CACHE", tempfile.mkdtemp(prefix="oracle-cache-"))
     begin = time.perf_counter()
-    inputs = prepare(out, baseline)
+    inputs = prepare(out, baseline, small)
     say(f"inputs: {time.perf_counter() - begin:.1f} s")
     found: list[str] = []
     if baseline is not None and not only:
