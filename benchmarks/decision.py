@@ -26,10 +26,10 @@ import torch
 import xgboost as xgb
 from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
-from specstop.decode.candidates import Candidates
 from specstop.decode.policy.reader import Logits, Reader
 from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.topology import chain
+from specstop.decode.verify.given_text import Candidates
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature

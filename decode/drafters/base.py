@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array
-from ..candidates import Candidates
 from ..models.cuda.transfer import upload
+from ..round_state import RoundState, Rows
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ as `reading`, and where it does not it is the first."""
 class Drafter(Protocol):
     """Proposes candidates for S streams, and is told what was committed.
 
-    Places are fed depth by depth, so a drafter that knows all depths after one pass (heads on the target) answers the later
+    Rows are fed depth by depth, so a drafter that knows all depths after one pass (heads on the target) answers the later
     calls from what it kept, and leaves the choice of what to verify to the policy's `select`.
 
     Attributes:
@@ -77,7 +77,7 @@ class Drafter(Protocol):
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """Take in what the target has read of a text for good: the prompt, then each round's root and accepted path.
 
-        Candidates that are not on the path (`Candidates.accepted`) are forgotten.
+        Candidates of the round that are not on the accepted path (`RoundState.path`) are forgotten.
 
         Args:
             stream: of the text.
@@ -91,15 +91,13 @@ class Drafter(Protocol):
         Of streams that have no text it is void.
         """
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
-        """Return what may come after places, stream by stream.
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        """Return what may come after rows of the topology.
 
         Args:
-            streams: those that are fed, by number.
-            found: what each has drafted so far.
-            feeding: places of each, at least one, all of one depth; all their parents were fed before.
+            round: with the candidates drawn so far.
+            depth: of the rows.
+            rows: that are fed, R in total; all their parents were fed before.
         """
 
 

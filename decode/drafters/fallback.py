@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ...policies.contract import Array
-from ..candidates import Candidates
 from ..models.pair import Pair
+from ..round_state import RoundState, Rows
 from .base import Bounded, Carries, Chooses, Drafter, Prepares, Proposal, carries
 
 SURE = 0.5
@@ -75,31 +75,31 @@ class FallbackDrafter:
             return False
         return self._other.reads(stream) if isinstance(self._other, Chooses) else True
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        counts, known = [len(places) for places in feeding], None
-        # Who drafts is settled at the roots, for the whole round.
-        if found[0].depth[feeding[0][0]] == 0:
-            known = self._first.propose(streams, found, feeding)
+        counts, known = [len(own) for _, own in rows], None
+        # Who drafts is settled at the anchors, for the whole round.
+        if depth == 0:
+            known = self._first.propose(round, depth, rows)
             chances = known.scores.softmax(-1).amax(-1).split(counts)  # not a number where it knows no token
-            self._sure |= {s: bool((own > self._least).any()) for s, own in zip(streams, chances, strict=True)}
-        sides: dict[bool, list[int]] = {True: [], False: []}
-        for at, stream in enumerate(streams):
-            sides[self._sure[stream]].append(at)
+            self._sure |= {
+                stream: bool((own > self._least).any()) for (stream, _), own in zip(rows, chances, strict=True)
+            }
+        sides = {sure: [one for one in rows if self._sure[one[0]] is sure] for sure in (True, False)}
         if not sides[True]:
-            return self._other.propose(streams, found, feeding)
+            return self._other.propose(round, depth, rows)
         if not sides[False]:
-            return self._first.propose(streams, found, feeding) if known is None else known
-        rows: dict[int, torch.Tensor] = {}
+            return self._first.propose(round, depth, rows) if known is None else known
+        scores: dict[int, torch.Tensor] = {}
         for drafter, own in ((self._first, sides[True]), (self._other, sides[False])):
-            if drafter is self._first and known is not None:  # it has been asked of all
-                parts = known.dense(self._vocabulary).split(counts)
-                rows |= {at: parts[at] for at in own}
-                continue
-            made = drafter.propose([streams[at] for at in own], [found[at] for at in own], [feeding[at] for at in own])
-            rows |= zip(own, made.dense(self._vocabulary).split([counts[at] for at in own]), strict=True)
-        scores = torch.cat([rows[at] for at in range(len(streams))])
-        # With ids, though it is dense: only then the loop looks for rows that know no token (`ModelSource.draw`).
-        return Proposal(scores, torch.arange(self._vocabulary, device=scores.device).expand(len(scores), -1))
+            asked = rows if drafter is self._first and known is not None else own
+            made = known if known is not None and drafter is self._first else drafter.propose(round, depth, own)
+            parts = made.dense(self._vocabulary).split([len(some) for _, some in asked])
+            scores |= {
+                stream: part
+                for (stream, _), part in zip(asked, parts, strict=True)
+                if self._sure[stream] is (drafter is self._first)
+            }
+        every = torch.cat([scores[stream] for stream, _ in rows])
+        # With ids, though it is dense: only then the loop looks for rows that know no token (`ModelSource`).
+        return Proposal(every, torch.arange(self._vocabulary, device=every.device).expand(len(every), -1))

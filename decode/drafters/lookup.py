@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
-from ..candidates import Candidates
 from ..models.pair import Pair
 from ..models.reading.modes import ENDLESS
+from ..round_state import RoundState, Rows
 from .base import READS_NOTHING, Proposal
 
 LONGEST = 3
@@ -67,17 +67,15 @@ class LookupDrafter:
         """Return zeros: reading is free."""
         return np.zeros(len(self._texts), dtype=np.int64)
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        rows = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            if here.depth[places[0]] == 0 and here.roots == 1:  # committed, though the target has not read it
-                self._note(stream, here.tokens[0])
+        weights = []
+        for stream, own in rows:
+            if depth == 0:  # the anchor is committed, though the target has not read it
+                self._note(stream, int(round.tokens[stream, 0]))
                 self._ahead[stream] = 1
-            rows += [self._followers(stream, here.tokens_to(place)[self._ahead[stream] :]) for place in places]
-        return Proposal.of_weights(rows, self._dtype, self._device)
+            weights += [self._followers(stream, round.path_tokens(stream, row)[1:]) for row in own]
+        return Proposal.of_weights(weights, self._dtype, self._device)
 
     def _followers(self, stream: int, path: Sequence[int]) -> dict[int, float]:
         """Return the weights of the tokens that came after the longest known suffix; a later one counts a trifle more."""

@@ -9,22 +9,22 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.contract import Array
-from ..candidates import Candidates
 from ..models.cuda.graph import open_cache
 from ..models.finite import check_rows
 from ..models.hidden import hidden_width
 from ..models.packed import Part, TreeRows
 from ..models.pair import Pair
 from ..models.reading.modes import readable
+from ..round_state import RoundState, Rows
 from .base import Proposal
 
 
 @dataclass(slots=True)
 class _Read:
-    """What the draft has read of one stream: `text` says what is committed, `fed` the places in the slots after it."""
+    """What the draft has read of one stream: `text` says what is committed, `fed` the rows in the slots after it."""
 
     text: list[int] = field(default_factory=list)
-    found: Candidates | None = None
+    round: RoundState | None = None
     fed: list[int] = field(default_factory=list)
     looked_at: bool = False  # the first logits of a text tell a broken model
 
@@ -78,12 +78,12 @@ class ModelDrafter:
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         own = self._streams[stream]
-        found, base = own.found, len(own.text)
-        if found is not None and self._model.lengths[stream] > base:  # else nothing was drafted, and the backlog grows
-            # Places lie in the cache in the order in which they were fed; of the path the last one may never have been.
-            slot = {place: base + at for at, place in enumerate(own.fed)}
-            self._model.keep(base, [slot[place] for place in found.accepted if place in slot], stream)
-        own.found = None
+        round, base = own.round, len(own.text)
+        if round is not None and self._model.lengths[stream] > base:  # else nothing was drafted, and the backlog grows
+            # Rows lie in the cache in the order in which they were fed; of the path the last one may never have been.
+            slot = {row: base + at for at, row in enumerate(own.fed)}
+            self._model.keep(base, [slot[row] for row in round.path(stream) if row in slot], stream)
+        own.round = None
         own.text.extend(tokens)
 
     def backlog(self) -> Array:
@@ -91,42 +91,32 @@ class ModelDrafter:
         read = zip(self._streams, self._model.lengths, strict=True)
         return np.array([len(own.text) + 1 - length for own, length in read])  # the root is not in `text` yet
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        parts = [self._part(stream, here, places) for stream, here, places in zip(streams, found, feeding, strict=True)]
-        logits = self._model.read_parts(parts)
-        self._look(streams, feeding, logits)
-        for stream, places in zip(streams, feeding, strict=True):
-            self._streams[stream].fed.extend(places)
+        logits = self._model.read_parts([self._part(round, depth, stream, own) for stream, own in rows])
+        self._look(rows, logits)
+        for stream, own in rows:
+            self._streams[stream].fed.extend(own)
         states = self._model.states
         return Proposal(logits, None, None if states is None else states[0, -len(logits) :])
 
-    def _part(self, stream: int, here: Candidates, places: Sequence[int]) -> Part:
-        """Return what is read of one stream: with the first places of a round the backlog as well."""
-        own = self._streams[stream]
-        depth, tokens = here.depth[places[0]], [here.tokens[place] for place in places]
+    def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
+        """Return what is read of one stream: with the anchor of a round the backlog as well."""
+        own, tokens = self._streams[stream], round.tokens[stream, rows].tolist()
         if depth == 0:
-            own.found, own.fed = here, []
-            unread = own.text[self._model.lengths[stream] :]
-            if here.roots > 1 and unread:  # the roots do not see each other
-                self._model.read_parts([Part(stream, unread, 1)])
-            elif here.roots == 1:
-                tokens = unread + tokens
-        if len(places) == 1 and len(own.fed) == depth:  # all it has read leads to this place
+            own.round, own.fed = round, []
+            tokens = own.text[self._model.lengths[stream] :] + tokens
+        if len(rows) == 1 and len(own.fed) == depth:  # all that was fed leads to this row
             return Part(stream, tokens, 1)
-        # What was fed lies in the slots in this order, whatever its depths.
-        before, rows = ([here.rows[place] for place in some] for some in (own.fed, places))
-        return Part(stream, tokens, tree=TreeRows(here.topology, len(own.text), before, rows))
+        return Part(stream, tokens, tree=TreeRows(round.topology, len(own.text), own.fed, rows))
 
-    def _look(self, streams: Sequence[int], feeding: Sequence[Sequence[int]], logits: Tensor) -> None:
+    def _look(self, rows: Rows, logits: Tensor) -> None:
         """Refuse logits that are not finite where a stream's are seen for the first time."""
-        if all(self._streams[stream].looked_at for stream in streams):
+        if all(self._streams[stream].looked_at for stream, _ in rows):
             return
         first = 0
-        for stream, places in zip(streams, feeding, strict=True):
+        for stream, own in rows:
             if not self._streams[stream].looked_at:
-                check_rows(logits[first : first + len(places)], "draft")
+                check_rows(logits[first : first + len(own)], "draft")
                 self._streams[stream].looked_at = True
-            first += len(places)
+            first += len(own)

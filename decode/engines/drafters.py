@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..candidates import Candidates
 from ..drafters.base import Drafter
 from ..drafters.spec import find_drafter, needs_draft
 from ..models.checkpoints.opening import open_checkpoint
 from ..models.loading import load_tokenizer, without_weights
 from ..models.pair import Pair
 from ..models.reading.modes import READS_ALL, readable
+from ..round_state import RoundState
 from ..topology import chain
 from .models import ModelRows, load_draft
 from .policies import check_engine_drafter
@@ -69,7 +70,7 @@ class _Row:
 
     text: list[int] = field(default_factory=list)
     told: int = 0
-    round: Candidates | None = None
+    round: RoundState | None = None
 
 
 class DrafterRows:
@@ -94,27 +95,30 @@ class DrafterRows:
         here = [self._rows[row] for row in rows]
         if depth == 0:
             self._make_room(max(len(own.text) + len(more) for own, more in zip(here, tokens, strict=True)))
+            none = np.zeros(len(self._rows), dtype=np.int64)
+            self._round = RoundState(self._topology, none > 0, none, none)
             for row, own, more in zip(rows, here, tokens, strict=True):
                 self._commit(row, own, more)
-        found = []
-        for own, more in zip(here, tokens, strict=True):
-            assert own.round is not None
+        for row, own, more in zip(rows, here, tokens, strict=True):
             if depth:
                 own.text.extend(more)
-                own.round.add(depth - 1, depth, more[0])  # a chain: places, rows and depths are the same
-            found.append(own.round)
-        return self._drafter.propose(rows, found, [[depth]] * len(rows)).dense(self._vocabulary)
+            self._round.tokens[row, depth] = own.text[-1]
+        order = sorted(range(len(rows)), key=rows.__getitem__)  # a round has its streams in ascending order
+        scores = self._drafter.propose(self._round, depth, [(rows[at], [depth]) for at in order]).dense(
+            self._vocabulary
+        )
+        return scores if order == [*range(len(rows))] else scores[np.argsort(order)]
 
     def _commit(self, row: int, own: _Row, more: Sequence[int]) -> None:
         """Tell the drafter what a text has grown by, and begin a round after its last token."""
         if own.round is not None:
             # What is left of the last round was accepted (`roll_back`).
-            own.round.accepted = list(range(len(own.text) - own.told))
+            own.round.on_path[row, : len(own.text) - own.told] = True
         own.text.extend(more)
         if known := own.text[own.told : -1]:
             self._drafter.committed(row, known, None)
             own.told = len(own.text) - 1
-        own.round = Candidates.at(own.text[-1:], self._topology)
+        own.round = self._round
 
     def _make_room(self, longest: int) -> None:
         """Have the drafter hold texts that long and a draft; one that has to be given more room is told all texts again."""

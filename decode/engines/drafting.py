@@ -18,8 +18,9 @@ from torch import Tensor
 from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.features import Drawn
 from ...policies.latency.profile import Profile
+from ..hooks import Timer
+from ..round_state import RoundState
 from ..rounds import draft as draft_chains
-from ..settings import Stopwatch
 from .asking import Asking
 from .guarded import Guarded, Spent
 from .rounds import Heard, Observer, Sent
@@ -73,7 +74,7 @@ class Drafting:
     ) -> None:
         self.options, self.spent = options, Spent()
         self._draft, self._profile, self._observer = Guarded(draft, self.spent), profile, observer
-        self._watch = Stopwatch(torch.device("cpu"))
+        self._timer = Timer(torch.device("cpu"))
         self.use(policy)
         self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
         self._waits: list[Sent | None] = [None] * options.rows  # drafts whose outcome is not known yet
@@ -83,7 +84,6 @@ class Drafting:
     def use(self, policy: StopPolicy) -> None:
         """Ask this policy from the next text on."""
         self.asking = Asking(policy, self.options.rows, self.options.depth, self.options.fallback)
-        self._watch.wrap(self.asking, {"keep": "policy", "select": "policy"})
 
     @property
     def policy(self) -> StopPolicy:
@@ -193,14 +193,15 @@ class Drafting:
 
         source = Chains(
             self._draft, asking.layout, rows, unread, anchors, asking.topology,
-            self.options.temperature, self._eos, look if observer is not None else None,
+            self.options.temperature, self._eos, look if observer is not None else None, self._timer,
         )  # fmt: skip
-        self._watch.restart()
-        self._watch.wrap(source, {"step": "policy"})
+        context = np.array([len(text) for text in texts], dtype=np.int64)
+        found = RoundState(asking.topology, np.ones(len(rows), dtype=bool), context, source.backlog)
+        self._timer.restart()
         asking.attend(here)
-        found = draft_chains(source, asking, np.ones((len(rows), 1), dtype=bool), None)
+        draft_chains(source, asking, found)
         asking.leave()
-        self.spent.asked_s += sum(self._watch.laps["policy"])
+        self.spent.asked_s += sum(self._timer.laps["policy"])
         drafts = []
         for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
             drafted, tokens = int(found.drafted[at]), source.tokens[at, : found.verified[at]].tolist()
@@ -208,7 +209,7 @@ class Drafting:
             self._read[row] += int(source.read[at])
             drafts.append(
                 Sent(row, len(text), tokens, drafted, int(found.decisions[at]), len(unread[at]), len(rows),
-                     bool(found.capped[at]), began_s)
+                     bool(found.hit_limit[at]), began_s)
             )  # fmt: skip
             self._waits[row] = drafts[-1]
             self.spent.drafted += drafted

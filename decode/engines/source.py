@@ -16,8 +16,9 @@ from torch import Tensor
 from ...policies.contract import Array, DraftStep, DraftTree
 from ...policies.features import Drawn, Layout
 from ...policies.features.history import History
-from ..candidates import shown_tree
+from ..hooks import NO_TIMER, Timer
 from ..policy.summaries import read_columns
+from ..round_state import RoundState
 from ..topology import Topology
 from ..verify.noise import best_of_rows
 
@@ -54,6 +55,7 @@ class Chains:
         temperature: of the sampling, as features read it.
         eos: tokens after which nothing is drafted.
         look: see `Look`.
+        timer: times the calls of the policy.
 
     Attributes:
         tokens: [S, K] int64, the tokens drawn, -1 elsewhere.
@@ -74,8 +76,9 @@ class Chains:
         temperature: float,
         eos: frozenset[int],
         look: Look | None = None,
+        timer: Timer = NO_TIMER,
     ) -> None:
-        self.topology, self._draft, self._rows, self._unread = topology, draft, rows, unread
+        self.timer, self.topology, self._draft, self._rows, self._unread = timer, topology, draft, rows, unread
         self._layout, self._anchors, self._temperature, self._look = layout, anchors, temperature, look
         self._ends, self._columns = eos, layout.node_columns
         self.tokens = np.full((len(rows), topology.deepest), -1, dtype=np.int64)
@@ -88,7 +91,7 @@ class Chains:
         self._nodes = np.zeros((len(rows), len(layout.names)), dtype=np.float32)
         self._drawn: tuple[Array, Tensor, Drawn] | None = None
 
-    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
+    def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed the streams [S, 1]; return which have drawn a token, and which of them go on."""
         if self._columns.plan.path:
             self._read()  # paths lead through what nobody asked about
@@ -103,6 +106,7 @@ class Chains:
             known = torch.isfinite(best)
             at, token, logits = at[known.cpu().numpy()], token[known.cpu().numpy()], logits[known]
         self.tokens[at, depth] = token
+        round.drawn[at, depth + 1] = True
         if len(at):
             self._note(depth, at, logits, token)
         drawn = np.zeros_like(feeding)
@@ -143,7 +147,7 @@ class Chains:
         if self._columns.plan.path:
             self._path[at] = path
 
-    def step(self, depth: int, alive: Array, history: History) -> DraftStep:
+    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """Return what a policy is shown of the drafts that are `alive` [S, 1]."""
         layout = self._layout
         if self._base is None:
@@ -159,6 +163,7 @@ class Chains:
             features[~alive[:, 0]] = 0.0
         return DraftStep(depth, alive, self._parent, features[:, None], {}, self._batch)
 
-    def tree(self, sent: Array) -> DraftTree:
-        """Return the tokens drawn [S, K] as a policy sees them."""
-        return shown_tree(self.topology, self.tokens, sent[:, 1:])
+    def tree(self, round: RoundState) -> DraftTree:
+        """Return the tokens drawn as a policy sees them."""
+        round.tokens[:, 1:] = self.tokens
+        return round.draft_tree()

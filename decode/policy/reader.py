@@ -12,9 +12,8 @@ from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.features import Drawn, Layout
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import History
-from ...policies.features.summary import Token
-from ..candidates import Candidates
 from ..models.hidden import seen
+from ..round_state import DraftScores, RoundState
 from ..topology import Topology
 from .summaries import lead_over_truncated, read_columns
 
@@ -35,7 +34,7 @@ class Level:
         features: [n, F].
         path: [n] log-probabilities of the paths to them, where a feature follows paths; else none.
         streams: of each; none = one token of each stream, in their order, as in most rounds of chains.
-        places: of each.
+        rows: of each, in the topology.
         branch: [n] int64, each token's place in its depth of the topology.
         states: [n, H] the draft's, where they are wanted.
     """
@@ -43,53 +42,21 @@ class Level:
     features: Array
     path: Array
     streams: Sequence[int] = ()
-    places: Sequence[int] = ()
+    rows: Sequence[int] = ()
     branch: Array | int = 0
     states: Tensor | None = None
 
-    def rows(self, parents: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the rows of the tokens at these (stream, place)."""
-        row = {place: at for at, place in enumerate(zip(self.streams, self.places, strict=True))}
-        return [row[parent] for parent in parents]
+    def index_of(self, tokens: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the indices of tokens given by (stream, row)."""
+        index = {token: at for at, token in enumerate(zip(self.streams, self.rows, strict=True))}
+        return [index[token] for token in tokens]
 
 
-@dataclass(slots=True)
-class Logits:
-    """The draft's side of one depth, stream by stream.
-
-    Attributes:
-        raw: [R, V] logits of the places that were fed.
-        tokens: what was drawn from them, in this order, as `features.Drawn` has it.
-        sampled: [R, V] log-weights, where they are not raw / T; else None.
-        scores: [R, V] that `match` took the largest of; None under other modes. `best` by row: see `verify.Drawn`.
-        states: [R, H] the draft's last hidden states, where somebody wants them.
-        untruncated: [R, V] `sampled` before tokens were left out for being unlikely, where that was done.
-    """
-
-    raw: Tensor
-    tokens: Sequence[Token]
-    sampled: Tensor | None = None
-    scores: Tensor | None = None
-    states: Tensor | None = None
-    best: list[list[float]] | None = None
-    untruncated: Tensor | None = None
-
-    def lead(self, drawn: Drawn) -> Array | None:
-        """Return [B], see `summaries.lead_over_truncated`; None where nothing was left out."""
-        if self.untruncated is None or self.sampled is None:
-            return None
-        return lead_over_truncated(self.untruncated, self.sampled, drawn)
-
-    def part(self, tokens: slice) -> Logits:
-        """Return what these of the tokens that were drawn were drawn from, which are all of one stream."""
-        own = self.tokens[tokens]
-        rows = slice(own[0][0], own[-1][0] + 1)  # a stream's rows follow one another
-        sampled, scores, states, untruncated = (
-            None if some is None else some[rows] for some in (self.sampled, self.scores, self.states, self.untruncated)
-        )
-        best = None if self.best is None else self.best[rows]
-        moved = [(token[0] - rows.start, *token[1:]) for token in own]
-        return Logits(self.raw[rows], moved, sampled, scores, states, best, untruncated)
+def lead(scores: DraftScores, drawn: Drawn) -> Array | None:
+    """Return [B], see `summaries.lead_over_truncated`; None where nothing was left out."""
+    if scores.untruncated is None or scores.sampled is None:
+        return None
+    return lead_over_truncated(scores.untruncated, scores.sampled, drawn)
 
 
 class Reader:
@@ -162,48 +129,39 @@ class Reader:
         return Base(features, states)
 
     def level(
-        self,
-        turns: Sequence[tuple[int, Candidates, Sequence[int]]],
-        logits: Logits,
-        temperature: float,
-        base: Base,
-        before: Level | None,
+        self, round: RoundState, scores: DraftScores, temperature: float, base: Base, before: Level | None
     ) -> Level:
         """Return the level of the tokens just drawn.
 
         Args:
-            turns: of each stream its number, its candidates with these tokens, and their places.
-            logits: that they were drawn from.
+            round: with these tokens.
+            scores: that they were drawn from.
             temperature: of the sampling.
             base: of the round.
             before: the level before it.
         """
-        tree, drawn = turns[0][1].topology, Drawn(np.array(logits.tokens, dtype=np.int64))
-        every = tree.is_chain and len(turns) == self._streams  # then there is nothing to put in order
-        streams = [] if every else [number for number, _, places in turns for _ in places]
+        tree = round.topology
+        drawn, streams, rows = round.drawn_tokens(scores)
+        every = tree.is_chain and len(rows) == self._streams  # then there is nothing to put in order
         if self.follows_path and before is not None:
             drawn.parent_path = before.path
             if not every and not before.streams:
                 drawn.parent_path = before.path[streams]
             elif not every:  # not everything of the level before was extended
-                parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
-                drawn.parent_path = before.path[before.rows(parents)]
+                parents = [(stream, tree.parent[row]) for stream, row in zip(streams, rows, strict=True)]
+                drawn.parent_path = before.path[before.index_of(parents)]
         if self._columns.plan.noisy:
-            drawn.lead = logits.lead(drawn)
+            drawn.lead = lead(scores, drawn)
         features = base.features.copy() if every else base.features[streams]  # [n, F]
         path = read_columns(
-            self._columns, logits.raw, drawn, temperature, features, logits.sampled, logits.scores, logits.best
+            self._columns, scores.raw, drawn, temperature, features, scores.sampled, scores.scores, scores.best
         )
-        states = logits.states
+        states = scores.states
         if every:
             return Level(features, path, states=states)
         states = None if states is None else states[drawn.ids[:, 0].tolist()]
-        places = [place for _, _, some in turns for place in some]
-        if tree.is_chain:
-            return Level(features, path, streams, places, 0, states)
-        first = tree.spans[turns[0][1].depth[places[0]]].start  # all are of one depth
-        branch = np.array([found.rows[place] - first for _, found, some in turns for place in some])
-        return Level(features, path, streams, places, branch, states)
+        branch = 0 if tree.is_chain else np.array(rows) - tree.spans[tree.depth[rows[0]]].start
+        return Level(features, path, streams, rows, branch, states)
 
     def step(self, depth: int, base: Base, level: Level | None, tree: Topology, alive: Array) -> DraftStep:
         """Return what the policy is shown.
@@ -217,9 +175,6 @@ class Reader:
         """
         if self._streams == 1 and (depth == 0 or tree.is_chain):
             return self._single(depth, base, level)
-        if depth == 0 and alive.shape[1] > 1:
-            # Roots that are alternatives for the next token are decided on as one branch.
-            alive = np.logical_or.reduce(alive, 1, keepdims=True)
         streams, branches = alive.shape
         parent = self._parents if branches == 1 else tree.parent_in_level[depth][None].repeat(streams, 0)
         if level is not None and not level.streams:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.features.history import History
-from ..stream import Stream
+from ..round_state import DraftScores, RoundState
 from ..topology import Topology
-from .reader import Base, Level, Logits, Reader
+from .reader import Base, Level, Reader
 
 
 class RoundReader:
@@ -22,7 +22,6 @@ class RoundReader:
         size: S.
         topology: of a round.
         temperature: of the sampling.
-        streams: of the round that is being played, where the policy takes over in the middle of one.
     """
 
     def __init__(
@@ -32,33 +31,32 @@ class RoundReader:
         size: int,
         topology: Topology,
         temperature: float,
-        streams: Sequence[Stream] = (),
     ) -> None:
         self._reader = Reader(policy, widths, size)
         self._size, self._topology, self._temperature = size, topology, temperature
-        self.begin(streams)
+        self._unread: DraftScores | None = None
 
-    def begin(self, streams: Sequence[Stream]) -> None:
-        """Begin a round of these streams."""
-        self._streams = streams
+    def begin(self, round: RoundState) -> None:
+        """Begin a round; also in the middle of one, where a policy takes over."""
+        self.round = round
         self._base: Base | None = None
         self._level: Level | None = None
-        self._unread: tuple[Sequence[Sequence[int]], Logits] | None = None
+        self._unread = None
 
-    def drawn(self, depth: int, places: Sequence[Sequence[int]], logits: Logits | None) -> None:
-        """Keep what the places of each stream were drawn from, at a depth, until the policy is asked about them."""
-        if logits is not None and self._reader.wants(depth, self._topology.deepest):
+    def drawn(self, depth: int, scores: DraftScores) -> None:
+        """Keep what the tokens of a depth were drawn from until the policy is asked about them."""
+        if self._reader.wants(depth, self._topology.deepest):
             # What was there before has been read by now (`ModelSource.grow`).
-            self._unread = places, logits
+            self._unread = scores
 
     @property
-    def passed(self) -> bool:
+    def has_unread_path(self) -> bool:
         """Whether there is something that the policy was not asked about, but that paths lead through."""
         # What else was drawn without a question, as where a policy is not asked at all, is not worth a look.
         return self._unread is not None and self._reader.follows_path
 
     def read(self) -> None:
-        """Read what was `passed`."""
+        """Read what paths lead through."""
         self._read_level(self._reader.unknown)
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
@@ -72,25 +70,27 @@ class RoundReader:
 
     def _read_base(self, history: History) -> Base:
         """Return what is known of the round before its first token."""
-        streams = self._streams
-        playing = None if len(streams) == self._size else [own.number for own in streams]
+        texts = [
+            (s, text, anchor)
+            for s, (text, anchor) in enumerate(zip(self.round.texts, self.round.anchors, strict=True))
+            if text is not None and anchor is not None
+        ]
+        streams = None if len(texts) == self._size else [stream for stream, _, _ in texts]
         if not self._reader.reads_target:
-            return self._reader.base(history, self._temperature, streams=playing)
-        rows = [own.text.anchor.row for own in streams]
-        states = [own.text.anchor.hidden for own in streams if own.text.anchor.hidden is not None]
+            return self._reader.base(history, self._temperature, streams=streams)
+        rows = [anchor.row for _, _, anchor in texts]
+        states = [anchor.hidden for _, _, anchor in texts if anchor.hidden is not None]
         return self._reader.base(
             history,
             self._temperature,
             rows[0] if len(rows) == 1 else torch.cat(rows),
-            [(own.text.roots[0], own.text.tokens[own.base - 1]) for own in streams],  # anchors, the tokens before them
+            [(text.tokens[-1], text.tokens[-2]) for _, text, _ in texts],  # anchors, the tokens before them
             torch.cat(states) if states else None,
-            playing,
+            streams,
         )
 
     def _read_level(self, base: Base) -> None:
         """Read the tokens drawn last."""
         assert self._unread is not None
-        places, logits = self._unread
-        turns = [(own.number, own.found, some) for own, some in zip(self._streams, places, strict=True) if some]
-        self._level = self._reader.level(turns, logits, self._temperature, base, self._level)
+        self._level = self._reader.level(self.round, self._unread, self._temperature, base, self._level)
         self._unread = None

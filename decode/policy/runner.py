@@ -26,7 +26,7 @@ from ...policies.features.history import HISTORY_FEATURES, History
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.plugin_code import Failure
-from ..drafted import Finished
+from ..round_state import RoundState
 from .drift_monitor import best_fixed, describe, make_watch
 
 
@@ -88,33 +88,32 @@ class PolicyRunner:
         """Return [S, N] bool, the nodes to verify; None = all."""
         return checked_select(self.policy, tree, self.state)
 
-    def finished(self, made: Finished) -> None:
+    def finished(self, made: RoundState) -> None:
         """Take in a round: history, its seconds, and what the policy makes of it."""
-        self.history = self.history.after(made.accepted, made.found.verified, made.active, made.cut)
+        self.history = self.history.after(made.accepted, made.verified, made.active, made.cut)
         made.seconds = self.seconds(made) * made.active
         if self.observes:
             self.state = checked_observe(self.policy, outcome(made, made.seconds), self.state)
 
-    def seconds(self, made: Finished) -> Array:
+    def seconds(self, made: RoundState) -> Array:
         """Return [S] float64, what the profile says that a round took."""
         if self.profile is None:
             return np.zeros(len(made.active))
-        found, price = made.found, self.profile.decision(self.policy.cost_name)
-        if self._together and self.profile.batch is not None and found.fed_by_step is None:
+        price = self.profile.decision(self.policy.cost_name)
+        if self._together and self.profile.batch is not None and made.fed_by_step is None:
             # Only streams that had a round are part of what the batch cost. Trees have no price by batch.
-            columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
+            columns = (made.context, made.drafted, made.verified, made.backlog, made.decisions)
             context, drafted, verified, backlog, asked = (column[made.active] for column in columns)
             shared = self.profile.batch.shared_s(context, drafted, verified, backlog, asked) + price.together(asked)
             return np.full(len(made.active), shared)
         return self.profile.round_seconds(
-            made.context, found.drafted, found.verified, made.backlog, found.decisions, price, found.fed_by_step
+            made.context, made.drafted, made.verified, made.backlog, made.decisions, price, made.fed_by_step
         )
 
 
-def outcome(made: Finished, seconds: Array) -> RoundOutcome:
+def outcome(made: RoundState, seconds: Array) -> RoundOutcome:
     """Return what a policy hears of a round."""
-    found = made.found
-    return RoundOutcome(made.active, found.drafted, found.verified, made.accepted, made.cut & made.active, seconds)
+    return RoundOutcome(made.active, made.drafted, made.verified, made.accepted, made.cut & made.active, seconds)
 
 
 def warn_failed(failure: Failure, instead: str) -> None:
@@ -209,10 +208,10 @@ class MonitoredRunner(PolicyRunner):
             self._fail(error)
             return None
 
-    def finished(self, made: Finished) -> None:
+    def finished(self, made: RoundState) -> None:
         """See `PolicyRunner.finished`; what nobody reads is left out, as it would cost every round some microseconds."""
         if self._reads_history:
-            self.history = self.history.after(made.accepted, made.found.verified, made.active, made.cut)
+            self.history = self.history.after(made.accepted, made.verified, made.active, made.cut)
         if self._watch is not None:
             self._compare(made)
         if not self.observes:
@@ -227,10 +226,10 @@ class MonitoredRunner(PolicyRunner):
         except Exception as error:  # a plugin may raise anything; the text must not suffer
             self._fail(error)
 
-    def _compare(self, made: Finished) -> None:
+    def _compare(self, made: RoundState) -> None:
         """Compare live acceptance with what the policy predicted; warn, or fall back, once it leaves the band."""
         assert self._watch is not None
-        self._watch.finished(made.accepted, made.found.verified, made.active & ~made.cut)
+        self._watch.finished(made.accepted, made.verified, made.active & ~made.cut)
         band = self._watch.band()
         if band is None or not band.left:
             return

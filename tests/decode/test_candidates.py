@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.decode.candidates import Candidates, draft_tree
+from specstop.decode.candidates import draft_tree
 from specstop.decode.topology import from_widths, parse_tree
+from specstop.decode.verify.given_text import Candidates
 
 
 def drawn() -> Candidates:

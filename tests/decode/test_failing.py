@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from conftest import NEW, build_model
 from contract_policies import DEPTH
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters.lookup import LookupDrafter
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy

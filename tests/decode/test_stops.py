@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
-from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.observer import Seen
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings, stop_strings
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....policies.contract import Array
-from ...candidates import Candidates
 from ...models.cuda.transfer import upload
 from ...models.pair import Pair
 from ...models.reading.modes import ENDLESS
 from ...models.view import layer_view
+from ...round_state import RoundState, Rows
 from ..base import READS_NOTHING, Proposal
 from .networks import Heads
 
@@ -63,26 +63,23 @@ class HeadsDrafter:
         """Return zeros: there is nothing to read."""
         return np.zeros(len(self._before), dtype=np.int64)
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`; below the last head nothing is proposed."""
-        head = found[0].depth[feeding[0][0]]
-        counts = [len(places) for places in feeding]
-        if head >= self.most:
-            return nothing(sum(counts), self._before[streams[0]])
-        states = [state for state in (self._before[stream] for stream in streams) if state is not None]
+        counts = [len(own) for _, own in rows]
+        if depth >= self.most:
+            return nothing(sum(counts), self._before[rows[0][0]])
+        states = [state for state in (self._before[stream] for stream, _ in rows) if state is not None]
         hidden = torch.cat(states) if len(states) > 1 else states[0]
-        owner = np.repeat(np.arange(len(states)), counts).tolist()  # [R], by place the row of `hidden` that it reads
-        rows = upload(owner, self._device) if len(owner) > len(states) else None
+        owner = np.repeat(np.arange(len(states)), counts).tolist()  # [R], by fed row the row of `hidden` that it reads
+        spread = upload(owner, self._device) if len(owner) > len(states) else None
         path: Tensor | None = None
         if self._network.reads_path:
-            paths = [here.tokens_to(p) for here, places in zip(found, feeding, strict=True) for p in places]
-            path, hidden = self._embedding(upload(paths, self._device)), hidden if rows is None else hidden[rows]
-        read = self._network.state(head, hidden, path)
-        logits = self._network.logits(head, read)
-        if path is None and rows is not None:  # the same for all places of a stream
-            logits, read = logits[rows], read[rows]
+            paths = [round.path_tokens(stream, row) for stream, own in rows for row in own]
+            path, hidden = self._embedding(upload(paths, self._device)), hidden if spread is None else hidden[spread]
+        read = self._network.state(depth, hidden, path)
+        logits = self._network.logits(depth, read)
+        if path is None and spread is not None:  # the same for all rows of a stream
+            logits, read = logits[spread], read[spread]
         return Proposal(scores(logits), None, read if self._keeps else None)
 
 

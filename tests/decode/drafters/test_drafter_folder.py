@@ -80,8 +80,8 @@ def test_an_engine_with_reordered_weights_has_the_same_drafter(pair_folder: Path
 
 @torch.inference_mode()
 def _first_row(drafter: Any, pair: Pair) -> torch.Tensor:
-    from specstop.decode.candidates import Candidates
     from specstop.decode.topology import chain
+    from specstop.decode.verify.given_text import Candidates
 
     drafter.committed(0, [5, 6, 7], torch.linspace(-1.0, 1.0, 48).view(3, 16))
     row: torch.Tensor = drafter.propose([0], [Candidates.at([9], chain(2))], [[0]]).dense(pair.vocabulary)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
 from specstop.decode.drafters.spec import BUILTINS, TRAINED, parse_spec, paths_of, with_full_paths
 from specstop.decode.loop import Speculator
@@ -20,6 +19,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from small_drafters import small_drafter
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import (
     FallbackDrafter,
     LookupDrafter,
@@ -24,6 +23,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError

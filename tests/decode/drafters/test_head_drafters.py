@@ -10,7 +10,6 @@ import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from small_drafters import DRAFTERS, small_drafter
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
 from specstop.decode.drafters.heads.networks import LayerNetwork
 from specstop.decode.loop import Speculator
@@ -19,6 +18,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from specstop.decode.benchmark import run_alternating
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import SuffixDrafter, find_drafter
 from specstop.decode.drafters.suffix import START, SuffixAutomaton, mixed
 from specstop.decode.loop import Speculator
@@ -19,6 +18,7 @@ from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from simulated_engine import PLACES, Asked, K, Request, requests_of
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import Drafter, find_drafter
 from specstop.decode.engines import drafters
 from specstop.decode.engines.drafters import DrafterRows, load_rows
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import chain
+from specstop.decode.verify.given_text import Candidates
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.storage.registry import load_policy
 from torch import Tensor

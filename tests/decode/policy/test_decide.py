@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.collect.explore import exploring
-from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.policy.reader import Level, Reader
 from specstop.decode.topology import parse_tree
+from specstop.decode.verify.given_text import Candidates
 from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy

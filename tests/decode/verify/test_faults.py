@@ -14,13 +14,14 @@ from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
 from specstop.decode import loop, model_source
-from specstop.decode.candidates import Candidates, draft_tree
+from specstop.decode.candidates import draft_tree
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models import kv_cache
 from specstop.decode.stream import Text
 from specstop.decode.topology import Topology
 from specstop.decode.verify import modes, rejection
 from specstop.decode.verify.base import Turn
+from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.lossy import TargetInit
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace

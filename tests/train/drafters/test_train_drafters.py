@@ -15,13 +15,13 @@ from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, small_drafter, small_network
 from specstop.cli.commands.train_drafter import show_drafter
 from specstop.collect.prompts.read import Prompt
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import find_drafter, load_drafter
 from specstop.decode.drafters.heads.ctc import Prefixes
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
+from specstop.decode.verify.given_text import Candidates
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.train.drafters.acceptance import acceptance
