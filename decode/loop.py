@@ -23,7 +23,7 @@ from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.plugin_code import Failure
 from .drafters import Drafter, find_drafter
-from .drafters.base import Carries, Prepares, carries
+from .drafters.base import carries
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
@@ -136,7 +136,7 @@ class Speculator:
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
         self._host.renew()
-        if isinstance(self._drafter, Carries):
+        if hasattr(self._drafter, "renew"):
             self._drafter.renew()
 
     @torch.inference_mode()
@@ -144,7 +144,7 @@ class Speculator:
         """Record CUDA graphs for chains in texts of these lengths, so that no timed round does."""
         self._source.reserve(max(lengths))
         self._source.target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
-        if isinstance(self._drafter, Prepares):
+        if hasattr(self._drafter, "prepare"):
             self._drafter.prepare(lengths)
 
     @property

@@ -1,4 +1,4 @@
-"""Where candidates come from: a draft model, the text itself, heads on the target's states, or what a plugin brings."""
+"""Drafters: a draft model, search in the text itself, heads on the target's hidden states, or a plugin."""
 
 from .base import Drafter, Proposal
 from .fallback import FallbackDrafter

@@ -1,42 +1,42 @@
-"""Two drafters at once: one that costs nothing where it is sure, such as suffix drafting where a text repeats itself, another
-elsewhere."""
+"""Two drafters: a cheap one for the rounds in which it is confident, another one for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ...policies.contract import Array
+from ..models.cuda.transfer import upload
 from ..models.pair import Pair
 from ..round_state import RoundState, Rows
-from .base import Bounded, Carries, Chooses, Drafter, Prepares, Proposal, carries
+from .base import Drafter, Proposal, carries
 
-SURE = 0.5
-"""Chance of the likeliest next token from which on the first drafter takes a round (`train.drafters.choice` fits it)."""
+MIN_CONFIDENCE = 0.5
+"""Probability of the likeliest next token from which on the first drafter is used (`train.drafters.choice` fits it)."""
 
 ROUNDING = 1e-6
-"""Chances are told apart no finer: a trace keeps them in single precision."""
+"""Tolerance of that comparison, because traces store probabilities in single precision."""
 
 
-class FallbackDrafter:
-    """Chooses round by round and stream by stream, by the committed text alone: so every verification stays exact.
+class FallbackDrafter(Drafter):
+    """Chooses the drafter of each round and stream from the committed text alone, so every verification stays exact.
 
     Args:
-        pair: that they draft for.
-        first: is asked in every round, and reads neither hidden states nor a draft model: `suffix`, `lookup`, or a plugin's.
-        other: drafts the rounds in which the first one is not sure.
-        sure: chance of the first one's likeliest next token from which on it drafts; above 1 it never does.
+        pair: target and draft.
+        first: called in every round; reads neither hidden states nor a draft model.
+        other: drafts the rounds in which the first one is not confident.
+        min_confidence: probability of the first drafter's likeliest token from which on it drafts the round.
     """
 
-    def __init__(self, pair: Pair, first: Drafter, other: Drafter, sure: float = SURE) -> None:
+    def __init__(self, pair: Pair, first: Drafter, other: Drafter, min_confidence: float = MIN_CONFIDENCE) -> None:
         self._first, self._other, self._vocabulary = first, other, pair.vocabulary
-        if isinstance(other, Bounded):
-            self.most = other.most  # in its rounds
-        self._least = sure - ROUNDING
+        self._min_confidence = min_confidence
         self.layers, self.readable = other.layers, min(first.readable, other.readable)
-        self.carries = carries(first) or carries(other)
-        self._sure: dict[int, bool] = {}  # by stream, whether the first one drafts this round
+        self.carries, self.max_depth = carries(first) or carries(other), getattr(other, "max_depth", None)
+        self._confident: dict[int, bool] = {}  # by stream, in this round
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
@@ -49,57 +49,52 @@ class FallbackDrafter:
         self._other.begin(stream)
 
     def prepare(self, lengths: Sequence[int]) -> None:
-        """See `Prepares`."""
+        """See `Drafter`."""
         for drafter in (self._first, self._other):
-            if isinstance(drafter, Prepares):
+            if hasattr(drafter, "prepare"):
                 drafter.prepare(lengths)
 
     def renew(self) -> None:
-        """See `Carries`."""
+        """See `Drafter`."""
         for drafter in (self._first, self._other):
-            if isinstance(drafter, Carries):
+            if hasattr(drafter, "renew"):
                 drafter.renew()
 
-    def committed(self, stream: int, tokens: Sequence[int], states: torch.Tensor | None) -> None:
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         self._first.committed(stream, tokens, None)
         self._other.committed(stream, tokens, states)
 
     def backlog(self) -> Array:
-        """Return the other one's: the first one, which `reads` tells, has none."""
+        """Return the backlog of the other drafter; see `has_backlog`."""
         return self._other.backlog()
 
-    def reads(self, stream: int) -> bool:
-        """See `Chooses`."""
-        if self._sure[stream]:
+    def has_backlog(self, stream: int) -> bool:
+        """Return whether the drafter of the stream's round reads the backlog; defined once the anchor was fed."""
+        if self._confident[stream]:
             return False
-        return self._other.reads(stream) if isinstance(self._other, Chooses) else True
+        return not isinstance(self._other, FallbackDrafter) or self._other.has_backlog(stream)
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        counts, known = [len(own) for _, own in rows], None
-        # Who drafts is settled at the anchors, for the whole round.
+        proposal = None
         if depth == 0:
-            known = self._first.propose(round, depth, rows)
-            chances = known.scores.softmax(-1).amax(-1).split(counts)  # not a number where it knows no token
-            self._sure |= {
-                stream: bool((own > self._least).any()) for (stream, _), own in zip(rows, chances, strict=True)
-            }
-        sides = {sure: [one for one in rows if self._sure[one[0]] is sure] for sure in (True, False)}
-        if not sides[True]:
+            proposal = self._first.propose(round, depth, rows)
+            confidence = proposal.scores.softmax(-1).amax(-1)  # [R], NaN where no token is proposed
+            confident = (confidence > self._min_confidence - ROUNDING).tolist()
+            self._confident |= zip((stream for stream, _ in rows), confident, strict=True)
+        own = [(stream, some) for stream, some in rows if self._confident[stream]]
+        if not own:
             return self._other.propose(round, depth, rows)
-        if not sides[False]:
-            return self._first.propose(round, depth, rows) if known is None else known
-        scores: dict[int, torch.Tensor] = {}
-        for drafter, own in ((self._first, sides[True]), (self._other, sides[False])):
-            asked = rows if drafter is self._first and known is not None else own
-            made = known if known is not None and drafter is self._first else drafter.propose(round, depth, own)
-            parts = made.dense(self._vocabulary).split([len(some) for _, some in asked])
-            scores |= {
-                stream: part
-                for (stream, _), part in zip(asked, parts, strict=True)
-                if self._sure[stream] is (drafter is self._first)
-            }
-        every = torch.cat([scores[stream] for stream, _ in rows])
-        # With ids, though it is dense: only then the loop looks for rows that know no token (`ModelSource`).
-        return Proposal(every, torch.arange(self._vocabulary, device=every.device).expand(len(every), -1))
+        if len(own) == len(rows):
+            return self._first.propose(round, depth, rows) if proposal is None else proposal
+        is_own = np.array([self._confident[stream] for stream, some in rows for _ in some])  # [R]
+        if proposal is None:
+            scores = self._first.propose(round, depth, own).dense(self._vocabulary)
+        else:
+            scores = proposal.dense(self._vocabulary)[torch.from_numpy(is_own).to(proposal.scores.device)]
+        other = self._other.propose(round, depth, [(stream, some) for stream, some in rows if not self._confident[stream]])
+        order = np.argsort(np.argsort(~is_own, kind="stable"))  # by row, its index in the concatenation
+        scores = torch.cat([scores, other.dense(self._vocabulary)])[upload(order, scores.device)]
+        # With ids, although it is dense, because rows may be without any token.
+        return Proposal(scores, torch.arange(self._vocabulary, device=scores.device).expand(len(scores), -1))

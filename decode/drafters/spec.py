@@ -1,4 +1,4 @@
-"""Specs of drafters, such as `suffix:FILE?sure=0.6+hydra:PATH`: what they mean, and the drafters that they name."""
+"""Specs of drafters, such as `suffix:FILE?sure=0.6+hydra:PATH`: their syntax, and the drafters that they name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from ...policies.storage.drafter_names import PLUGINS, known_names, split_first
 from ...policies.storage.specs import Listed, check_options, parameters, read_number, read_options
 from ..models.pair import Pair
 from ..topology import parse_tree
-from .base import READINGS, READS_PATH, Bounded, Drafter, lacks
-from .fallback import SURE, FallbackDrafter
-from .folder import TrainedDrafter, drafter_identity, load_drafter
+from .base import READINGS, REQUIRED, Drafter
+from .fallback import MIN_CONFIDENCE, FallbackDrafter
+from .folder import TrainedDrafter, load_drafter
 from .heads.ctc import CTCDrafter, ReleasedCTCDrafter
 from .heads.layer import LayerDrafter
 from .heads.medusa import HeadsDrafter
@@ -34,7 +34,7 @@ from .suffix import SuffixDrafter, file_hash
 
 
 class Builtin(NamedTuple):
-    """A drafter without training: its constructor, the parameter set after the colon, and its usage."""
+    """A drafter without training: its class, the parameter set after the colon, and its usage."""
 
     build: Callable[..., Drafter]
     value: str
@@ -49,7 +49,7 @@ BUILTINS: dict[str, Builtin] = {
 
 
 class Trained(NamedTuple):
-    """A trained drafter: its constructor from a pair and a network, and the kind of the network."""
+    """A trained drafter: its class, and the kind of its network."""
 
     build: Callable[[Pair, Any], Drafter]
     network: str
@@ -74,7 +74,7 @@ class DrafterSpec:
         kind: name of the drafter.
         value: text after the colon; None = none.
         options: options after the question mark.
-        sure: confidence from which on the drafter is used instead of the next one.
+        min_confidence: option `sure`, from which confidence on the drafter is used instead of the next one.
         other: the next drafter; None = none.
     """
 
@@ -82,7 +82,7 @@ class DrafterSpec:
     kind: str
     value: str | None
     options: Mapping[str, Any]
-    sure: float = SURE
+    min_confidence: float = MIN_CONFIDENCE
     other: DrafterSpec | None = None
 
     def parts(self) -> list[DrafterSpec]:
@@ -109,25 +109,22 @@ def parse_spec(text: str) -> DrafterSpec:
     head, _, query = first.partition("?")
     kind, colon, value = head.partition(":")
     where = f"--drafter: {text!r}"
-    options, given = read_options(query, where), value if colon else None
+    spec = DrafterSpec(text, kind, value if colon else None, options := read_options(query, where))
     if rest is None:
-        return DrafterSpec(text, kind, given, options)
-    sure = options.pop("sure", SURE)
+        return spec
+    sure = options.pop("sure", MIN_CONFIDENCE)
     if not isinstance(sure, int | float) or not 0.0 <= sure <= 1.0:
         raise PolicyError(f"{where}: expected for sure a chance between 0 and 1, not {sure!r}")
-    return DrafterSpec(text, kind, given, options, float(sure), parse_spec(rest))
+    return dataclasses.replace(spec, min_confidence=float(sure), other=parse_spec(rest))
 
 
 @_as_input_error()
 def check_drafter(name: str) -> None:
-    """Check that the drafters of a spec exist.
-
-    Raises:
-        InputError: one does not, or the spec cannot be read.
-    """
+    """Raise `InputError` if a drafter of a spec does not exist."""
     for part in parse_spec(name).parts():
-        known = part.kind in BUILTINS or PLUGINS.find(part.kind) is not None
-        if not (part.value and not part.options if part.kind in TRAINED else known):
+        if part.kind in TRAINED:
+            _trained_path(part)
+        elif part.kind not in BUILTINS and PLUGINS.find(part.kind) is None:
             raise _unknown(part)
 
 
@@ -138,7 +135,7 @@ def needs_draft(name: str) -> bool:
     Raises:
         InputError: the spec cannot be read, or a plugin does not load.
     """
-    return any(_takes_draft(part.kind) for part in parse_spec(name).parts())
+    return any(_attribute(part.kind, "needs_draft", (False, True)) for part in parse_spec(name).parts())
 
 
 def reads_states(name: str) -> bool:
@@ -153,31 +150,23 @@ def drafts_in_turn(name: str) -> bool:
 
 @_as_input_error()
 def reading_of(name: str) -> str:
-    """Return what the drafter of a spec reads before a round (`base.READINGS`).
+    """Return `Drafter.reading` of the last drafter of a spec, the only one that may have a backlog.
 
     Raises:
         InputError: the spec cannot be read, or a plugin does not load or has another value.
     """
-    kind = parse_spec(name).parts()[-1].kind  # of several drafters only the last one may read anything
+    return str(_attribute(parse_spec(name).parts()[-1].kind, "reading", READINGS))
+
+
+def _attribute(kind: str, name: str, allowed: tuple[Any, ...]) -> Any:
+    """Return a class attribute of a drafter; the default, which is the first allowed value, if there is no such drafter."""
     if builtin := BUILTINS.get(kind) or TRAINED.get(kind):
-        return str(getattr(builtin.build, "reading", READS_PATH))
-    return str(_plugin_attribute(kind, "reading", READS_PATH, READINGS))
-
-
-def _takes_draft(kind: str) -> bool:
-    if kind in BUILTINS or kind in TRAINED:
-        return kind == "model"
-    return bool(_plugin_attribute(kind, "needs_draft", False, (True, False)))
-
-
-def _plugin_attribute(kind: str, name: str, default: Any, allowed: tuple[Any, ...]) -> Any:
-    """Return an attribute of a plugin, the default if there is no such plugin."""
+        return getattr(builtin.build, name)
     if (point := PLUGINS.find(kind)) is None:
-        return default
-    value = getattr(PLUGINS.load(point), name, default)
-    if type(value) is not type(default) or value not in allowed:
-        values = ", ".join(map(str, allowed))
-        raise PolicyError(f"--drafter: {point.value}: expected for {name} {values}, not {value!r}")
+        return allowed[0]
+    value = getattr(PLUGINS.load(point), name, allowed[0])
+    if type(value) is not type(allowed[0]) or value not in allowed:
+        raise PolicyError(f"--drafter: {point.value}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}")
     return value
 
 
@@ -205,7 +194,7 @@ def _absolute(path: str) -> str:
 
 
 def listed_drafters() -> list[Listed]:
-    """Return the drafters of specstop and of plugins, with the reason if a plugin does not load. Plugins are imported."""
+    """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
     builtin = {name: (entry.build.__module__, entry.usage) for name, entry in BUILTINS.items()}
     trained = {
         name: (entry.build.__module__, f"{name}:PATH of `specstop train-drafter --kind {entry.network}`")
@@ -216,7 +205,7 @@ def listed_drafters() -> list[Listed]:
 
 def _usage(point: EntryPoint) -> str:
     names = [*parameters(PLUGINS.load(point), f"{point.name!r}")][1:]
-    draft = "; needs the draft model" if _takes_draft(point.name) else ""
+    draft = "; needs the draft model" if _attribute(point.name, "needs_draft", (False, True)) else ""
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 
 
@@ -224,11 +213,11 @@ def _unknown(spec: DrafterSpec) -> InputError:
     plugins = sorted(PLUGINS.usable())
     known = [*BUILTINS, *TRAINED, *plugins]
     more = f", or a plugin's ({', '.join(plugins)})" if plugins else ""
-    meant = "" if spec.kind in known else close_match(spec.kind, known)
+    match = "" if spec.kind in known else close_match(spec.kind, known)
     trained = ", ".join(f"{kind}:PATH" for kind in TRAINED)
     return InputError(
         f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}, two such as "
-        f"suffix+model{more}, not {spec.text!r}{meant}"
+        f"suffix+model{more}, not {spec.text!r}{match}"
     )
 
 
@@ -258,35 +247,33 @@ def with_drafter(pair: Pair, name: str) -> Pair:
     """
     if name == "model":
         return pair
-    spec, used = parse_spec(name), pair
+    spec, new = parse_spec(name), pair
     if not needs_draft(name):
-        used = dataclasses.replace(pair, draft=None, engines=(pair.engines[0], "plain"))
-    _build(spec, used)  # raises errors now instead of in the middle of a run
+        new = dataclasses.replace(pair, draft=None, engines=(pair.engines[0], "plain"))
+    _build(spec, new)  # raises errors now instead of in the middle of a run
     hashes = pair.fingerprint["target"], _identity(spec, pair)
-    return dataclasses.replace(used, hashes=hashes, drafter=name)
+    return dataclasses.replace(new, hashes=hashes, drafter=name)
 
 
 def _build(spec: DrafterSpec, pair: Pair) -> Drafter:
     first = _build_one(spec, pair)
     if spec.other is None:
         return first
-    if first.layers or _takes_draft(spec.kind):
+    if first.layers or _attribute(spec.kind, "needs_draft", (False, True)):
         raise InputError(
             f"--drafter: {spec.text!r}: expected first one that reads neither hidden states nor a draft model, such as "
             f"suffix, not {spec.kind}"
         )
-    return FallbackDrafter(pair, first, _build(spec.other, pair), spec.sure)
+    return FallbackDrafter(pair, first, _build(spec.other, pair), spec.min_confidence)
 
 
 def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
     where = f"--drafter: {spec.text!r}"
     if spec.kind in TRAINED:
-        if not spec.value or spec.options:
-            raise _unknown(spec)
-        return TRAINED[spec.kind].build(pair, shared_network(spec.kind, spec.value, pair))
-    point = PLUGINS.find(spec.kind)
+        return TRAINED[spec.kind].build(pair, _shared_network(spec.kind, _trained_path(spec), pair))
+    point = PLUGINS.find(spec.kind)  # raises an error for a built-in if a plugin has its name
     if spec.kind in BUILTINS:
-        build, options = BUILTINS[spec.kind].build, _builtin_options(spec, where)
+        build, options = BUILTINS[spec.kind].build, _builtin_options(spec)
         check_options(parameters(build, where), where, options, (pair,))
         return build(pair, **options)
     if point is None:
@@ -294,25 +281,31 @@ def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
     if spec.value is not None:
         raise InputError(f"{where}: write the plugin's options as {spec.kind}?key=value")
     build = PLUGINS.load(point)
-    if _takes_draft(spec.kind):
+    if _attribute(spec.kind, "needs_draft", (False, True)):
         _ = pair.draft_model  # raises an error if there is none
     check_options(parameters(build, where), where, spec.options, (pair,))
     with loading("--drafter", f"making {spec.text!r} ({point.value})"):
         drafter: Drafter = build(pair, **spec.options)
-        missing = lacks(drafter)
+        missing = [name for name in REQUIRED if not hasattr(drafter, name)]
     if missing:
         raise InputError(f"{where} is a {type(drafter).__name__}, which lacks {', '.join(missing)} of a Drafter")
     return drafter
 
 
-def _builtin_options(spec: DrafterSpec, where: str) -> dict[str, Any]:
+def _trained_path(spec: DrafterSpec) -> str:
+    if not spec.value or spec.options:
+        raise _unknown(spec)
+    return spec.value
+
+
+def _builtin_options(spec: DrafterSpec) -> dict[str, Any]:
     """Return the options of a built-in drafter, including the value after the colon."""
     options, parameter = dict(spec.options), BUILTINS[spec.kind].value
     if spec.value is not None:
         if not parameter or not spec.value:
             raise _unknown(spec)
         if parameter in options:
-            raise InputError(f"{where}: {parameter} is given twice; give it once")
+            raise InputError(f"--drafter: {spec.text!r}: {parameter} is given twice; give it once")
         options[parameter] = spec.value if parameter == "path" else read_number(spec.value)
     return options
 
@@ -322,24 +315,24 @@ def _identity(spec: DrafterSpec, pair: Pair) -> str:
     if spec.kind == "model":
         return pair.fingerprint["draft"]
     if spec.kind in TRAINED:
-        identity = drafter_identity(str(spec.value))
+        identity = load_drafter(str(spec.value), weights=False).identity
         return identity if spec.kind == TRAINED[spec.kind].network else f"{spec.kind}:{identity}"
     options, value = dict(spec.options), None
     if spec.kind in BUILTINS:
-        options = _builtin_options(spec, "")
+        options = _builtin_options(spec)
         value = options.pop(BUILTINS[spec.kind].value, None)
         if value and spec.kind == "suffix":
             value = file_hash(value)
     words = [f"{key}={options[key]}" for key in sorted(options)]
     if spec.other is not None:
-        words.append(f"sure={spec.sure:g}")
+        words.append(f"sure={spec.min_confidence:g}")
     own = spec.kind + ("" if value is None else f":{value}") + ("?" + "&".join(words) if words else "")
-    draft = "+" + pair.fingerprint["draft"] if _takes_draft(spec.kind) else ""
+    draft = "+" + pair.fingerprint["draft"] if _attribute(spec.kind, "needs_draft", (False, True)) else ""
     return own + draft + ("" if spec.other is None else "+" + _identity(spec.other, pair))
 
 
-_ALIVE: WeakValueDictionary[tuple[Any, ...], nn.Module] = WeakValueDictionary()
-"""Networks in use, shared by all loops of a process."""
+_NETWORKS: WeakValueDictionary[tuple[Any, ...], nn.Module] = WeakValueDictionary()
+"""Networks in use, by content of the folder, target and device; shared by all loops of a process."""
 
 _LAST: WeakKeyDictionary[PreTrainedModel, nn.Module] = WeakKeyDictionary()
 """The last network of each target outlives its loops, because `generate` creates a loop per call."""
@@ -359,23 +352,18 @@ def load_trained(kind: str, path: str) -> TrainedDrafter:
     return trained
 
 
-def shared_network(kind: str, path: str, pair: Pair) -> Any:
-    """Return the network of a folder on the device of the target, loaded once per process.
-
-    Raises:
-        InputError: see `load_trained`, or it was trained for another target.
-    """
-    # Keyed by content: the same drafter may lie in several folders.
-    key = (kind, drafter_identity(path), pair.fingerprint["target"], pair.device, pair.target.dtype)
+def _shared_network(kind: str, path: str, pair: Pair) -> Any:
+    identity = load_drafter(path, weights=False).identity
+    key = (kind, identity, pair.fingerprint["target"], pair.device, pair.target.dtype)
     with _LOADING:
-        network = _ALIVE.get(key)
+        network = _NETWORKS.get(key)
         if network is None:
             trained = load_trained(kind, path)
             try:
                 network = trained.network_for(pair)
             except InputError as error:
                 raise InputError(f"--drafter: {path}: {error.command_line}") from None
-            _ALIVE[key] = network
+            _NETWORKS[key] = network
         _LAST[pair.target] = network
     return network
 
@@ -401,12 +389,12 @@ def warn_depth_limited(pair: Pair, depth: int, tree: str | None = None) -> None:
         )
     if not reads_states(pair.drafter):
         return
-    drafter, reached = find_drafter(pair.drafter, pair), min(depth, deepest)
-    if isinstance(drafter, Bounded) and drafter.most < reached:
+    limit = find_drafter(pair.drafter, pair).max_depth
+    if limit is not None and limit < (reached := min(depth, deepest)):
         name = "the second drafter" if drafts_in_turn(pair.drafter) else "it"
         warnings.warn(
-            f"--drafter {pair.drafter}: {name} proposes {drafter.most} tokens at most, so that its rounds of {reached} stay "
-            f"shorter; give --depth {drafter.most}",
+            f"--drafter {pair.drafter}: {name} proposes {limit} tokens at most, so that its rounds of {reached} stay "
+            f"shorter; give --depth {limit}",
             SpecstopWarning,
             stacklevel=3,
         )

@@ -93,7 +93,7 @@ class _Beside:
         self._values: list[Tensor] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `layer_network.Attend`; called once a depth."""
+        """See `networks.Attend`; called once a depth."""
         self._keys.append(keys)
         self._values.append(values)
         scale = queries.shape[-1] ** -0.5

@@ -8,90 +8,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....policies.contract import Array
 from ...models.cuda.transfer import upload
 from ...models.pair import Pair
-from ...models.reading.modes import ENDLESS
 from ...models.view import layer_view
 from ...round_state import RoundState, Rows
-from ..base import READS_NOTHING, Proposal
+from ..base import READS_NOTHING, Drafter, Proposal
 from .networks import Heads
 
 
-class HeadsDrafter:
-    """Head j scores the tokens of depth j + 1, from the state that the target's last token was drawn from.
+class HeadsDrafter(Drafter):
+    """Head j scores the tokens of depth j + 1, from the hidden state that the anchor was drawn from.
 
-    What a head says takes no pass over a text: there is never a backlog. A head is evaluated when its depth is asked for.
+    A head is evaluated when its depth is proposed. Below the last head nothing is proposed.
 
     Args:
-        pair: whose target it is.
-        network: the heads, on the target's device.
-
-    Attributes:
-        most: the number of heads.
+        pair: target that the heads were trained for.
+        network: heads on the target's device.
     """
 
-    layers: tuple[int, ...] = (-1,)
-    readable = ENDLESS
+    layers = (-1,)
     reading = READS_NOTHING
 
     def __init__(self, pair: Pair, network: Heads) -> None:
-        self._network, self._device, self.most = network, pair.device, network.shape.depth
+        self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
         self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
-        self._keeps = False
-        self.reserve(1, 0)
+        self._keeps, self.max_depth = False, network.shape.depth
+        self._last: dict[int, Tensor] = {}  # by stream [1, H], the state of the last token that the target has read
 
     def keep_states(self) -> int:
-        """See `hidden.KeepsStates`."""
+        """Return the hidden states with every proposal from now on; the result is their width H."""
         self._keeps = True
         return self._network.shape.hidden
-
-    def reserve(self, streams: int, tokens: int) -> None:
-        """See `Drafter`."""
-        self._before: list[Tensor | None] = [None] * streams
-
-    def begin(self, stream: int) -> None:
-        """See `Drafter`."""
-        self._before[stream] = None
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         assert states is not None
-        self._before[stream] = states[-1:].clone()  # a recorded call of the target writes over its states
-
-    def backlog(self) -> Array:
-        """Return zeros: there is nothing to read."""
-        return np.zeros(len(self._before), dtype=np.int64)
+        self._last[stream] = states[-1:].clone()  # CUDA graphs of the target overwrite their outputs
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
-        """See `Drafter`; below the last head nothing is proposed."""
+        """See `Drafter`."""
         counts = [len(own) for _, own in rows]
-        if depth >= self.most:
-            return nothing(sum(counts), self._before[rows[0][0]])
-        states = [state for state in (self._before[stream] for stream, _ in rows) if state is not None]
-        hidden = torch.cat(states) if len(states) > 1 else states[0]
-        owner = np.repeat(np.arange(len(states)), counts).tolist()  # [R], by fed row the row of `hidden` that it reads
-        spread = upload(owner, self._device) if len(owner) > len(states) else None
+        if depth >= self._network.shape.depth:
+            return Proposal.of_weights([{}] * sum(counts), self._dtype, self._device)
+        hidden = torch.cat([self._last[stream] for stream, _ in rows])  # [S, H]
+        repeat = None  # [R] index into the streams
+        if sum(counts) > len(counts):
+            repeat = upload(np.repeat(np.arange(len(counts)), counts), self._device)
         path: Tensor | None = None
         if self._network.reads_path:
             paths = [round.path_tokens(stream, row) for stream, own in rows for row in own]
-            path, hidden = self._embedding(upload(paths, self._device)), hidden if spread is None else hidden[spread]
-        read = self._network.state(depth, hidden, path)
-        logits = self._network.logits(depth, read)
-        if path is None and spread is not None:  # the same for all rows of a stream
-            logits, read = logits[spread], read[spread]
-        return Proposal(scores(logits), None, read if self._keeps else None)
-
-
-def scores(logits: Tensor) -> Tensor:
-    """Return logits in the precision that is computed with."""
-    return logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-
-
-def nothing(rows: int, like: Tensor | None) -> Proposal:
-    """Return the proposal that knows no token."""
-    device = None if like is None else like.device
-    wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
-    none = torch.full((rows, 1), -torch.inf, dtype=wide, device=device)
-    # With ids, since the loop looks for rows that know no token in sparse proposals alone.
-    return Proposal(none, torch.zeros(rows, 1, dtype=torch.int64, device=device))
+            path, hidden = self._embedding(upload(paths, self._device)), hidden if repeat is None else hidden[repeat]
+        states = self._network.state(depth, hidden, path)
+        logits = self._network.logits(depth, states)
+        if path is None and repeat is not None:  # the same for all rows of a stream
+            logits, states = logits[repeat], states[repeat]
+        return Proposal(logits.to(self._dtype), None, states if self._keeps else None)
