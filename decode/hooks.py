@@ -52,14 +52,14 @@ class Timer:
 
     def mark(self) -> Any:
         """Return the beginning of a lap, for `add`."""
-        return time.perf_counter() if not self._on_cuda else self._event()
+        return self._event() if self._on_cuda else self.now()
 
     def add(self, phase: str, mark: Any) -> None:
         """Add the lap since `mark` to a phase."""
         if self._on_cuda:
             self._pending.append((phase, mark, self._event()))
         elif self._device is not None:
-            self._laps[phase].append(time.perf_counter() - mark)
+            self._laps[phase].append(self.now() - mark)
 
     def restart(self) -> None:
         """Forget all laps and begin a round."""

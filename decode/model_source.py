@@ -284,7 +284,9 @@ class ModelSource:
         """See `rounds.RoundSource`."""
         tree = self.topology
         if isinstance(self.drafter, FallbackDrafter):
-            reads = [bool(drafted) and not self.drafter.has_backlog(s) for s, drafted in enumerate(round.drafted.tolist())]
+            reads = [
+                bool(drafted) and not self.drafter.has_backlog(s) for s, drafted in enumerate(round.drafted.tolist())
+            ]
             round.backlog = np.where(reads, 0, round.backlog)
         rows: list[tuple[int, list[int]]] = []
         for stream in np.flatnonzero(round.active).tolist():

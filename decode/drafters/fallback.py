@@ -93,7 +93,9 @@ class FallbackDrafter(Drafter):
             scores = self._first.propose(round, depth, own).dense(self._vocabulary)
         else:
             scores = proposal.dense(self._vocabulary)[torch.from_numpy(is_own).to(proposal.scores.device)]
-        other = self._other.propose(round, depth, [(stream, some) for stream, some in rows if not self._confident[stream]])
+        other = self._other.propose(
+            round, depth, [(stream, some) for stream, some in rows if not self._confident[stream]]
+        )
         order = np.argsort(np.argsort(~is_own, kind="stable"))  # by row, its index in the concatenation
         scores = torch.cat([scores, other.dense(self._vocabulary)])[upload(order, scores.device)]
         # With ids, although it is dense, because rows may be without any token.

@@ -166,7 +166,9 @@ def _attribute(kind: str, name: str, allowed: tuple[Any, ...]) -> Any:
         return allowed[0]
     value = getattr(PLUGINS.load(point), name, allowed[0])
     if type(value) is not type(allowed[0]) or value not in allowed:
-        raise PolicyError(f"--drafter: {point.value}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}")
+        raise PolicyError(
+            f"--drafter: {point.value}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}"
+        )
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.ctc import Prefixes, first_positions, collapsed_length
+from ...decode.drafters.heads.ctc import Prefixes, collapsed_length, first_positions
 from ...decode.drafters.heads.networks import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch, Text

@@ -64,7 +64,7 @@ def test_text_is_the_targets(
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_other_modes_take_them_too(pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
-    for mode, tree in (("rejection", "2,2"), ("block", None), ("target_init", "2,2"), ("typical", "2,1")):
+    for mode, tree in (("rejection", "2,2"), ("block", None), ("typical", "2,1")):
         settings = Settings(0.7, NEW, tree=tree, max_depth=3, verification=mode)
         made = Speculator(pair, FixedLength(3), settings, drafter=small_drafter(kind, pair)).generate(prompt_ids[4], 9)
         assert sum(r.drafted for r in made.rounds) > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from specstop.collect.explore import exploring
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.policy.reader import Level, Reader
+from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.topology import parse_tree
-from specstop.decode.verify.given_text import Candidates
 from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
@@ -42,9 +42,9 @@ def test_tokens_that_no_decision_looks_at_are_not_read(
     seen: set[int] = set()
     level = Reader.level
 
-    def noted(self: Reader, turns: Sequence[tuple[int, Candidates, Sequence[int]]], *more: Any) -> Level:
-        seen.update(found.depth[places[0]] for _, found, places in turns)
-        return level(self, turns, *more)
+    def noted(self: Reader, round: RoundState, scores: DraftScores, *more: Any) -> Level:
+        seen.update(1 + round.topology.depth[rows[0]] for _, rows in scores.rows)
+        return level(self, round, scores, *more)
 
     monkeypatch.setattr(Reader, "level", noted)
     Speculator(pair, policy, Settings(0.0, 30, tree=tree, ignore_eos=True)).generate(prompt_ids[0])
