@@ -24,7 +24,7 @@ from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.validation import Failure, validate_policy
 from .drafters import Drafter, find_drafter
-from .drafters.base import Carries, Prepares, carries
+from .drafters.base import carries
 from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
@@ -144,7 +144,7 @@ class Speculator:
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
         self._host.reset()
-        if isinstance(self._drafter, Carries):
+        if hasattr(self._drafter, "renew"):
             self._drafter.renew()
 
     @torch.inference_mode()
@@ -152,7 +152,7 @@ class Speculator:
         """Record CUDA graphs for chains in texts of these lengths, so that no timed round does."""
         self._source.reserve(max(lengths))
         self._source.target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
-        if isinstance(self._drafter, Prepares):
+        if hasattr(self._drafter, "prepare"):
             self._drafter.prepare(lengths)
 
     @property

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.history import History
-from .drafters import Drafter
-from .drafters.base import Chooses
+from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
 from .models.cuda.graph import open_cache
@@ -284,8 +283,10 @@ class ModelSource:
     def verify(self, round: RoundState) -> None:
         """See `rounds.RoundSource`."""
         tree = self.topology
-        if isinstance(self.drafter, Chooses):
-            reads = [bool(drafted) and not self.drafter.reads(s) for s, drafted in enumerate(round.drafted.tolist())]
+        if isinstance(self.drafter, FallbackDrafter):
+            reads = [
+                bool(drafted) and not self.drafter.has_backlog(s) for s, drafted in enumerate(round.drafted.tolist())
+            ]
             round.backlog = np.where(reads, 0, round.backlog)
         rows: list[tuple[int, list[int]]] = []
         for stream in np.flatnonzero(round.active).tolist():

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.folder import KINDS
-from specstop.decode.drafters.heads.layer_network import CTCNetwork, LayerNetwork
-from specstop.decode.drafters.heads.networks import Shape
-from specstop.decode.drafters.known import TRAINED as KNOWN
+from specstop.decode.drafters.heads.networks import CTCNetwork, LayerNetwork, Shape
+from specstop.decode.drafters.spec import TRAINED as KNOWN
 from specstop.decode.models.pair import Pair
 from torch import nn
 

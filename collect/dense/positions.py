@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...decode.drafters import find_drafter
 from ...decode.drafters.base import carries
-from ...decode.drafters.known import drafts_in_turn
+from ...decode.drafters.spec import drafts_in_turn
 from ...decode.loop import Request, Speculator
 from ...decode.models.hidden import hidden_widths
 from ...decode.models.pair import Pair

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..drafters.base import Drafter
-from ..drafters.find import find_drafter
-from ..drafters.known import needs_draft
+from ..drafters.spec import find_drafter, needs_draft
 from ..models.checkpoints.opening import open_checkpoint
 from ..models.loading import load_tokenizer, without_weights
 from ..models.pair import Pair

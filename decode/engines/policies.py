@@ -6,7 +6,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError
 from ...policies.features import FEATURES, Kind, Need
 from ...policies.learned.policy import LearnedPolicy
-from ..drafters.known import reads_states
+from ..drafters.spec import reads_states
 
 ANCHORS = ("anchor_token", "before_token", "temperature")
 """ANCHOR features that need no row of the target's."""

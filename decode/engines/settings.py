@@ -9,7 +9,7 @@ from typing import Any
 
 from ...policies.errors import InputError, close_match
 from ...policies.limits import check_limits
-from ..drafters.known import needs_draft
+from ..drafters.spec import needs_draft
 
 KEY = "specstop"
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,14 +11,6 @@ from transformers import PreTrainedModel
 from ...policies.errors import PolicyError
 from ...policies.features.hidden_states import DRAFT_HIDDEN, MOST
 from .pair import Pair
-
-
-@runtime_checkable
-class KeepsStates(Protocol):
-    """A drafter that scores by hidden states and can hand them over with its proposals."""
-
-    def keep_states(self) -> int:
-        """Hand over the states with every proposal from now on, and return their width H."""
 
 
 def hidden_width(model: PreTrainedModel) -> int:
@@ -62,12 +53,13 @@ def ask_for_states(drafter: object, who: str, instead: str = "use another policy
     Raises:
         PolicyError: it has none.
     """
-    if not isinstance(drafter, KeepsStates):
+    keep_states: Callable[[], int] | None = getattr(drafter, "keep_states", None)
+    if keep_states is None:
         raise PolicyError(
             f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra or "
             f"layer, or {instead}"
         )
-    return drafter.keep_states()
+    return keep_states()
 
 
 def stored(states: Tensor) -> Tensor:

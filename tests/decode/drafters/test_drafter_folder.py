@@ -15,8 +15,8 @@ from attack_families import family
 from small_drafters import CLASSES, TRAINED, small_network
 from specstop.decode import Settings, decode
 from specstop.decode.drafters import find_drafter, with_drafter
-from specstop.decode.drafters.depths import tell_if_cut
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
+from specstop.decode.drafters.spec import warn_depth_limited
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
@@ -153,7 +153,7 @@ def test_loops_share_a_network_as_long_as_its_folder_says_the_same(
     plain_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    monkeypatch.setattr("specstop.decode.drafters.shared.load_drafter", lambda p: read.append(p) or load_drafter(p))
+    monkeypatch.setattr("specstop.decode.drafters.spec.load_drafter", lambda p: read.append(p) or load_drafter(p))
     save_drafter(trained(plain_pair), tmp_path / "d")
     pair = with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}")
     for _ in range(2):  # the first loop is gone when the second is made
@@ -169,12 +169,12 @@ def test_loops_share_a_network_as_long_as_its_folder_says_the_same(
 
 def test_of_two_drafters_the_second_one_is_told_to_make_short_rounds(plain_pair: Pair, tmp_path: Path) -> None:
     save_drafter(trained(plain_pair), tmp_path / "d")
-    with pytest.warns(SpecstopWarning, match="proposes 3 tokens at most, so that rounds of 5 stay shorter"):
-        tell_if_cut(with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}"), 5)
+    with pytest.warns(SpecstopWarning, match="it proposes 3 tokens at most, so that its rounds of 5 stay shorter"):
+        warn_depth_limited(with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}"), 5)
     with pytest.warns(
-        SpecstopWarning, match="the second one proposes 3 tokens at most, so that its rounds of 5 stay"
+        SpecstopWarning, match="the second drafter proposes 3 tokens at most, so that its rounds of 5 stay"
     ) as told:
-        tell_if_cut(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
+        warn_depth_limited(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
     assert "depth" not in told[0].message.command_line, "the first one goes as deep as it is asked to"
 
 

@@ -12,7 +12,7 @@ import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
-from specstop.decode.drafters.known import BUILTINS, TRAINED, paths_of, read_known, with_full_paths
+from specstop.decode.drafters.spec import BUILTINS, TRAINED, parse_spec, paths_of, with_full_paths
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -332,7 +332,7 @@ def test_names_are_known_without_what_makes_drafters() -> None:
     ],
 )  # fmt: skip
 def test_kinds_are_those_of_what_is_read(spec: str) -> None:
-    assert kinds_of(spec) == "+".join(part.kind for part in read_known(spec).parts())
+    assert kinds_of(spec) == "+".join(part.kind for part in parse_spec(spec).parts())
 
 
 def test_paths_of_a_spec_are_made_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from small_drafters import DRAFTERS, small_drafter
 from specstop.decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
-from specstop.decode.drafters.heads.layer_network import LayerNetwork
+from specstop.decode.drafters.heads.networks import LayerNetwork
 from specstop.decode.loop import Speculator
 from specstop.decode.models.hidden import hidden_width
 from specstop.decode.models.pair import Pair

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
+from specstop.collect.dense import mixed
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.drafters import SuffixDrafter, find_drafter
-from specstop.decode.drafters.automaton import START, SuffixAutomaton
-from specstop.decode.drafters.suffix import mixed
+from specstop.decode.drafters.suffix import START, SuffixAutomaton
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
