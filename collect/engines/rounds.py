@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.rounds import Heard, Sent
+from ...decode.engines.drafting import Heard, Sent
 from ...decode.engines.vllm import Proposer
 from ...decode.summaries import summarise
 from ...policies.contract import Array

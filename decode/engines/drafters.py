@@ -1,8 +1,5 @@
-"""Drafters of an engine that are no draft model alone: what follows earlier in the text (`lookup`, `suffix`), a plugin's, two
-at once.
-
-They come through the protocol that our own loop drafts by. What reads the target's hidden states cannot run here: engines do
-not hand them to a class.
+"""Drafters inside an engine: a draft model with a cache row for each request, or any drafter of the loop that reads no hidden
+states (engines do not pass them on).
 """
 
 from __future__ import annotations
@@ -13,21 +10,85 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ...policies.errors import PairError
 from ..drafters.base import Drafter
 from ..drafters.spec import find_drafter, needs_draft
 from ..models.checkpoints.opening import open_checkpoint
-from ..models.loading import load_tokenizer, without_weights
+from ..models.cuda.graph import open_cache
+from ..models.engine import choose_engine, speed_up
+from ..models.loading import load_model, load_tokenizer, without_weights
+from ..models.packed import Part
 from ..models.pair import Pair
-from ..models.reading.modes import READS_ALL, readable
+from ..models.reading.modes import READS_ALL, Reading, readable
+from ..models.reading.self_check import check_model
 from ..round_state import RoundState
 from ..topology import chain
-from .models import ModelRows, load_draft
-from .policies import check_engine_drafter
-from .source import DraftRows
+from .drafting import DraftRows
+from .settings import check_engine_drafter
 
 _LEAST = 512
-"""Tokens of a row that room is made for to begin with."""
+"""Tokens of a row to begin with."""
+
+
+def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int) -> tuple[PreTrainedModel, Reading]:
+    """Return a draft model by itself, under the fastest engine that can run it, and how it can be read.
+
+    Args:
+        name: folder or hub name.
+        device, dtype: of the model.
+        vocabulary: tokens that the target scores.
+
+    Raises:
+        PairError: it cannot be loaded, or scores another vocabulary than the target.
+    """
+    checkpoint = open_checkpoint(name, "draft")
+    own = int(checkpoint.config.get_text_config().vocab_size)
+    if abs(own - vocabulary) >= 512:  # the same tokens, filled up to sizes of their own, differ by less
+        raise PairError(
+            f"draft: {name} scores {own} tokens, but the target {vocabulary}; choose a draft of the target's family"
+        )
+    model = load_model(checkpoint, device, dtype).eval()
+    reading = check_model("draft", model)
+    return speed_up(model, choose_engine(model), reading), reading
+
+
+class ModelRows:
+    """See `source.DraftRows`: a model and the texts it has read, a row of its cache for each.
+
+    The cache grows with the longest text. What it held is read again then: that happens as often as a text doubles.
+
+    Args:
+        model: the draft.
+        rows: of its cache.
+        vocabulary: tokens that the target scores.
+        reading: how the draft can be read.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int, vocabulary: int, reading: Reading = READS_ALL) -> None:
+        self._model, self._vocabulary, self._reading = model, vocabulary, reading
+        self._texts: list[list[int]] = [[] for _ in range(rows)]
+        self._cache = open_cache(model, _LEAST, vocabulary, streams=rows, reading=reading)
+
+    @torch.inference_mode()
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
+        """See `DraftRows.read`."""
+        for row, more in zip(rows, tokens, strict=True):
+            self._texts[row].extend(more)
+        longest = max(len(self._texts[row]) for row in rows)
+        if self._cache.capacity < longest:
+            # The new cache is empty: each row is read again when it is next asked for.
+            size = 2 ** (longest - 1).bit_length()
+            streams = len(self._texts)
+            self._cache = open_cache(self._model, size, self._vocabulary, streams=streams, reading=self._reading)
+        return self._cache.read_parts([Part(row, self._texts[row][self._cache.lengths[row] :], 1) for row in rows])
+
+    def roll_back(self, row: int, length: int) -> None:
+        """See `DraftRows.roll_back`."""
+        del self._texts[row][length:]
+        if self._cache.lengths[row] > length:
+            self._cache.roll_back(length, row)
 
 
 def load_rows(
