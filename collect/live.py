@@ -137,7 +137,8 @@ class Recorder(Hook):
 
     def _measure(self, row: Row, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> None:
         """Fill in features and probabilities of the drawn candidates."""
-        index, path, parent = {at: i for i, at in enumerate(sent)}, {}, round.topology.parent
+        index, parent = {at: i for i, at in enumerate(sent)}, round.topology.parent
+        path: dict[int, float] = {}
         for level in round.levels:
             scores = None if level is None else level.part(stream)
             if scores is None or not any(scores.counts):

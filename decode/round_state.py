@@ -197,15 +197,15 @@ class RoundState:
 
     def drawn_tokens(self, level: DraftScores) -> tuple[Drawn, list[int], list[int]]:
         """Return the candidates of a level for the features, and the stream and row of each."""
-        tree, ids, streams, out = self.topology, [], [], []
-        scored, counts = 0, iter(level.counts)
+        tree, ids, streams, out, counts = self.topology, [], [], [], iter(level.counts)
+        index = 0  # of the fed row
         for stream, rows in level.rows:
+            tokens = self.tokens[stream].tolist()
             for row in rows:
                 count = next(counts)
                 for rank, child in enumerate(tree.children[row][:count]):
-                    before, token = self.tokens[stream, row], self.tokens[stream, child]
-                    ids.append((scored, token, before, rank, count, tree.depth[child]))
+                    ids.append((index, tokens[child], tokens[row], rank, count, tree.depth[child]))
                     streams.append(stream)
                     out.append(child)
-                scored += 1
+                index += 1
         return Drawn.of(ids), streams, out

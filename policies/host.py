@@ -32,8 +32,10 @@ class PlayedRound(Protocol):
     context: Array
     backlog: Array
     accepted: Array
-    cut: Array
     seconds: Array
+
+    @property
+    def cut(self) -> Array: ...  # noqa: D102
 
     @property
     def drafted(self) -> Array: ...  # noqa: D102
