@@ -291,8 +291,8 @@ class ModelSource:
             round.backlog = np.where(reads, 0, round.backlog)
         rows: list[tuple[int, list[int]]] = []
         for stream in np.flatnonzero(round.active).tolist():
-            is_chain, sent = tree.is_chain, int(round.verified[stream])
-            rows.append((stream, tree.paths[sent] if is_chain else np.flatnonzero(round.sent[stream]).tolist()))
+            of_chain = tree.is_chain and tree.paths[int(round.verified[stream])]
+            rows.append((stream, of_chain or np.flatnonzero(round.sent[stream]).tolist()))
         round.target_rows = rows
         raw, finite = self.read(round)
         sampled, _ = process(round, rows, raw)
