@@ -188,23 +188,16 @@ def _card(trained: TrainedDrafter) -> str:
     """Return the folder's README."""
     network: Any = trained.network
     metrics = dict(trained.metrics)
-    depths = metrics.pop("acceptance", None)
-    rows = {
-        "kind": trained.kind,
-        "target": trained.target,
-        "weights": f"{sum(tensor.numel() for tensor in network.state_dict().values()):,}",
-        **dataclasses.asdict(network.shape),
-        **trained.provenance,
-        **metrics,
-    }
+    shares = metrics.pop("acceptance", None)
+    weights = sum(tensor.numel() for tensor in network.state_dict().values())
+    rows: dict[str, Any] = {"kind": trained.kind, "target": trained.target, "weights": f"{weights:,}"}
+    rows |= dataclasses.asdict(network.shape) | {**trained.provenance} | metrics
     table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in rows.items())
     acceptance = ""
-    if isinstance(depths, list):
-        shares = "\n".join(f"| {depth} | {share:.3f} |" for depth, share in enumerate(depths, 1))
-        acceptance = (
-            "\nShare of held-out positions whose next tokens, up to a depth, it proposes:\n\n"
-            f"| depth | share |\n|---|---|\n{shares}\n"
-        )
+    if isinstance(shares, list):
+        acceptance = "\nShare of held-out positions whose next tokens, up to a depth, it proposes:\n\n"
+        acceptance += "| depth | share |\n|---|---|\n"
+        acceptance += "".join(f"| {depth} | {share:.3f} |\n" for depth, share in enumerate(shares, 1))
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
         f"# A {trained.kind} drafter\n\nProposes tokens for one target from the target's own hidden states; it needs no "
