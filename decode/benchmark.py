@@ -12,12 +12,11 @@ import torch
 
 from ..policies.arguments import check_token_ids
 from ..policies.baselines.fixed import FixedLength
-from ..policies.checking import with_costs
 from ..policies.errors import InputError
 from ..policies.latency.profile import Profile
-from ..policies.plugin_code import Failure
 from ..policies.progress import Progress, shown, silent
 from ..policies.storage.registry import PolicySpec, as_policies
+from ..policies.validation import Failure, with_costs
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel

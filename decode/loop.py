@@ -15,21 +15,22 @@ import torch
 
 from ..policies import kernels
 from ..policies.arguments import check_token_ids
-from ..policies.checking import check_policy
+from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.host import PolicyHost
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
-from ..policies.plugin_code import Failure
+from ..policies.validation import Failure, validate_policy
 from .drafters import Drafter, find_drafter
 from .drafters.base import carries
+from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
-from .policy.runner import MonitoredRunner
 from .records import Generation, Round
 from .round_state import RoundState
 from .rounds import play_round
@@ -91,7 +92,7 @@ class Speculator:
         hidden: Sequence[str] = (),
         batch: int = 1,
     ) -> None:
-        check_policy(policy)
+        validate_policy(policy)
         check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
         self.pair, self.settings, self.batch = pair, (settings or Settings()).for_pair(pair), batch
@@ -114,12 +115,19 @@ class Speculator:
             source=source, streams=batch, hooks=self._hooks,
         )  # fmt: skip
         fallback = min(self.settings.fallback, self.topology.deepest)
-        self._host = MonitoredRunner(policy, profile, chain, fallback, self.settings.drift, batch)
-        self._host.replaced = lambda replacement: model_source.read_for(replacement, sizes)
-        self._host.elapsed = self._timer.elapsed
+        observes_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+        self._host = PolicyHost(
+            policy,
+            profile=profile if observes_seconds else None,
+            batch=batch,
+            fallback=FixedLength(fallback),
+            monitor=make_monitor(policy, self.settings.drift, chain, fallback, batch),
+            on_replaced=lambda replacement: model_source.read_for(replacement, sizes),
+            clock=self._timer.elapsed,
+        )
         model_source.read_for(policy, sizes)
         alone = batch == 1 or profile is None or profile.batch is None
-        priced = self._host.observes and policy.reads_seconds and chain and alone
+        priced = observes_seconds and chain and alone
         if profile and priced and profile.max_depth < self.topology.deepest:
             raise InputError(
                 f"--profile: {policy.name} observes the seconds of rounds and drafts up to {self.topology.deepest} tokens, "
@@ -135,7 +143,7 @@ class Speculator:
 
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
-        self._host.renew()
+        self._host.reset()
         if hasattr(self._drafter, "renew"):
             self._drafter.renew()
 
@@ -247,7 +255,7 @@ class Speculator:
             if on_commit and text.generated:
                 on_commit(number, text.tokens[text.prompt :])
         if streams:
-            self._host.begin(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
+            self._host.refill(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
 
     def _play(self, running: dict[int, _Running], on_commit: OnCommit | None) -> None:
         """Play a round of all running texts, record it and tell the hooks."""

@@ -29,8 +29,6 @@ Rows = Sequence[tuple[int, Sequence[int]]]
 
 kernels = on_first_use("rounds")
 
-_NO_SECONDS = np.zeros(0)
-
 
 @dataclass(slots=True)
 class DraftScores:
@@ -94,7 +92,7 @@ class RoundState:
         accepted, committed: [S] int64, min(A, k); tokens added to the text.
         hit_limit: [S] bool, an end of text or a length limit ended drafting.
         ended: [S] bool, the text has ended.
-        seconds: [S] float64, modelled by the latency profile, where a policy or replay needs it; else empty.
+        seconds: [S] float64, modelled by the latency profile; 0 without one.
         steps: [S, K] int64, rows fed at each depth; one column at least.
         levels: by depth of the fed rows, what was drawn from; None where nothing was drawn. Live rounds only, as the rest.
         draft_probs: by (stream, fed row), the distribution [V] that its candidates were drawn from, under rejection.
@@ -134,7 +132,7 @@ class RoundState:
         self._marks = np.zeros((5, len(active), len(topology)), dtype=bool)
         self.drawn, self.dropped, self.fed, self.asked, self.on_path = self._marks
         self.hit_limit = np.zeros(len(active), dtype=bool)
-        self.seconds = _NO_SECONDS
+        self.seconds = np.zeros(len(active))
         self.levels: list[DraftScores | None] = []
         self.draft_probs: dict[tuple[int, int], Tensor] = {}
         self.ended_rows: set[tuple[int, int]] = set()

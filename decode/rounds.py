@@ -12,8 +12,8 @@ import numpy as np
 
 from ..policies.contract import Array, DraftStep, DraftTree
 from ..policies.features.history import History
+from ..policies.host import PolicyHost
 from .hooks import Timer
-from .policy.runner import PolicyRunner
 from .round_state import RoundState
 
 
@@ -57,20 +57,7 @@ class RoundSource(CandidateSource, Protocol):
         """Commit the accepted candidates and one more token: set `committed` and `ended`."""
 
 
-class Runner(Protocol):
-    """Calls a policy for S streams; see `PolicyRunner`."""
-
-    first: int
-    trims: bool
-    selects: bool
-    history: History
-
-    def unasked(self, alive: Array) -> int | None: ...  # noqa: D102
-    def keep(self, step: DraftStep) -> Array: ...  # noqa: D102
-    def select(self, tree: DraftTree) -> Array | None: ...  # noqa: D102
-
-
-def play_round(source: RoundSource, host: PolicyRunner) -> RoundState:
+def play_round(source: RoundSource, host: PolicyHost) -> RoundState:
     """Play a round of every stream: draft until the policy stops, verify, commit, call the policy's `observe`."""
     round = source.begin()
     draft(source, host, round)
@@ -82,13 +69,13 @@ def play_round(source: RoundSource, host: PolicyRunner) -> RoundState:
     return round
 
 
-def draft(source: CandidateSource, host: Runner, round: RoundState) -> None:
+def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
     """Draft depth by depth while the policy keeps a branch; then count what is to be sent."""
     tree, limit, timer = round.topology, round.limit, source.timer
     alive = going = round.active[:, None]  # [S, B]; `going`: does not end a text
     nearest = tree.deepest if limit is None else int(limit.min())  # no limit applies before it
     first, deepest, selects = host.first, tree.deepest, host.selects
-    if (length := host.unasked(alive)) is not None:
+    if (length := host.fixed_length(alive)) is not None:
         first, deepest, selects = deepest, min(length, deepest), False
     for depth in range(deepest):
         level, below = tree.spans[depth], tree.spans[depth + 1]
@@ -140,7 +127,7 @@ def _without_ended(round: RoundState, alive: Array, going: Array) -> Array:
     return left
 
 
-def _select(source: CandidateSource, host: Runner, round: RoundState, span: slice) -> None:
+def _select(source: CandidateSource, host: PolicyHost, round: RoundState, span: slice) -> None:
     """Drop the rows of a span that the policy does not select; it is not called where nothing was drawn."""
     if not np.count_nonzero(round.drawn):
         return

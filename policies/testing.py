@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .features import FEATURES, Kind, feature
 from .features.hidden_states import HIDDEN_STATES, check_hidden, seen
-from .state import arrays, put, take
+from .host import PolicyHost
+from .state import put, take
 
 STREAMS = 5
 ROUNDS = 3
@@ -76,9 +77,9 @@ class PolicyTests:
         for depth in depths(policy):
             step = make_step(policy, depth, range(STREAMS), 0, self.branches)
             before = copy.deepcopy(state)
-            answer, after = checked_keep(policy, step, state)
+            answer, after = _keep(policy, step, state)
             assert same(before, state), "keep() changed the state that it was given"
-            assert np.array_equal(checked_keep(policy, step, before)[0], answer)
+            assert np.array_equal(_keep(policy, step, before)[0], answer)
             state = after
         before = copy.deepcopy(state)
         policy.observe(make_outcome(range(STREAMS), 0), state)
@@ -114,12 +115,14 @@ class PolicyTests:
         if policy.joint:
             return
         _, state = play(policy, range(STREAMS), self.branches)
-        assert all(a.shape[:1] == (STREAMS,) for a in arrays(state)), "the first axis of an array of the state is not S"
+        assert all(a.shape[:1] == (STREAMS,) for a in state_arrays(state)), (
+            "the first axis of an array of the state is not S"
+        )
         for depth in depths(policy):
             part = take(state, np.array(some))
-            mine, _ = checked_keep(policy, make_step(policy, depth, some, ROUNDS, self.branches), part)
+            mine, _ = _keep(policy, make_step(policy, depth, some, ROUNDS, self.branches), part)
             step = make_step(policy, depth, range(STREAMS), ROUNDS, self.branches)
-            ours, state = checked_keep(policy, step, state)
+            ours, state = _keep(policy, step, state)
             assert np.array_equal(mine, ours[some]), f"depth {depth}: rows {some} decide otherwise on their own"
 
     def test_rows_of_its_state_can_be_put(self) -> None:
@@ -130,7 +133,7 @@ class PolicyTests:
         _, state = play(policy, range(STREAMS), self.branches)
         fresh = policy.start(len(refilled), keys(refilled))
         for rows, whole in ((len(refilled), fresh), (STREAMS, state)):
-            assert all(a.shape[:1] == (rows,) for a in arrays(whole)), (
+            assert all(a.shape[:1] == (rows,) for a in state_arrays(whole)), (
                 "the first axis of an array of the state is not S"
             )
         changed = put(state, np.array(refilled), fresh)
@@ -178,7 +181,7 @@ class PolicyTests:
                 states[0] = 0.0
             step = dataclasses.replace(step, alive=alive)
             other = dataclasses.replace(step, features=changed, hidden=hidden)
-            one, two = (checked_keep(policy, asked, copy.deepcopy(state))[0] for asked in (step, other))
+            one, two = (_keep(policy, asked, copy.deepcopy(state))[0] for asked in (step, other))
             assert np.array_equal(one, two) and not one[0].any()
 
     def test_it_can_be_limited(self) -> None:
@@ -194,7 +197,7 @@ class PolicyTests:
         if type(policy).select is StopPolicy.select:
             return
         tree = make_tree(STREAMS, self.branches)
-        mask = checked_select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
+        mask = _select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
         if mask is None:
             return
         rooted = np.concatenate([mask, np.ones((STREAMS, 1), dtype=np.bool_)], 1)  # the last column is the root's
@@ -210,6 +213,28 @@ class TreePolicyTests(PolicyTests):
 def keys(streams: Sequence[int]) -> Array:
     """Return [S] noise keys, one for each stream number."""
     return np.array([7919 * s + 1 for s in streams], dtype=np.int64)  # all different, none 0
+
+
+def _keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Array, State]:
+    """Return the validated answer of `keep`, and the state after it."""
+    host = PolicyHost(policy)
+    host.state = state
+    return host.keep(step), host.state
+
+
+def _select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:
+    """Return the validated answer of `select`."""
+    host = PolicyHost(policy)
+    host.state = state
+    return host.select(tree)
+
+
+def state_arrays(state: State) -> list[Array]:
+    """Return the arrays of a state."""
+    if state is None or isinstance(state, np.ndarray):
+        return [] if state is None else [state]
+    fields = state if isinstance(state, tuple) else [getattr(state, f.name) for f in dataclasses.fields(state)]
+    return [array for part in fields for array in state_arrays(part)]
 
 
 def depths(policy: StopPolicy) -> range:
@@ -284,7 +309,7 @@ def make_tree(streams: int, branches: int) -> DraftTree:
 def reach(policy: StopPolicy, depth: int, state: State, branches: int) -> State:
     """Return the state of a round that has been asked about all depths before `depth`."""
     for earlier in range(policy.first, depth):
-        state = checked_keep(policy, make_step(policy, earlier, range(STREAMS), 0, branches), state)[1]
+        state = _keep(policy, make_step(policy, earlier, range(STREAMS), 0, branches), state)[1]
     return state
 
 
@@ -306,10 +331,10 @@ def play_round(
     says, the nodes that are selected too."""
     answers, outcome = [], make_outcome(streams, round)
     for depth in depths(policy):
-        answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
+        answer, state = _keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
         answers.append(answer)
     if batch is not None:
-        mask = checked_select(policy, make_tree(len(streams), branches), state)
+        mask = _select(policy, make_tree(len(streams), branches), state)
         answers += [] if mask is None else [mask]
         outcome = dataclasses.replace(outcome, active=batch >= 0)
     return answers, policy.observe(outcome, state)

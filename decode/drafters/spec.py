@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
-from ...policies.plugin_code import loading
 from ...policies.storage.drafter_names import PLUGINS, known_names, split_first
 from ...policies.storage.specs import Listed, check_options, parameters, read_number, read_options
+from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, REQUIRED, Drafter
@@ -279,7 +279,7 @@ def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
     if _attribute(spec.kind, "needs_draft", (False, True)):
         _ = pair.draft_model  # raises an error if there is none
     check_options(parameters(build, where), where, spec.options, (pair,))
-    with loading("--drafter", f"making {spec.text!r} ({point.value})"):
+    with plugin_errors("--drafter", f"making {spec.text!r} ({point.value})"):
         drafter: Drafter = build(pair, **spec.options)
         missing = [name for name in REQUIRED if not hasattr(drafter, name)]
     if missing:

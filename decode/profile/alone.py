@@ -11,12 +11,12 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import HISTORY_FEATURES
+from ...policies.host import PolicyHost
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ..hooks import Timer
 from ..policy.reader import Base, Level, Reader
-from ..policy.runner import PolicyRunner
 from ..round_state import DraftScores, RoundState, Rows
 from ..topology import Topology, chain
 from .measuring import Case, Effort, measure
@@ -114,11 +114,11 @@ class RoundAlone:
         self._reader = Reader(policy, widths=sizes, streams=streams)
         # As in the live loop, a round is priced for those alone who look at its seconds.
         looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
-        self._runner = PolicyRunner(policy, profile if looks else None, together=streams > 1)
-        self._runner.start(np.arange(streams))
+        self._host = PolicyHost(policy, profile=profile if looks else None, batch=streams)
+        self._host.start(np.arange(streams))
         self._every = [np.ones((streams, len(level)), dtype=bool) for level in tree.levels]
         # What the live loop leaves out for a policy that hears of nothing.
-        self._hears = self._runner.observes or any(name in HISTORY_FEATURES for name in policy.features)
+        self._hears = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
         self._timer = Timer(self._scratch.device)
 
     def _drawn(self, rows: int, width: int) -> Tensor:
@@ -140,16 +140,16 @@ class RoundAlone:
             self._scratch @ self._scratch[:8].T
             mark = timer.mark()
             level = self._read(round, depth, base, level) if depth else None
-            self._runner.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
+            self._host.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
             timer.add("policy", mark)
-        if self._runner.selects:
+        if self._host.selects:
             tree = round.draft_tree()
             mark = timer.mark()
-            self._runner.select(tree)
+            self._host.select(tree)
             timer.add("policy", mark)
         if self._hears:
             mark = timer.mark()
-            self._runner.finished(round)
+            self._host.finished(round)
             timer.add("policy", mark)
         return sum(timer.laps["policy"])
 
@@ -158,7 +158,7 @@ class RoundAlone:
         anchors = [(int(tokens[1]), int(tokens[0])) for tokens in round.tokens]
         target = self._hidden.get(TARGET_HIDDEN)
         rows = self._logits[: len(anchors)]
-        return self._reader.base(self._runner.history, self._temperature, rows, anchors, target)
+        return self._reader.base(self._host.history, self._temperature, rows, anchors, target)
 
     def _read(self, round: RoundState, depth: int, base: Base, before: Level | None) -> Level:
         tree = self._tree
