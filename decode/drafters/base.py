@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..models.cuda.transfer import upload
-from ..models.reading.modes import ENDLESS
+from ..models.long_rope import ENDLESS
 from ..round_state import RoundState, Rows
 
 READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"

@@ -376,6 +376,7 @@ def warn_depth_limited(pair: Pair, depth: int, tree: str | None = None) -> None:
         warnings.warn(text, SpecstopWarning, stacklevel=3)
     limit = find_drafter(pair.drafter, pair).max_depth if reads_states(pair.drafter) else None
     if limit is not None and limit < (reached := min(depth, deepest)):
-        name = "the second drafter" if drafts_in_turn(pair.drafter) else "it"
-        text = f"{name} proposes {limit} tokens at most, so that its rounds of {reached} stay shorter"
-        warnings.warn(f"--drafter {pair.drafter}: {text}; give --depth {limit}", SpecstopWarning, stacklevel=3)
+        text = f"proposes {limit} tokens at most, so that rounds of {reached} stay shorter"
+        # With two drafters the first one still reaches the depth.
+        text = f"the second drafter {text}" if drafts_in_turn(pair.drafter) else f"{text}; give --depth {limit}"
+        warnings.warn(f"--drafter {pair.drafter}: {text}", SpecstopWarning, stacklevel=3)
