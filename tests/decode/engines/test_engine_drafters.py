@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from simulated_engine import PLACES, Asked, K, Request, requests_of
+from small_drafters import new_round
 from specstop.decode.drafters import Drafter, find_drafter
 from specstop.decode.engines import drafters
 from specstop.decode.engines.drafters import DrafterRows, load_rows
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import chain
-from specstop.decode.verify.given_text import Candidates
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.storage.registry import load_policy
 from torch import Tensor
@@ -34,15 +34,16 @@ def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
     drafter.reserve(1, 128)
     drafter.begin(0)
     drafter.committed(0, text[:-1], None)
-    found = Candidates.at(text[-1:], chain(K))
+    round, draft = new_round(text[-1:], chain(K)), list[int]()
     for depth in range(K):
-        scores = drafter.propose([0], [found], [[depth]]).dense(vocabulary)[0]
+        scores = drafter.propose(round, depth, [(0, [depth])]).dense(vocabulary)[0]
         if not torch.isfinite(scores).any():
             break
-        found.add(depth, depth + 1, int(scores.argmax()))
+        draft.append(int(scores.argmax()))
+        round.tokens[0, depth + 1] = draft[-1]
         if scores.softmax(-1).max() < LEAST:
             break
-    return found.tokens[1:]
+    return draft
 
 
 @pytest.mark.parametrize("spec", DRAFTERS)
