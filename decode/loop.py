@@ -18,7 +18,7 @@ from ..policies.arguments import check_token_ids
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.host import PolicyHost
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits

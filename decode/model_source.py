@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.history import History
+from ..policies.history import History
 from .drafters import Drafter, FallbackDrafter
 from .hooks import Hook, Timer
 from .models.cuda.graph import open_cache

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from ..policies.contract import Array, DraftTree, State
-from ..policies.features import Drawn
+from ..policies.features import DrawnTokens
 from ..policies.kernels import on_first_use
 from .topology import Topology
 
@@ -195,7 +195,7 @@ class RoundState:
         """Return the number of the candidate that is drawn next."""
         return 1 + int(np.count_nonzero(self.drawn[stream]))
 
-    def drawn_tokens(self, level: DraftScores) -> tuple[Drawn, list[int], list[int]]:
+    def drawn_tokens(self, level: DraftScores) -> tuple[DrawnTokens, list[int], list[int]]:
         """Return the candidates of a level for the features, and the stream and row of each."""
         tree, ids, streams, out, counts = self.topology, [], [], [], iter(level.counts)
         index = 0  # of the fed row
@@ -208,4 +208,4 @@ class RoundState:
                     streams.append(stream)
                     out.append(child)
                 index += 1
-        return Drawn.of(ids), streams, out
+        return DrawnTokens.of(ids), streams, out
