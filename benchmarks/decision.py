@@ -32,14 +32,14 @@ from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.texts import Anchor
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
-from specstop.policies.features.history import History
-from specstop.policies.heads.build import build_head
+from specstop.policies.heads import build_head
+from specstop.policies.history import History
 from specstop.policies.host import PolicyHost
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Derived
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten

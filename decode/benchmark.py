@@ -22,7 +22,7 @@ from .loop import Request, Speculator
 from .models.cache import CachedModel
 from .models.cuda.recorder import Recorded
 from .models.pair import Pair
-from .models.reading.self_check import ROUNDING
+from .models.self_check import ROUNDING
 from .profile import CalibrationRun
 from .records import Generation, Tally
 from .settings import Settings

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, StopPolicy
-from ..policies.features import Drawn, Layout
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ..policies.features.history import History
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, Layout
+from ..policies.history import History
 from .models.hidden import seen
 from .round_state import DraftScores, RoundState
 from .summaries import lead_over_truncated, read_columns
@@ -68,7 +67,7 @@ class FeatureReader:
         self.policy, self._topology, self._temperature, self._streams = policy, topology, temperature, streams
         self._layout, self._widths = Layout(policy.features), dict(widths or {})
         self._columns = self._layout.node_columns
-        self._follows_path = self._columns.plan.path
+        self._follows_path = self._columns.needs.path
         self._reads_target = bool(self._layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._reads_draft = bool(self._layout.node or policy.hidden)
         self._one_batch = np.zeros(streams, dtype=np.int64)
@@ -154,7 +153,7 @@ class FeatureReader:
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
                 self._target_states[streams] = seen(states).cpu().numpy()
         if self._layout.history:
-            history.write(self._layout.history_columns, self._layout.history_at, base)
+            self._layout.write_history(history, base)
         return base
 
     def _read_level(self, base: Array) -> None:
@@ -170,7 +169,7 @@ class FeatureReader:
             elif not is_full:  # not all branches of the level before were extended
                 parents = [(stream, tree.parent[row]) for stream, row in zip(streams, rows, strict=True)]
                 drawn.parent_path = before.path[before.index_of(parents)]
-        if self._columns.plan.noisy:
+        if self._columns.needs.noisy:
             drawn.lead = lead(scores, drawn)
         features = base.copy() if is_full else base[streams]  # [n, F]
         path = read_columns(
@@ -198,11 +197,11 @@ def read_anchors(
         out: [A, F] float32.
     """
     if layout.anchor:
-        drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
+        drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
         read_columns(layout.anchor_columns, rows, drawn, temperature, out)
 
 
-def lead(scores: DraftScores, drawn: Drawn) -> Array | None:
+def lead(scores: DraftScores, drawn: DrawnTokens) -> Array | None:
     """Return [B], see `summaries.lead_over_truncated`; None if no token was removed."""
     if scores.untruncated is None or scores.sampled is None:
         return None

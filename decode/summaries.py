@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..policies.errors import PolicyError
-from ..policies.features import TOP, Columns, Drawn, Plan, Summary, summarise as summarise_arrays
-from ..policies.features.summary import NO_SCORES, Array
+from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
+from ..policies.typing import Array
 from .models.cuda.fused import fused
 from .models.cuda.recorder import Recorded, Recorder, filled_up
 from .models.cuda.transfer import upload
@@ -194,38 +194,38 @@ def _read(
 
 
 def on_device(
-    plan: Plan,
+    needs: Needs,
     logits: Tensor,
-    drawn: Drawn,
+    drawn: DrawnTokens,
     temperature: float,
     sampled: Tensor | None = None,
     scores: Tensor | None = None,
     best: Array | None = None,
-) -> Summary:
+) -> RowSummary:
     """Return the summary of rows that lie on a device: a few operations there, and one copy to the host.
 
     Args:
-        plan, logits, drawn, temperature, sampled, scores, best: see `policies.features.summarise`.
+        needs, logits, drawn, temperature, sampled, scores, best: see `policies.features.summarise`.
 
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
     count, most = len(logits), 0
-    if plan.noisy and best is None:
+    if needs.noisy and best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
         # One more than the most siblings: margins are to the best score that was not drawn.
         most = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
-    ranks, shaped = max(min(plan.ranks, logits.shape[-1]), 1), sampled if plan.sampled else None
-    shaping = temperature if plan.sampled and shaped is None and temperature else 1.0
-    reading = Reading(count, len(drawn.ids), ranks, plan.spread, shaping, most)
+    ranks, shaped = max(min(needs.ranks, logits.shape[-1]), 1), sampled if needs.sampled else None
+    shaping = temperature if needs.sampled and shaped is None and temperature else 1.0
+    reading = Reading(count, len(drawn.ids), ranks, needs.spread, shaping, most)
     top, found, noisy, numbers = _read(reading, logits, shaped, scores if most else None, drawn.ids[:, :2])
     if best is None:
         best = _ranks(noisy, max(most, 2))
     logprob = numbers.astype(np.float64)
     path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
     lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
-    return Summary(_ranks(top, TOP), found.astype(np.float64), best, np.concatenate([logprob, path, lead], 1))
+    return RowSummary(_ranks(top, TOP), found.astype(np.float64), best, np.concatenate([logprob, path, lead], 1))
 
 
 def _ranks(values: Array, width: int) -> Array:
@@ -236,34 +236,34 @@ def _ranks(values: Array, width: int) -> Array:
 
 
 def summarise(
-    plan: Plan,
+    needs: Needs,
     logits: Tensor,
-    drawn: Drawn,
+    drawn: DrawnTokens,
     temperature: float,
     sampled: Tensor | None = None,
     scores: Tensor | None = None,
     best: Sequence[Sequence[float]] | Tensor | None = None,
-) -> Summary:
+) -> RowSummary:
     """Return the summary of rows of logits [R, V] for these features; see `policies.features.summarise`.
 
     Args:
-        plan, logits, drawn, temperature, sampled, scores: as there.
+        needs, logits, drawn, temperature, sampled, scores: as there.
         best: [R, m] the largest scores in falling order, where they are known.
 
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
-    arrays = _arrays(plan, logits, sampled, scores, best)
+    arrays = _arrays(needs, logits, sampled, scores, best)
     if arrays is None:
-        return on_device(plan, logits, drawn, temperature, sampled, scores, _ranked(plan, best))
+        return on_device(needs, logits, drawn, temperature, sampled, scores, _ranked(needs, best))
     rows, *others = arrays
-    return summarise_arrays(plan, rows, drawn, temperature, *others)
+    return summarise_arrays(needs, rows, drawn, temperature, *others)
 
 
 def read_columns(
     columns: Columns,
     logits: Tensor,
-    drawn: Drawn,
+    drawn: DrawnTokens,
     temperature: float,
     out: Array,
     sampled: Tensor | None = None,
@@ -279,10 +279,10 @@ def read_columns(
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
-    arrays = _arrays(columns.plan, logits, sampled, scores, best)
+    arrays = _arrays(columns.needs, logits, sampled, scores, best)
     if arrays is None:
-        ranked = _ranked(columns.plan, best)
-        summary = on_device(columns.plan, logits, drawn, temperature, sampled, scores, ranked)
+        ranked = _ranked(columns.needs, best)
+        summary = on_device(columns.needs, logits, drawn, temperature, sampled, scores, ranked)
         columns.write(summary, drawn, temperature, out)
         return summary.path
     rows, *others = arrays
@@ -290,7 +290,7 @@ def read_columns(
 
 
 def _arrays(
-    plan: Plan,
+    needs: Needs,
     logits: Tensor,
     sampled: Tensor | None,
     scores: Tensor | None,
@@ -300,21 +300,21 @@ def _arrays(
     if not logits.is_cpu:
         return None
     rows = _array(logits)
-    shaped = None if sampled is None or not plan.sampled else _array(sampled)
-    if not plan.noisy:
+    shaped = None if sampled is None or not needs.sampled else _array(sampled)
+    if not needs.noisy:
         return rows, shaped, None, None
     # The very same array where scores are the logits: then one ranking serves both (`features.summary.wanted`).
     noisy = None if scores is None else rows if scores is logits else _array(scores)
-    return rows, shaped, noisy, _ranked(plan, best)
+    return rows, shaped, noisy, _ranked(needs, best)
 
 
-def _ranked(plan: Plan, best: Sequence[Sequence[float]] | Tensor | None) -> Array | None:
-    if best is None or not plan.noisy:
+def _ranked(needs: Needs, best: Sequence[Sequence[float]] | Tensor | None) -> Array | None:
+    if best is None or not needs.noisy:
         return None
     return _array(best) if isinstance(best, Tensor) else np.array(best, dtype=np.float32)
 
 
-def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> Array:
+def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: DrawnTokens) -> Array:
     """Return [B] float64, the lead of each drawn token over the likeliest token that was left out; infinite where none was.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..models.cuda.transfer import upload
-from ..models.reading.modes import ENDLESS
+from ..models.long_rope import ENDLESS
 from ..round_state import RoundState, Rows
 
 READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"
@@ -53,8 +53,8 @@ class Proposal:
 class Drafter:
     """Proposes candidates for S streams from the committed tokens.
 
-    Rows of a round are fed depth by depth. A drafter that knows all depths after one pass answers the later calls from what it
-    kept. Plugins may subclass this or have the members `REQUIRED`; the others have the defaults below.
+    Rows of a round are fed depth by depth. Plugins may subclass this, or have the members `REQUIRED` and those of the others
+    whose defaults below do not fit.
 
     Attributes:
         layers: layers of the target whose hidden states it needs, numbered as `hidden_states` of transformers: 0 = the

@@ -20,19 +20,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.outputs import RUN_FILE, staged_folder
-from ...policies.files.text import markdown_cell
-from ...policies.storage.safe_loading import (
-    MOST_HEADER,
-    MOST_TEXT,
-    check_names,
-    check_tensor_file,
-    check_text,
-    digest,
-    parse_json,
-    read_plain,
-)
+from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
+from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
+from ...policies.text import markdown_cell
 from ..models.cpu.products import can_pack
 from ..models.engine import pack
 from ..models.hidden import hidden_width
@@ -153,8 +143,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     for name, kind in _TYPES.items():
         if not isinstance(raw[name], kind):
             raise InputError(f"{name}: expected a {kind.__name__}, not {str(raw[name])[:80]!r}")
-    if raw["sha256"] != digest(raw):
-        raise InputError(f"{DRAFTER_FILE} is not as it was written (its checksum differs); train or copy it again")
+    check_digest(raw, DRAFTER_FILE)
     if raw["kind"] not in KINDS:
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, not {raw['kind']!r}")
     return raw
@@ -164,16 +153,11 @@ def _read_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[str,
     """Return the tensors after validating file names, sizes, checksum and shapes."""
     if set(files) != {WEIGHTS_FILE} or not (folder / WEIGHTS_FILE).exists():
         raise InputError(f"expected the weights in {WEIGHTS_FILE} and nowhere else")
-    check_names(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE)
-    for name in (CARD_FILE, RUN_FILE):
-        if (folder / name).exists():
-            check_text(read_plain(folder / name, MOST_TEXT), name)
-    # A safetensors file has 8 bytes with the length of the header, the header, and the numbers.
-    most = 8 + MOST_HEADER + sum(4 * math.prod(tensor.shape) for tensor in expected.values())
+    check_folder(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE, (CARD_FILE, RUN_FILE))
+    most = MOST_TEXT + sum(4 * math.prod(tensor.shape) for tensor in expected.values())  # header and numbers
     data = read_plain(folder / WEIGHTS_FILE, most)
     if hashlib.sha256(data).hexdigest() != files[WEIGHTS_FILE]:
         raise InputError(f"{WEIGHTS_FILE} is not the file that {DRAFTER_FILE} was written with (its checksum differs)")
-    check_tensor_file(data)
     tensors = safetensors.torch.load(data)
     for name in sorted(set(tensors) | set(expected)):
         shape, wanted = (list(of[name].shape) if name in of else None for of in (tensors, expected))
@@ -188,23 +172,16 @@ def _card(trained: TrainedDrafter) -> str:
     """Return the folder's README."""
     network: Any = trained.network
     metrics = dict(trained.metrics)
-    depths = metrics.pop("acceptance", None)
-    rows = {
-        "kind": trained.kind,
-        "target": trained.target,
-        "weights": f"{sum(tensor.numel() for tensor in network.state_dict().values()):,}",
-        **dataclasses.asdict(network.shape),
-        **trained.provenance,
-        **metrics,
-    }
+    shares = metrics.pop("acceptance", None)
+    weights = sum(tensor.numel() for tensor in network.state_dict().values())
+    rows: dict[str, Any] = {"kind": trained.kind, "target": trained.target, "weights": f"{weights:,}"}
+    rows |= dataclasses.asdict(network.shape) | {**trained.provenance} | metrics
     table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in rows.items())
     acceptance = ""
-    if isinstance(depths, list):
-        shares = "\n".join(f"| {depth} | {share:.3f} |" for depth, share in enumerate(depths, 1))
-        acceptance = (
-            "\nShare of held-out positions whose next tokens, up to a depth, it proposes:\n\n"
-            f"| depth | share |\n|---|---|\n{shares}\n"
-        )
+    if isinstance(shares, list):
+        acceptance = "\nShare of held-out positions whose next tokens, up to a depth, it proposes:\n\n"
+        acceptance += "| depth | share |\n|---|---|\n"
+        acceptance += "".join(f"| {depth} | {share:.3f} |\n" for depth, share in enumerate(shares, 1))
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
         f"# A {trained.kind} drafter\n\nProposes tokens for one target from the target's own hidden states; it needs no "

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
@@ -33,36 +32,34 @@ from .model import ModelDrafter
 from .suffix import SuffixDrafter, file_hash
 
 
-class Builtin(NamedTuple):
-    """A drafter without training: its class, the parameter set after the colon, and its usage."""
+class Entry(NamedTuple):
+    """A drafter of specstop: its class, and the parameter set after the colon, or the kind of its network."""
 
     build: Callable[..., Drafter]
-    value: str
-    usage: str
+    value: str = ""
+    network: str = ""
 
 
-BUILTINS: dict[str, Builtin] = {
-    "model": Builtin(ModelDrafter, "", "the draft model, --draft"),
-    "lookup": Builtin(LookupDrafter, "longest", "lookup:4 looks for the last four tokens at most"),
-    "suffix": Builtin(SuffixDrafter, "path", "suffix:FILE searches a file too, suffix?keep=1 earlier texts"),
+BUILTINS = {
+    "model": Entry(ModelDrafter),
+    "lookup": Entry(LookupDrafter, "longest"),
+    "suffix": Entry(SuffixDrafter, "path"),
 }
-
-
-class Trained(NamedTuple):
-    """A trained drafter: its class, and the kind of its network."""
-
-    build: Callable[[Pair, Any], Drafter]
-    network: str
-
-
-TRAINED: dict[str, Trained] = {
-    "medusa": Trained(HeadsDrafter, "medusa"),
-    "hydra": Trained(HeadsDrafter, "hydra"),
-    "ctc": Trained(CTCDrafter, "ctc"),
-    "ctc-released": Trained(ReleasedCTCDrafter, "ctc"),
-    "layer": Trained(LayerDrafter, "layer"),
+TRAINED = {
+    "medusa": Entry(HeadsDrafter, network="medusa"),
+    "hydra": Entry(HeadsDrafter, network="hydra"),
+    "ctc": Entry(CTCDrafter, network="ctc"),
+    "ctc-released": Entry(ReleasedCTCDrafter, network="ctc"),
+    "layer": Entry(LayerDrafter, network="layer"),
 }
 """By name; the folder follows the colon."""
+
+_USAGE = {
+    "model": "the draft model, --draft",
+    "lookup": "lookup:4 looks for the last four tokens at most",
+    "suffix": "suffix:FILE searches a file too, suffix?keep=1 earlier texts",
+    **{name: f"{name}:PATH of `specstop train-drafter --kind {entry.network}`" for name, entry in TRAINED.items()},
+}
 
 
 @dataclass(frozen=True)
@@ -197,12 +194,8 @@ def _absolute(path: str) -> str:
 
 def listed_drafters() -> list[Listed]:
     """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
-    builtin = {name: (entry.build.__module__, entry.usage) for name, entry in BUILTINS.items()}
-    trained = {
-        name: (entry.build.__module__, f"{name}:PATH of `specstop train-drafter --kind {entry.network}`")
-        for name, entry in TRAINED.items()
-    }
-    return PLUGINS.listed(builtin | trained, _usage)
+    entries = (BUILTINS | TRAINED).items()
+    return PLUGINS.listed({name: (entry.build.__module__, _USAGE[name]) for name, entry in entries}, _usage)
 
 
 def _usage(point: EntryPoint) -> str:
@@ -333,11 +326,8 @@ def _identity(spec: DrafterSpec, pair: Pair) -> str:
     return own + draft + ("" if spec.other is None else "+" + _identity(spec.other, pair))
 
 
-_NETWORKS: WeakValueDictionary[tuple[Any, ...], nn.Module] = WeakValueDictionary()
-"""Networks in use, by content of the folder, target and device; shared by all loops of a process."""
-
-_LAST: WeakKeyDictionary[PreTrainedModel, nn.Module] = WeakKeyDictionary()
-"""The last network of each target outlives its loops, because `generate` creates a loop per call."""
+_NETWORKS: WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = WeakKeyDictionary()
+"""By target, key and network of the last trained drafter: loops share it, and `generate` creates a loop per call."""
 
 _LOADING = threading.Lock()
 
@@ -358,15 +348,14 @@ def _shared_network(kind: str, path: str, pair: Pair) -> Any:
     identity = load_drafter(path, weights=False).identity
     key = (kind, identity, pair.fingerprint["target"], pair.device, pair.target.dtype)
     with _LOADING:
-        network = _NETWORKS.get(key)
-        if network is None:
+        last_key, network = _NETWORKS.get(pair.target, (None, None))
+        if key != last_key:
             trained = load_trained(kind, path)
             try:
                 network = trained.network_for(pair)
             except InputError as error:
                 raise InputError(f"--drafter: {path}: {error.command_line}") from None
-            _NETWORKS[key] = network
-        _LAST[pair.target] = network
+            _NETWORKS[pair.target] = key, network
     return network
 
 
@@ -383,20 +372,11 @@ def warn_depth_limited(pair: Pair, depth: int, tree: str | None = None) -> None:
     """
     deepest = depth if tree is None else parse_tree(tree).deepest
     if deepest > depth:
-        warnings.warn(
-            f"--tree {tree}: has nodes down to depth {deepest}, of which those deeper than {depth} are left out; "
-            f"give --depth {deepest} for all",
-            SpecstopWarning,
-            stacklevel=3,
-        )
-    if not reads_states(pair.drafter):
-        return
-    limit = find_drafter(pair.drafter, pair).max_depth
+        text = f"--tree {tree}: nodes deeper than {depth} are left out; give --depth {deepest} for all"
+        warnings.warn(text, SpecstopWarning, stacklevel=3)
+    limit = find_drafter(pair.drafter, pair).max_depth if reads_states(pair.drafter) else None
     if limit is not None and limit < (reached := min(depth, deepest)):
-        name = "the second drafter" if drafts_in_turn(pair.drafter) else "it"
-        warnings.warn(
-            f"--drafter {pair.drafter}: {name} proposes {limit} tokens at most, so that its rounds of {reached} stay "
-            f"shorter; give --depth {limit}",
-            SpecstopWarning,
-            stacklevel=3,
-        )
+        text = f"proposes {limit} tokens at most, so that rounds of {reached} stay shorter"
+        # With two drafters the first one still reaches the depth.
+        text = f"the second drafter {text}" if drafts_in_turn(pair.drafter) else f"{text}; give --depth {limit}"
+        warnings.warn(f"--drafter {pair.drafter}: {text}", SpecstopWarning, stacklevel=3)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +16,14 @@ from transformers import PreTrainedModel
 from ...policies.errors import PairError
 from ..drafters.base import Drafter
 from ..drafters.spec import find_drafter, needs_draft
-from ..models.checkpoints.opening import open_checkpoint
 from ..models.cuda.graph import open_cache
 from ..models.engine import choose_engine, speed_up
-from ..models.loading import load_model, load_tokenizer, without_weights
+from ..models.loading import load_model, load_tokenizer, open_checkpoint
+from ..models.long_rope import readable
 from ..models.packed import Part
 from ..models.pair import Pair
-from ..models.reading.modes import READS_ALL, Reading, readable
-from ..models.reading.self_check import check_model
+from ..models.self_check import check_model
+from ..models.view import READS_ALL, Reading
 from ..round_state import RoundState
 from ..topology import chain
 from .drafting import DraftRows
@@ -116,9 +117,10 @@ def load_rows(
         return ModelRows(model, rows, vocabulary, reading), readable(model)
     checkpoint = open_checkpoint(target, "target")
     # The engine has the target: what stands for it in the pair has no weights.
-    shapes, tokenizer = without_weights(checkpoint, dtype), load_tokenizer(checkpoint)
+    shapes: Any = checkpoint.skeleton
+    tokenizer = load_tokenizer(checkpoint)
     readings = (READS_ALL, reading)
-    pair = Pair(shapes, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
+    pair = Pair(shapes.to(dtype), model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
     found = find_drafter(drafter, pair)
     check_engine_drafter(drafter, "vllm", reads=bool(found.layers))  # a plugin's own say
     return DrafterRows(found, rows, depth, vocabulary), found.readable

@@ -22,8 +22,8 @@ from torch import Tensor
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.features import Drawn, Layout
-from ...policies.features.history import History
+from ...policies.features import DrawnTokens, Layout
+from ...policies.history import History
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
 from ...policies.validation import error_text
@@ -97,7 +97,7 @@ class Observer(Protocol):
     def began(self, row: int, text: Array, name: str | None) -> None:
         """Take note of a new text in a row, and of the engine's name for it."""
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
+    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """Take note of the tokens of a depth, drawn in `rows` [R] from logits [R, V]."""
 
     def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
@@ -150,7 +150,7 @@ class Chains:
         unread: Sequence[Sequence[int]],
         texts: Sequence[Array],
         eos: frozenset[int],
-        observe: Callable[[int, Array, Tensor, Drawn], None] | None,
+        observe: Callable[[int, Array, Tensor, DrawnTokens], None] | None,
         timer: Timer,
     ) -> None:
         self.timer, self.reader, self._read, self._rows, self._unread = timer, reader, read, rows, unread
@@ -420,7 +420,7 @@ class Drafting:
         unread = [text[self._read[row] :].tolist() for row, text in zip(rows, texts, strict=True)]
         host, observer = self.host, self._observer
 
-        def observe(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
+        def observe(depth: int, at: Array, logits: Tensor, drawn: DrawnTokens) -> None:
             assert observer is not None
             observer.level(depth, here[at], logits, drawn)
 

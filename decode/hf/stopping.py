@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn, Layout
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens, Layout
 from ...policies.host import PolicyHost
 from ...policies.storage.registry import load_policy
 from ...policies.validation import validate_policy
@@ -102,7 +102,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         # No row of the target is read: the ANCHOR features that are allowed are of tokens and of the run.
         self._base = np.zeros((1, len(self._layout.names)), dtype=np.float32)
         read_anchors(self._layout, torch.zeros(1, 1), [anchor], self._temperature, self._base)
-        self._host.history.write(self._layout.history_columns, self._layout.history_at, self._base)
+        self._layout.write_history(self._host.history, self._base)
         self._path: Array | None = None
         if self.policy.first == 0:  # its answer is void, since the stock loop drafts one token at least
             self._host.keep(single_step(0, self._base.copy()))
@@ -119,7 +119,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         logits = scores[-1].float() * (self._temperature or 1.0)
         greedy = logits if self._temperature == 0.0 else None
         before, own = input_ids[0, -2:].tolist()
-        drawn = Drawn.of([(0, own, before, 0, 1, self._drafted)], self._path)
+        drawn = DrawnTokens.of([(0, own, before, 0, 1, self._drafted)], self._path)
         features = self._base.copy()
         self._path = read_columns(self._layout.node_columns, logits, drawn, self._temperature, features, scores=greedy)
         if self._drafted < self.policy.first:

@@ -8,19 +8,18 @@ from contract_policies import TEST_POLICIES
 from head_tensors import knots
 from random_heads import RANDOM_HEADS, random_head
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import AnyFork, Derived, Threshold
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 
 RULES: dict[str, Rule] = {
     "mlp": Threshold("survival", 0.2),
     "specdec": Threshold("survival", 0.1),
-    "dynasd-soft": AnyFork(0.4),
-    "dynasd-hard": AnyFork(0.4),
+    "dynasd-soft": Threshold("any", 0.4),
+    "dynasd-hard": Threshold("any", 0.4),
 }
 
 
@@ -135,18 +134,18 @@ class InAList(Peeks):
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (WrongShape, "answers_have_the_shape"),
-        (Remembers, "same_question"),
-        (ChangesItsState, "state_belongs"),
-        (LooksAside, "do_not_know_of_each_other"),
-        (Peeks, "do_not_know_of_each_other"),
-        (Scribbles, "shown_stays"),
+        (WrongShape, "test_answers"),
+        (Remembers, "deterministic"),
+        (ChangesItsState, "unchanged"),
+        (LooksAside, "independent"),
+        (Peeks, "independent"),
+        (Scribbles, "unchanged"),
         (OneForAll, "can_be_taken"),
-        (OneForAll, "can_be_put"),
+        (OneForAll, "can_be_replaced"),
         (InAList, "can_be_taken"),
-        (InAList, "can_be_put"),
+        (InAList, "can_be_replaced"),
         (Orphans, "closed_under_parents"),
-        (Unknown, "says_what_it_is"),
+        (Unknown, "attributes"),
     ],
 )
 def test_a_policy_that_breaks_the_contract_does_not_pass(kind: type[StopPolicy], check: str) -> None:

@@ -13,7 +13,7 @@ from ...collect.schema import Header
 from ...decode.drafters.spec import needs_draft, reads_states, with_full_paths
 from ...decode.engines.settings import KEY, missing_in_engines
 from ...policies.contract import StopPolicy
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.storage.folder import save_policy
 
 CLASS = "specstop.decode.engines.vllm.Proposer"

@@ -10,9 +10,9 @@ from typing import Any
 
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
-from ...policies.files.outputs import claim_folder
+from ...policies.files import prepare_output_dir
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ..heads.fitting import FitOptions
 
 
@@ -32,11 +32,13 @@ class Trained:
     metrics: dict[str, Any]
 
 
-def facts_of(header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **more: Any) -> Facts:
+def facts_of(
+    header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **more: Any
+) -> TrainingMetadata:
     """Return what a policy that was trained on these traces remembers of them; `more` joins its provenance."""
     if (drafter := header.facts.get("drafter")) is not None:
         more["drafter"] = drafter  # what the policy is exported with (`decode.hf.export`)
-    return Facts(
+    return TrainingMetadata(
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,
         label=header.label,
@@ -49,7 +51,7 @@ def facts_of(header: Header, sampled_at: Sequence[float], sources: Sequence[str]
 def claimed(
     out: str | Path, traces: Iterable[Trace | None], profile: Profile, fit: FitOptions | None, *, overwrite: bool
 ) -> Path:
-    """Return the policy folder to write, asked for before any work is done; see `claim_folder`."""
+    """Return the policy folder to write, asked for before any work is done; see `prepare_output_dir`."""
     read = [trace.folder for trace in traces if trace is not None]
     work = fit.checkpoints if fit is not None else None
-    return claim_folder(out, overwrite=overwrite, inputs=[*read, profile.source, work])
+    return prepare_output_dir(out, overwrite=overwrite, inputs=[*read, profile.source, work])

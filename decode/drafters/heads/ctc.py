@@ -1,10 +1,10 @@
 """Candidates from a layer that was trained with CTC (CTC-drafter, arXiv 2412.00061).
 
-The layer predicts positions after the anchor, each fed with the best symbol of the one before. A position is a distribution
-over tokens and a blank; equal adjacent symbols are one token, and blanks are removed. The released code collapses the paths of
-a fixed tree of symbols (`ReleasedCTCDrafter`). `CTCDrafter` scores a token after a path by the probability that the positions
-begin with both, over all alignments. So no candidate occurs twice, each has its own row, and its scores are a distribution. A
-position is predicted when the positions before it, collapsed, are shorter than the depth.
+The layer predicts positions after the anchor, each from the best symbol of the one before. A position is a distribution over
+tokens and a blank; equal adjacent symbols are one token, and blanks are removed. The released code collapses the paths of a
+fixed tree of symbols (`ReleasedCTCDrafter`). `CTCDrafter` scores a token after a path by the probability that the positions
+begin with both, over all alignments, so that no candidate occurs twice and the scores after a path are a distribution. A
+position is predicted when the best symbols before it collapse to fewer tokens than the depth asks for.
 """
 
 from __future__ import annotations

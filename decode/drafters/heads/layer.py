@@ -23,8 +23,8 @@ from .networks import LayerNetwork, output_layer
 class LayerReader(Drafter):
     """Runs a layer with a key-value cache: committed tokens with the target's states, candidates with the layer's own.
 
-    Slot i of the cache belongs to token i + 1 of a text, which is read together with the state of token i. Slots of candidates
-    are overwritten: once accepted they are read again, with the target's states.
+    Slot i of the cache belongs to token i + 1 of a text, which is read with the state of token i. Candidates are overwritten:
+    once accepted they are read again, with the target's states.
 
     Args:
         pair: target that the network was trained for.

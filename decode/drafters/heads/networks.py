@@ -1,7 +1,7 @@
 """Networks of trained drafters, which read the target's last hidden state.
 
-The state h of a token is what the target's output layer computes the distribution of the next token from. Depth 1 of a drafter
-proposes the token after that one.
+The target's output layer computes the distribution of the next token from the state of a token. Depth 1 of a drafter proposes
+the token after that one.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files import MANIFEST
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile

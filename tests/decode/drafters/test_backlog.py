@@ -10,7 +10,7 @@ import pytest
 from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
+from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.packed import Part
@@ -78,8 +78,8 @@ def test_a_round_reads_its_backlog(
     pair: Pair, prompt_ids: list[list[int]], tree: str | None, temperature: float, batch: int, three: bool
 ) -> None:
     spy = Spy(pair)
-    other = EitherDrafter(pair, LookupDrafter(pair), spy, 0.9) if three else spy
-    drafter, watch = EitherDrafter(pair, SuffixDrafter(pair), other, 0.4), Watch(spy)
+    other = FallbackDrafter(pair, LookupDrafter(pair), spy, 0.9) if three else spy
+    drafter, watch = FallbackDrafter(pair, SuffixDrafter(pair), other, 0.4), Watch(spy)
     settings = Settings(temperature, NEW, DEPTH, tree=tree)
     run = Speculator(pair, Lengths(), settings, drafter=drafter, hooks=[watch], batch=batch)
     run.run([Request([*ids, *ids], key * 31) for key, ids in enumerate(prompt_ids)])

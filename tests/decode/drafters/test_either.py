@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEW, VOCABULARY
-from small_drafters import small_drafter
+from conftest import NEW
+from small_drafters import new_round, proposed, small_drafter
 from specstop.decode.drafters import (
     FallbackDrafter,
     LookupDrafter,
@@ -23,7 +23,6 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
-from specstop.decode.verify.given_text import Candidates
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
@@ -44,11 +43,8 @@ def test_the_first_drafts_where_it_is_sure_and_the_other_elsewhere(pair: Pair) -
         drafter.reserve(len(texts), 40)
         for stream, text in enumerate(texts):
             drafter.committed(stream, text[:-1], None)
-        found = [Candidates.at(text[-1:], chain(2)) for text in texts]
-        one = drafter.propose(range(len(texts)), found, [[0]] * len(texts)).dense(VOCABULARY)
-        places = [[here.add(0, 1, 30)] for here in found]
-        two = drafter.propose(range(len(texts)), found, places).dense(VOCABULARY)
-        return [torch.stack(both) for both in zip(one, two, strict=True)]
+        round = new_round([text[-1] for text in texts], chain(2), {1: 30})
+        return [*torch.stack([proposed(drafter, round, row) for row in (0, 1)], 1)]
 
     (suffix,), (model,) = rows(SuffixDrafter(pair), [REPEATS]), rows(ModelDrafter(pair), [NEW_TEXT])
     chance = float(suffix[0].softmax(-1).max())
@@ -83,7 +79,7 @@ def test_text_is_the_targets_alone_and_in_a_batch(pair: Pair, prompt_ids: list[l
 def test_they_are_found_by_name(pair: Pair) -> None:
     found = find_drafter("suffix?sure=0.75+model", pair)
     assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
-    assert isinstance(found._other, ModelDrafter) and found._least == pytest.approx(0.75, abs=1e-5)
+    assert isinstance(found._other, ModelDrafter) and found._min_confidence == 0.75
     three = find_drafter("suffix+lookup+model", pair)
     assert isinstance(three, FallbackDrafter) and isinstance(three._other, FallbackDrafter)
     names = ("suffix+model", "suffix?sure=0.5+model", "suffix?sure=0.6+model", "suffix+lookup", "lookup+model", "model")
@@ -110,7 +106,7 @@ def test_the_first_has_options_of_its_own(pair: Pair, tmp_path: Path) -> None:
     file.write_text("w7 w8 w11")
     found = find_drafter(f"suffix:{file}?keep=1&sure=0.7+lookup:4+model", pair)
     assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
-    assert (found.carries, len(found._first._file), found._least) == (True, 3, pytest.approx(0.7, abs=1e-5))
+    assert (found.carries, len(found._first._file), found._min_confidence) == (True, 3, 0.7)
     assert isinstance(found._other, FallbackDrafter) and isinstance(found._other._first, LookupDrafter)
     assert (found._other._first._longest, found._other.carries) == (4, False)
     assert isinstance(find_drafter(f"suffix:{file}", pair), SuffixDrafter)

@@ -89,7 +89,7 @@ def test_they_are_named_as_policies_are(pair: Pair) -> None:
         ),
         ("gone", "loading the plugin 'gone' (no_such_module:X) failed: ModuleNotFoundError"),
         ("nothing", "is a int, which lacks layers, readable, reserve, begin, committed, backlog, propose of a Drafter"),
-        ("unsure", "drafting_plugin:Unsure: expected for needs_draft True, False, not 'yes'"),
+        ("unsure", "drafting_plugin:Unsure: expected for needs_draft False, True, not 'yes'"),
         (
             "second+model",
             "expected first one that reads neither hidden states nor a draft model, such as suffix, not second",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -25,11 +26,19 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.splitmix import mix, shift
 from specstop.policies.state import take
 from specstop.policies.storage.registry import load_policy
-from specstop.policies.testing import play as play_some, state_arrays
+from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5
 RULES = ("heuristic", "heuristic-transient", "roc", "entropy", "adaedl", "maxprob", "product", "online", "bandit", "ddd",
          "eagle", "opt", "c2t", "gain")  # fmt: skip
+
+
+def state_arrays(state: Any) -> list[np.ndarray]:
+    """Return the arrays of a state."""
+    if state is None or isinstance(state, np.ndarray):
+        return [] if state is None else [state]
+    fields = state if isinstance(state, tuple) else [getattr(state, f.name) for f in dataclasses.fields(state)]
+    return [array for part in fields for array in state_arrays(part)]
 
 
 @dataclass(frozen=True)
