@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,9 @@ import torch
 import xgboost as xgb
 from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
-from specstop.decode.candidates import Candidates
-from specstop.decode.policy.reader import Logits, Reader
+from specstop.decode.feature_reader import FeatureReader
+from specstop.decode.round_state import DraftScores, RoundState
+from specstop.decode.texts import Anchor
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.builtins import BUILTINS
@@ -134,25 +136,27 @@ def draw_rows(names: Sequence[str], count: int, missing: float) -> np.ndarray[An
 def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int, temperature: float = 0.0) -> float:
     """Return the median microseconds of one decision at depth 1, as the loop asks for it."""
     generator = torch.Generator().manual_seed(0)
-    reader, tree, host = Reader(policy), chain(2), PolicyHost(policy)
+    tree, host = chain(2), PolicyHost(policy)
+    reader = FeatureReader(policy, tree, temperature)
     history = History.start(1).after(np.array([2]), np.array([3]))
-    host.state, one = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool)
+    host.state, one, text = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool), SimpleNamespace(tokens=[0, 0])
     noise = -torch.rand(1, vocabulary, generator=generator).log_().neg_().log_()
     rows = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
     scratch = torch.ones(512 * megabytes, 512) if megabytes else None
     seconds = []
     for i in range(count):
-        found = Candidates.at([0], tree)
+        round = RoundState(tree, one[0], np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int64))
+        row = rows[i % 8]
+        round.texts, round.anchors = [text], [Anchor(row, 0, None)]
+        reader.begin(round)
+        reader.step(0, one, history)  # the ANCHOR and HISTORY columns
         if scratch is not None:
             scratch @ scratch[:8].T
-        row = rows[i % 8]
         scores = torch.log_softmax(row / temperature, -1) + noise if temperature else row
-        place = found.add(0, 1, int(scores.argmax(-1)))  # the loop draws right before it asks
-        base = reader.base(history, temperature, row, [(0, 0)])
+        round.tokens[0, :2] = 0, int(scores.argmax(-1))  # the loop draws right before it asks
         begin = time.perf_counter()
-        logits = Logits(row, [(0, found.tokens[place], 0, 0, 1, 1)], None, scores)
-        level = reader.level([(0, found, [place])], logits, temperature, base, None)
-        host.keep(reader.step(1, base, level, tree, one))
+        reader.drawn(1, DraftScores([(0, [0])], [1], row, scores=scores))
+        host.keep(reader.step(1, one, history))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)
 

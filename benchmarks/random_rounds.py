@@ -82,6 +82,6 @@ def play(policy: StopPolicy, rounds: Rounds, part: slice, keys: Array) -> Array:
 def _selected(policy: StopPolicy, tree: Topology, drawn: Array, state: Any) -> Array:
     """Return [s, rows] bool, what the policy sends of what was drawn."""
     nodes = drawn[:, 1:]
-    parent, depth = (np.tile(numbers, (len(nodes), 1)) for numbers in (tree.node_parents, tree.node_depths))
+    parent, depth = (np.tile(numbers, (len(nodes), 1)) for numbers in (tree.parents[1:] - 1, tree.depths[1:]))
     mask = policy.select(DraftTree(np.where(nodes, 5, -1), parent, depth, nodes.copy()), state)
     return drawn if mask is None else np.concatenate([drawn[:, :1], mask], 1)

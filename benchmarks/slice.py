@@ -214,12 +214,12 @@ def is_tie(
 
 def _length(policy: StopPolicy, seen: torch.Tensor, depth: int) -> int:
     """Return how many tokens the policy drafts when it sees [1, K + 1, F]."""
-    from specstop.decode.policy.reader import draft_step
+    from specstop.decode.feature_reader import single_step
 
     state, shown = policy.start(1, np.zeros(1, dtype=np.int64)), seen.float().numpy()
     for j in range(min(depth, policy.max_depth)):
         if j >= policy.first:
-            keep, state = policy.keep(draft_step(j, np.ascontiguousarray(shown[:, j])), state)
+            keep, state = policy.keep(single_step(j, np.ascontiguousarray(shown[:, j])), state)
             if not keep.any():
                 return j
     return min(depth, policy.max_depth)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..decode.drafters.known import drafts_in_turn, reading_of
+from ..decode.drafters.spec import drafts_in_turn, reading_of
 from ..decode.models.pair import Pair
 
 

@@ -5,35 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..decode.candidates import Candidates
 from ..decode.drafters import find_drafter
+from ..decode.feature_reader import lead
+from ..decode.hooks import Hook
 from ..decode.loop import Request, Speculator
 from ..decode.models.outputs import check_rows, hidden_widths, stored
 from ..decode.models.pair import Pair
-from ..decode.observer import Seen
-from ..decode.policy.reader import Logits
-from ..decode.policy.summaries import summarise
 from ..decode.records import Generation
+from ..decode.round_state import RoundState
 from ..decode.settings import Settings
+from ..decode.summaries import summarise
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
-from ..policies.features import (
-    ANCHOR_FEATURES,
-    DRAFT_HIDDEN,
-    PATH,
-    SAMPLED,
-    TARGET_HIDDEN,
-    Columns,
-    DrawnTokens,
-    check_hidden,
-)
+from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.validation import with_costs
@@ -46,17 +39,19 @@ from .work import Work
 Row = dict[str, Any]
 
 
-class Recorder:
-    """Turns the rounds that it observes into rows of a trace.
+class Recorder(Hook):
+    """Turns rounds into rows of a trace.
 
     Args:
         tree: of the trace; rounds draft a part of it.
-        features: names to record at each drawn node.
+        features: names to record at each drawn candidate.
         temperature: of the sampling.
         match: whether labels are comparisons with the target's own tokens.
-        deferred: whether the roots of a round are the tree's first level, as `Verification.deferred` says.
         widths: H of each hidden state to record.
         policy: which rounds explore; None = none does.
+
+    Attributes:
+        rows: by stream, those of its text so far.
     """
 
     def __init__(
@@ -65,119 +60,116 @@ class Recorder:
         features: Sequence[str],
         temperature: float,
         match: bool,
-        deferred: bool = False,
         widths: Mapping[str, int] | None = None,
         policy: Exploring | None = None,
     ) -> None:
-        self.tree, self.features, self.temperature = tree, tuple(features), temperature
-        self._columns = Columns(features)
-        self._widths, self._policy = dict(widths or {}), policy
-        # Row of the topology that is node 0: row 0 is the anchor, unless the roots themselves are candidates.
-        self.match, self._first = match, 0 if deferred else 1
+        self.tree, self.features, self.temperature, self.match = tree, tuple(features), temperature, match
+        self._columns, self._widths, self._policy = Columns(features), dict(widths or {}), policy
         self.rows: dict[int, list[Row]] = defaultdict(list)
-        self._levels: dict[int, list[tuple[list[int], Logits]]] = defaultdict(list)
 
-    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
-        """Keep the logits; see `Observer.level`."""
-        self._levels[stream].append((list(places), logits))
+    def on_round_end(self, round: RoundState) -> None:
+        """Append the row of each stream's round."""
+        for stream, sent in round.target_rows:
+            first = sum(len(own) for other, own in round.target_rows if other < stream)
+            sampled = round.target_sampled[first : first + len(sent)]
+            self.rows[stream].append(self.row(round, stream, sent, round.path(stream), sampled))
 
-    def round(self, seen: Seen) -> None:
-        """Append the row of a round to those of its stream; see `Observer.round`."""
-        levels = self._levels.pop(seen.stream, [])
-        found, record, nodes = seen.found, seen.record, self.tree.nodes
-        row: Row = {name: np.zeros(nodes, dtype=np.float32) for name in (*self.features, "draft_prob", "target_prob")}
-        row |= {"overlap": np.zeros(nodes, dtype=np.float32), "tokens": np.zeros(nodes, dtype=np.int32)}
+    def row(self, round: RoundState, stream: int, sent: Sequence[int], path: Sequence[int], sampled: Tensor) -> Row:
+        """Return the row of a round.
+
+        Args:
+            round: finished.
+            stream: of the round.
+            sent: rows of the topology that the target has read, the anchor first.
+            path: of them, those that were accepted.
+            sampled: [len(sent), V] processed scores of the target.
+        """
+        record, anchor, text, nodes = round.records[stream], round.anchors[stream], round.texts[stream], self.tree.nodes
+        assert anchor is not None and text is not None
+        row: Row = {
+            name: np.zeros(nodes, dtype=np.float32) for name in (*self.features, "draft_prob", "target_prob", "overlap")
+        }
         row |= {name: np.zeros(nodes, dtype=bool) for name in ("accepted", "labelled", "drawn", "sent")}
-        node = [at - self._first for at in found.rows]
-        drawn = [place for place, at in enumerate(node) if at >= 0 and (found.depth[place] > 0 or self._first == 0)]
-        sent = set(seen.sent)
-        row["tokens"][[node[p] for p in drawn]] = [found.tokens[p] for p in drawn]
-        row["drawn"][[node[p] for p in drawn]] = True
-        row["tokens"][self._missing(found, node)] = NO_TOKEN
-        row["sent"][[node[p] for p in drawn if p in sent]] = True
+        row["tokens"] = np.zeros(nodes, dtype=np.int32)
+        last = len(round.topology)  # of the trace's rows the first ones
+        drawn = round.drawn[stream, 1:]
+        row["drawn"][: last - 1] = drawn
+        row["tokens"][: last - 1] = np.where(drawn, round.tokens[stream, 1:], 0)
+        # Where siblings were drawn, a filter has left no token for the others.
+        parents = round.topology.parents[1:]
+        row["tokens"][: last - 1][~drawn & np.isin(parents, parents[drawn])] = NO_TOKEN
+        row["sent"][[at - 1 for at in sent[1:]]] = True
         if DRAFT_HIDDEN in self._widths:
             row[DRAFT_HIDDEN] = np.zeros((nodes, self._widths[DRAFT_HIDDEN]), dtype=np.float16)
         if TARGET_HIDDEN in self._widths:
-            assert seen.anchor_hidden is not None
-            row[TARGET_HIDDEN] = stored(seen.anchor_hidden[0]).cpu().numpy()
-        self._label(row, seen, node, drawn)
-        self._measure(row, seen, node, levels)
-        # The anchor is the last committed token; deferred roots stand after it.
-        before = seen.text.tokens[record.context - (1 if self._first == 0 else 2)]
-        anchor = anchor_columns(seen.anchor_row, found.tokens[:1], [before], [0])[0]
-        row |= dict(zip(ANCHOR_FEATURES, anchor.tolist(), strict=True))
+            assert anchor.hidden is not None
+            row[TARGET_HIDDEN] = stored(anchor.hidden[0]).cpu().numpy()
+        self._label(row, round, stream, path, text.tokens)
+        self._measure(row, round, stream, sent, sampled)
+        tokens = text.tokens[record.context - 2 : record.context]  # the anchor is the last committed token
+        values = anchor_columns(anchor.row, tokens[1:], tokens[:1], [0])[0]
+        row |= dict(zip(ANCHOR_FEATURES, values.tolist(), strict=True))
         row |= {name: getattr(record, name) for name in ("anchor", "cut", "committed", "decisions", "backlog", *TIMES)}
         row[READS] = record.backlog > 0 or not record.drafted
-        row |= {"accepted_length": int(row["accepted"].sum()), "explored": self._explored(seen.state)}
-        self.rows[seen.stream].append(row)
+        row |= {"accepted_length": int(row["accepted"].sum()), "explored": self._explored(round.policy_state, stream)}
+        return row
 
-    def _explored(self, state: State) -> bool:
-        """Whether the round explored: the policy's state at its end is that of the next one."""
-        # The state has taken this round in and counts the next one; a fallback's is another.
+    def _explored(self, state: State, stream: int) -> bool:
+        # The state after the round counts the next one; that of a fallback is of another type.
         if self._policy is None or not isinstance(state, ExploringState):
             return False
-        return bool(self._policy.explores(dataclasses.replace(state, number=state.number - 1)))
+        return bool(self._policy.explores(dataclasses.replace(state, number=state.number - 1))[stream])
 
-    def _missing(self, found: Candidates, node: Sequence[int]) -> list[int]:
-        """Return the nodes below those that were fed for which a filter has left no token."""
-        fed = {at for at, below in zip(found.rows, found.children, strict=True) if below}
-        missing = set(range(found.topology.roots, len(found.topology))).difference(found.rows)
-        return [row - self._first for row in missing if found.topology.parent[row] in fed]
+    def _label(self, row: Row, round: RoundState, stream: int, path: Sequence[int], text: Sequence[int]) -> None:
+        """Label the candidates below the accepted path: whether the target accepts them."""
+        start, chosen = round.records[stream].context, dict(pairwise(path))
+        for at, parent in enumerate(path):
+            for child in round.drawn_below(stream, parent):
+                if self.match:  # the text tells, also of tokens that were not sent
+                    if start + at < len(text):
+                        row["labelled"][child - 1] = True
+                        row["accepted"][child - 1] = round.tokens[stream, child] == text[start + at]
+                elif row["sent"][child - 1]:  # else only candidates that were sent and tried have an outcome
+                    row["accepted"][child - 1] = child == chosen.get(parent)
+                    row["labelled"][child - 1] = child <= chosen.get(parent, child)  # later siblings are not tried
 
-    def _label(self, row: Row, seen: Seen, node: Sequence[int], drawn: Sequence[int]) -> None:
-        """Say of the nodes below the accepted path whether the target accepts them."""
-        found, path, start = seen.found, seen.path, seen.record.context
-        text = seen.text.tokens
-        after = {place: at for at, place in enumerate(path)}
-        for place in drawn:
-            parent = found.parent[place]
-            if parent not in after:
-                continue
-            if self.match:  # the text says it, also of tokens that were not sent
-                at = start + after[parent]  # of the text's token after `parent`
-                if at < len(text):
-                    row["labelled"][node[place]] = True
-                    row["accepted"][node[place]] = found.tokens[place] == text[at]
-            elif row["sent"][node[place]]:  # else it is known of what was sent and tried alone
-                chosen = path[after[parent] + 1] if after[parent] + 1 < len(path) else None
-                row["accepted"][node[place]] = place == chosen
-                row["labelled"][node[place]] = chosen is None or place <= chosen  # later siblings are not tried
-
-    def _measure(self, row: Row, seen: Seen, node: Sequence[int], levels: Sequence[tuple[list[int], Logits]]) -> None:
-        """Fill in features and probabilities of the drawn nodes."""
-        found, sent = seen.found, {place: at for at, place in enumerate(seen.sent)}
+    def _measure(self, row: Row, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> None:
+        """Fill in features and probabilities of the drawn candidates."""
+        index, parent = {at: i for i, at in enumerate(sent)}, round.topology.parent
         path: dict[int, float] = {}
-        for places, logits in levels:
-            check_rows(logits.raw, "draft")
-            drawn = DrawnTokens.of(logits.tokens)
-            drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])  # 0 at roots
-            drawn.lead = logits.lead(drawn) if self._columns.needs.noisy else None
+        for level in round.levels:
+            scores = None if level is None else level.part(stream)
+            if scores is None or not any(scores.counts):
+                continue
+            check_rows(scores.raw, "draft")
+            drawn, _, rows = round.drawn_tokens(scores)
+            drawn.parent_path = np.array([path.get(parent[at], 0.0) for at in rows])  # 0 below the anchor
+            drawn.lead = lead(scores, drawn) if self._columns.needs.noisy else None
             summary = summarise(
-                self._columns.needs | (PATH | SAMPLED), logits.raw, drawn, self.temperature, logits.sampled,
-                logits.scores, logits.best,
+                self._columns.needs | (PATH | SAMPLED), scores.raw, drawn, self.temperature, scores.sampled,
+                scores.scores, scores.best,
             )  # fmt: skip
-            path |= dict(zip(places, summary.path.tolist(), strict=True))
-            at = [node[place] for place in places]
+            path |= dict(zip(rows, summary.path.tolist(), strict=True))
+            nodes = np.array(rows) - 1
             for name, values in zip(self.features, self._columns(summary, drawn, self.temperature).T, strict=True):
-                row[name][at] = values
-            row["draft_prob"][at] = np.exp(summary.numbers[:, 1])
-            owner = torch.from_numpy(drawn.ids[:, 0]).to(logits.raw.device)
+                row[name][nodes] = values
+            row["draft_prob"][nodes] = np.exp(summary.numbers[:, 1])
+            owner = torch.from_numpy(drawn.ids[:, 0]).to(scores.raw.device)
             if DRAFT_HIDDEN in self._widths:
-                assert logits.states is not None
-                row[DRAFT_HIDDEN][at] = stored(logits.states[owner]).cpu().numpy()
-            known = [i for i, place in enumerate(places) if found.parent[place] in sent]
+                assert scores.states is not None
+                row[DRAFT_HIDDEN][nodes] = stored(scores.states[owner]).cpu().numpy()
+            known = [i for i, at in enumerate(rows) if parent[at] in index]
             if not known:
                 continue
-            p = torch.softmax(seen.sampled[[sent[found.parent[places[i]]] for i in known]], -1)
-            weights = logits.raw / (self.temperature or 1.0) if logits.sampled is None else logits.sampled
+            p = torch.softmax(sampled[[index[parent[rows[i]]] for i in known]], -1)
+            weights = scores.raw / (self.temperature or 1.0) if scores.sampled is None else scores.sampled
             q = torch.softmax(weights[owner[known]], -1)
-            here = [at[i] for i in known]
             # Under match p is void where labels are, as in dense traces; else it is kept of all that the target has read.
-            usable = row["labelled"][here] | (not self.match)
+            usable = row["labelled"][nodes[known]] | (not self.match)
             tokens = torch.from_numpy(drawn.ids[known, 1]).to(p.device)
             chance = p.gather(-1, tokens[:, None])[:, 0].float().cpu().numpy()
-            row["target_prob"][here] = chance * usable
-            row["overlap"][here] = torch.minimum(p, q).sum(-1).float().cpu().numpy() * usable
+            row["target_prob"][nodes[known]] = chance * usable
+            row["overlap"][nodes[known]] = torch.minimum(p, q).sum(-1).float().cpu().numpy() * usable
 
 
 class LiveCollector:
@@ -216,16 +208,16 @@ class LiveCollector:
         drafter = find_drafter(pair.drafter, pair)
         widths = hidden_widths(pair, check_hidden(hidden), drafter)
         self._recorder = Recorder(
-            self.tree, self.features, settings.temperature, mode.name == "match", mode.deferred, widths,
+            self.tree, self.features, settings.temperature, mode.name == "match", widths,
             runs if isinstance(runs, Exploring) else None,
         )  # fmt: skip
         self._speculator = Speculator(
-            pair, runs, settings, profile, drafter=drafter, observer=self._recorder, hidden=tuple(widths), batch=batch
+            pair, runs, settings, profile, drafter=drafter, hooks=[self._recorder], hidden=tuple(widths), batch=batch
         )
 
     def begin(self) -> None:
         """Begin a shard: what passes from text to text starts anew, so that a shard's rows depend on it alone."""
-        self._speculator.renew()
+        self._speculator.reset()
 
     @property
     def carries(self) -> bool:

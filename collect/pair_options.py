@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..decode.drafters.known import needs_draft
+from ..decode.drafters.spec import needs_draft
 from .schema import Header
 
 

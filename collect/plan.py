@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..decode.drafters.base import carries
-from ..decode.drafters.depths import tell_if_cut
-from ..decode.drafters.find import find_drafter
-from ..decode.drafters.known import paths_of
+from ..decode.drafters.spec import find_drafter, paths_of, warn_depth_limited
 from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
@@ -148,7 +146,7 @@ def plan_run(
             [mix, completions, *widths, *shaping.to_dict(), profile, draws > 1, off_text != "exact", memory],
         )  # fmt: skip
         chosen = replace(chosen, carries=_remembers(pair, policy, through, shards))
-    tell_if_cut(pair, depth, settings.tree)
+    warn_depth_limited(pair, depth, settings.tree)
     told = _told(source, chosen.memory, len(prompts), asked, profile)
     told["digests"] = digests(policy or FixedLength(topology.deepest), profile, prompts, completions)
     if completions is not None:

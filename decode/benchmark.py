@@ -273,7 +273,7 @@ def run_alternating(
         if isinstance(method, Speculator):
             if Recorded.fresh:
                 _record_all(method, turns)
-            method.renew()  # a policy that carries its state has not seen this text yet
+            method.reset()  # a policy that carries its state has not seen this text yet
     done = 0
     for number, turn in enumerate(turns):
         for offset in range(len(methods)):
@@ -296,7 +296,7 @@ def _record_all(method: Speculator, turns: Sequence[Sequence[Request]]) -> None:
         method.prepare(range(min(lengths) + 1, max(lengths) + method.settings.max_new_tokens + 1))
     for _ in range(MOST_REHEARSALS):
         before = Recorded.fresh
-        method.renew()
+        method.reset()
         for turn in turns:
             method.run(turn)
         if Recorded.fresh == before:

@@ -1,12 +1,12 @@
 """The models of a pair as the source of rounds: the draft proposes, the target verifies, caches hold what both have read.
 
-S texts are decoded side by side. What the models do, they do for all of them in one call; what is a text's own (its tokens,
-its candidates in the order in which they were drawn, its random choices) is kept apart, in a `Stream`.
+S texts are decoded side by side; each model reads for all of them in one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,23 +16,21 @@ from ..policies.contract import DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.history import History
 from ..policies.typing import Array
-from .candidates import draft_tree
-from .drafted import Drafted
-from .drafters import Drafter, Proposal
-from .drafters.base import Chooses
+from .drafters import Drafter, FallbackDrafter
+from .feature_reader import FeatureReader
+from .hooks import Hook, Timer
 from .models.cuda import open_cache
 from .models.device import upload
 from .models.long_rope import readable
 from .models.outputs import FiniteRows, check_rows
 from .models.packing import Part, TreeRows
 from .models.pair import Pair
-from .policy.reader import Logits
-from .policy.round_reader import RoundReader
+from .round_state import DraftScores, RoundState, Rows
 from .settings import Settings
-from .stream import Anchor, Request, Stream, Text, sampled_rows, without_dead_ends
+from .texts import Anchor, Request, Text
 from .topology import Topology
 from .verify.base import Verification
-from .verify.noise import KeyedSource, Source
+from .verify.noise import Choices, KeyedSource, Source
 from .verify.sampling import Sampler, require_token
 
 
@@ -41,25 +39,23 @@ class ModelSource:
 
     Args:
         pair: target and draft.
-        drafter: proposes.
+        drafter: proposes candidates.
         mode: draws candidates and accepts them.
         topology: of a round, no deeper than settings and policy allow.
         settings: of the run.
-        trimming: whether the policy may leave drawn tokens out, of those that were drawn (`trims`) and at all.
-        keeps: whether the target's hidden states are wanted, and the draft's.
-        padded: how many tokens a verification of so many is best filled up to, of one stream; none = it never is.
+        timer: is given the laps of draft, verification and policy.
+        trimming: whether the policy may leave out candidates right after they were drawn (`trims`), and at all.
+        keeps: whether the last hidden states of the target are kept, and of the draft.
+        padded: by number of candidates, the number that their verification is padded to; () = never.
         source: makes the random source of a stream from (key, window); None = the keyed noise.
         streams: S.
+        hooks: observe draft steps and verifications.
 
     Attributes:
-        texts: S, those that are decoded; None where there is none.
-        streams: of the round that is played, those that have one.
-        rows: [R, V] each, the target's logits after all places sent in it, stream by stream, and the processed ones.
+        texts: by stream, the text that is decoded; None = the stream is free.
     """
 
     texts: list[Text | None]
-    streams: list[Stream]
-    rows: tuple[Tensor, Tensor]
 
     def __init__(
         self,
@@ -68,35 +64,42 @@ class ModelSource:
         mode: Verification,
         topology: Topology,
         settings: Settings,
+        timer: Timer,
         trimming: tuple[bool, bool],
         keeps: tuple[bool, bool],
         padded: Sequence[int] = (),
         source: Callable[[int, int], Source] | None = None,
         streams: int = 1,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         self.pair, self.drafter, self.mode, self.topology, self.settings = pair, drafter, mode, topology, settings
-        # What rejection sends to the target must not depend on tokens drawn later, so policies select level by level. For
-        # the same reason a token that ends its branch is dropped as readily as any other: trimming is asked about it.
+        self.timer, self._hooks = timer, hooks
+        # What rejection sends must not depend on tokens drawn later, so policies select level by level. For the same reason
+        # policies that trim are also asked about candidates that end a text.
         self.asks_ended, self.selects_levels = mode.hides and trimming[0], mode.hides and trimming[1]
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
-        self._padded = () if pair.ropes else padded  # filled up, a call could reach beyond a boundary of the factors
-        self._chooses = drafter if isinstance(drafter, Chooses) else None
+        self._padded = () if pair.ropes else padded  # padding could pass the length at which a rope changes
         self._source, self._temperature, self._size = source, settings.temperature, streams
-        self.texts, self.streams = [None] * streams, []
-        self._whole = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
+        self.texts = [None] * streams
+        self._all_drawn = [np.ones((streams, len(level)), dtype=bool) for level in topology.levels]  # [S, B] by depth
+        extending = [[row for row in level if topology.children[row]] for level in topology.levels]
+        self._all_fed: list[Rows] = [[(stream, rows) for stream in range(streams)] for rows in extending]
+        self._round: RoundState | None = None
         self._open(0)
 
     def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
-        """Show this policy what it wants to know, from now on; `widths` are those of hidden states."""
-        self.reader = RoundReader(policy, widths, self._size, self.topology, self._temperature, self.streams)
+        """Read the features of this policy from now on; `widths` are those of hidden states."""
+        self.reader = FeatureReader(policy, self.topology, self._temperature, widths, self._size)
+        if self._round is not None:  # a policy may take over in the middle of a round
+            self.reader.begin(self._round)
 
     def reserve(self, tokens: int, shift: int = 0, offset: int = 0, is_shifted: bool = False) -> None:
         """Empty both caches, with room for texts of `tokens` and a round beyond them.
 
         Args:
             tokens: of the longest text.
-            shift, offset: slots and positions of the target in excess of a text's tokens (`Request.excess`).
+            shift, offset: slots and positions of the target beyond a text's tokens (`Request.excess`).
             is_shifted: whether the target has read a prompt by itself (`Request.read`).
         """
         beyond = max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
@@ -119,45 +122,37 @@ class ModelSource:
         self.texts = [None] * self._size
 
     def _open(self, capacity: int) -> None:
-        pair, layers, size = self.pair, self._layers, self._size
+        pair = self.pair
         self.target = open_cache(
-            pair.target, capacity, pair.vocabulary, layers, size, device=pair.device, reading=pair.readings[0]
-        )
+            pair.target, capacity, pair.vocabulary, self._layers, self._size, device=pair.device, reading=pair.readings[0]
+        )  # fmt: skip
 
-    def open(self, number: int, request: Request) -> Text:
-        """Read a prompt with the target and draw the first roots; the drafter reads when it is first asked.
-
-        Args:
-            number: of the stream, whose text before has ended.
-            request: its prompt, and how to decode it.
-        """
+    def open(self, stream: int, request: Request) -> Text:
+        """Read a prompt with the target and draw its first token; the drafter reads when it first drafts."""
         settings, device, prompt, read = self.settings, self.pair.device, list(request.prompt), request.read
         padding = list(request.padding)
-        seen = [*padding, *prompt]
+        with_padding = [*padding, *prompt]
         shaping = request.shaping or settings.shaping
-        processors = shaping.build(settings.temperature, len(seen), tuple(self.eos), device, seen)
+        processors = shaping.build(settings.temperature, len(with_padding), tuple(self.eos), device, with_padding)
         if read is None:
-            self.target.roll_back(0, number)
-            logits = self.target.read(upload([prompt], device), rows=1, stream=number)[0]
-            states = self.target.states
-            ids, told, shift = prompt, None if states is None else states[0], 0
+            self.target.roll_back(0, stream)
+            logits = self.target.read(upload([prompt], device), rows=1, stream=stream)[0]
+            ids, states, shift = prompt, None if self.target.states is None else self.target.states[0], 0
         else:
-            self.target.adopt(read, number)
-            logits, ids, told, shift = read.logits, read.ids, read.states, read.slots - len(prompt)
+            self.target.adopt(read, stream)
+            logits, ids, states, shift = read.logits, read.ids, read.states, read.slots - len(prompt)
         check_rows(logits)
-        self.drafter.begin(number)
-        self.drafter.committed(number, ids, self._told(told))
+        self.drafter.begin(stream)
+        self.drafter.committed(stream, ids, self._drafter_states(states))
         sampler = Sampler(processors, settings.temperature, padding)
-        anchor = Anchor(logits, 0, self._hidden(told))
-        text = Text(prompt, len(prompt), self._open_source(request.key), sampler, [], anchor, shift=shift)
-        self.texts[number] = text
+        anchor = Anchor(logits, 0, self._anchor_state(states))
+        text = Text(prompt, len(prompt), request.key, self._open_source(request.key), sampler, anchor, 1, shift=shift)
+        self.texts[stream] = text
         sampled = sampler(logits, lambda: [prompt])[0]
         if sampler.constrained:
             require_token(sampled)
-        choices = text.choices(len(prompt), self._temperature == 0.0)
-        text.roots = self.mode.start(sampled, self.topology.roots, choices)
-        if not self.mode.deferred:
-            self._extend(text, text.roots)
+        choices = Choices(text.source, 0, len(prompt), self._temperature == 0.0)
+        self._extend(text, [self.mode.start(sampled, choices)])
         return text
 
     def _open_source(self, key: int) -> Source:
@@ -166,207 +161,235 @@ class ModelSource:
             return self._source(key, window)
         return KeyedSource(key, pair.vocabulary, window, pair.logits_dtype, pair.device)
 
-    def _hidden(self, states: Tensor | None) -> Tensor | None:
-        """Return [1, H], the last layer's of the last of [n, layers x H] states, if a policy or an observer wants it."""
+    def _anchor_state(self, states: Tensor | None) -> Tensor | None:
+        """Return [1, H], the last layer of the last of [n, layers x H] states, if it is kept."""
         if states is None or not self._keeps[0]:
             return None
         width, at = states.shape[-1] // len(self._layers), self._layers.index(-1)
         return states[-1:, at * width : (at + 1) * width]
 
-    def _told(self, states: Tensor | None) -> Tensor | None:
-        """Return [n, layers x H], what the drafter is told of the target's states [n, .]."""
+    def _drafter_states(self, states: Tensor | None) -> Tensor | None:
+        """Return the layers of the target's states [n, layers x H] that the drafter wants."""
         layers = len(self.drafter.layers)
         if states is None or not layers:
             return None
         return states[:, : states.shape[-1] // len(self._layers) * layers]  # the drafter's layers are the first ones
 
-    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+    def begin(self) -> RoundState:
         """See `rounds.RoundSource`."""
-        deferred, greedy, deepest = self.mode.deferred, self._temperature == 0.0, self.topology.deepest
-        begun = [(number, text) for number, text in enumerate(self.texts) if text is not None and not text.ended]
-        self.streams = [Stream.begin(number, text, self.topology, deferred, greedy, self.eos) for number, text in begun]
+        greedy, deepest = self._temperature == 0.0, self.topology.deepest
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
         limit: Array | None = None
-        for (number, text), own in zip(begun, self.streams, strict=True):
-            active[number], context[number] = True, len(text.tokens)
+        texts = [None if text is None or text.ended else text for text in self.texts]
+        choices: list[Choices | None] = [None] * self._size
+        for stream, text in enumerate(texts):
+            if text is None:
+                continue
+            length = len(text.tokens)
+            active[stream], context[stream] = True, length
+            choices[stream] = Choices(text.source, text.round, length - 1, greedy)
+            text.round += 1
             allowed = self.settings.max_new_tokens - text.generated - 1  # one place is the target's
-            allowed = min([allowed, *(rope.allowed(own.base, allowed) for rope in self.pair.ropes)])
+            allowed = min([allowed, *(rope.allowed(length - 1, allowed) for rope in self.pair.ropes)])
             if allowed < deepest:
                 limit = np.full(self._size, deepest) if limit is None else limit
-                limit[number] = allowed
-        self.reader.begin(self.streams)
-        alive = self._grown = self._marked(0, [own.latest for own in self.streams])  # known again in `grow`
-        return active, alive, context, self.drafter.backlog(), limit
+                limit[stream] = allowed
+        round = RoundState(self.topology, active, context, self.drafter.backlog(), limit)
+        round.texts, round.choices = texts, choices
+        round.anchors = [None if text is None else text.anchor for text in texts]
+        for stream, text in enumerate(texts):
+            if text is not None:
+                round.tokens[stream, 0] = text.tokens[-1]
+        self._round = round
+        self.reader.begin(round)
+        return round
 
-    def drafted_unread(self, found: Drafted) -> Array | None:
-        """See `rounds.RoundSource`."""
-        if (chooses := self._chooses) is None:
-            return None
-        drafted = enumerate((found.drafted > 0).tolist())  # else no drafter may have been called
-        return np.array([some and not chooses.reads(number) for number, some in drafted])
-
-    def step(self, depth: int, alive: Array, history: History) -> DraftStep:
-        """See `rounds.RoundSource`."""
+    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
+        """See `rounds.CandidateSource`."""
         return self.reader.step(depth, alive, history)
 
-    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
-        """See `rounds.RoundSource`."""
-        tree, fed = self.topology, [own.latest for own in self.streams]
-        if feeding is not self._grown and np.count_nonzero(feeding) < sum(map(len, fed)):
-            first = tree.spans[depth].start
-            for at, own in enumerate(self.streams):
-                row = feeding[own.number].tolist()
-                fed[at] = [place for place in own.latest if row[own.found.rows[place] - first]]
-        if self.reader.passed:  # before what is drawn next takes its place
-            self.note()
-        places, logits = self.draw(fed)
-        self.reader.drawn(depth + 1, places, logits)
-        drawn = self._grown = self._marked(depth + 1, places)
-        if any(own.ended for own in self.streams):
-            going = [[p for p in own.latest if p not in own.ended] for own in self.streams]
-            return drawn, self._marked(depth + 1, going)
-        return drawn, drawn
+    def tree(self, round: RoundState) -> DraftTree:
+        """See `rounds.CandidateSource`."""
+        return round.draft_tree(self.mode.hides)
 
-    def _marked(self, depth: int, places: Sequence[Sequence[int]]) -> Array:
-        """Return [S, B] bool, the rows of a depth that these places of the streams of the round stand at."""
-        whole = self._whole[depth]
-        if sum(map(len, places)) == whole.size:
-            return whole
-        marked, first = np.zeros_like(whole), self.topology.spans[depth].start
-        for own, some in zip(self.streams, places, strict=True):
-            for place in some:
-                marked[own.number, own.found.rows[place] - first] = True
-        return marked
-
-    def draw(self, fed: list[list[int]]) -> tuple[list[list[int]], Logits | None]:
-        """Feed places, draw below them, and return the new places with the logits that they were drawn from.
-
-        Args:
-            fed: by stream of the round, all of one depth.
-        """
-        streams = self.streams
-        for own in streams:
-            own.latest, own.ended = [], set()
-        asked, places = _feeding(streams, fed)
-        proposal = self.feed(asked, places)
-        raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
-        sampled, untruncated = sampled_rows(asked, places, raw)
-        # The drafter may know of no token, and a grammar may leave none.
-        if proposal.ids is not None or any(own.text.sampler.constrained for own in asked):
-            known = torch.isfinite(sampled).any(-1).tolist()
-            rows = iter(known)
-            asked, places = _feeding(asked, [[place for place in some if next(rows)] for some in places])
-            raw, sampled = raw[known], sampled[known]
-            untruncated = None if untruncated is None else untruncated[known]
-            states = None if states is None else states[known]
-            if not asked:
-                return [own.latest for own in streams], None
-        children = self.topology.children
-        below = [children[own.found.rows[place]] for own, some in zip(asked, places, strict=True) for place in some]
-        drawn = self.mode.draw(
-            sampled,
-            [len(rows) for rows in below],
-            [own.turn(some) for own, some in zip(asked, places, strict=True)],
-        )
-        tokens: list[tuple[int, int, int, int, int, int]] = []
-        row = 0
-        for own, some in zip(asked, places, strict=True):
-            found = own.found
-            for place in some:
-                if drawn.source is not None:
-                    found.drawn_from[place] = drawn.source[row]
-                siblings = list(zip(below[row], drawn.tokens[row], strict=False))  # fewer where no more are known
-                for rank, (node, token) in enumerate(siblings):
-                    own.latest.append(new := found.add(place, node, token))
+    def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
+        """See `rounds.CandidateSource`."""
+        if self.reader.has_unread_path:  # before the next level takes its place
+            mark = self.timer.mark()
+            self.reader.read()
+            self.timer.add("policy", mark)
+        tree, rows, span = self.topology, self._all_fed[depth], self.topology.spans[depth + 1]
+        if np.count_nonzero(feeding) < len(rows) * len(rows[0][1]):
+            level = tree.levels[depth]
+            fed = ((stream, np.flatnonzero(feeding[stream]).tolist()) for stream in range(self._size))
+            rows = [(stream, [level[at] for at in branches]) for stream, branches in fed if branches]
+        level_scores, tokens = self._draw(round, depth, rows)
+        round.levels.append(level_scores)
+        drawn = self._all_drawn[depth + 1]
+        ended: list[tuple[int, int]] = []
+        if level_scores is None:
+            return np.zeros_like(drawn), np.zeros_like(drawn)
+        if sum(level_scores.counts) < drawn.size:
+            drawn = np.zeros_like(drawn)
+        at = 0
+        for stream, parents in level_scores.rows:
+            for row in parents:
+                candidates = tokens[at]
+                first, at = tree.children[row][0], at + 1
+                for child, token in enumerate(candidates, first):
+                    round.tokens[stream, child] = token
                     if token in self.eos:
-                        own.ended.add(new)
-                    tokens.append((row, token, found.tokens[place], rank, len(siblings), found.depth[new]))
-                row += 1
-        if not tokens:  # rows that no token can be drawn from
-            return [own.latest for own in streams], None
-        shaped = sampled if self._temperature > 0 and any(o.text.sampler.reads_prefix for o in asked) else None
-        untruncated = None if shaped is None else untruncated
-        logits = Logits(raw, tokens, shaped, drawn.scores, states, drawn.best, untruncated)
-        return [own.latest for own in streams], logits
+                        ended.append((stream, child))
+                if drawn is not self._all_drawn[depth + 1]:
+                    drawn[stream, first - span.start : first - span.start + len(candidates)] = True
+        round.drawn[:, span] = drawn
+        round.ended_rows.update(ended)
+        self.reader.drawn(depth + 1, level_scores)
+        for hook in self._hooks:
+            hook.on_draft_step(round, depth + 1)
+        if not ended:
+            return drawn, drawn
+        going = drawn.copy()
+        for stream, child in ended:
+            going[stream, child - span.start] = False
+        return drawn, going
 
-    def feed(self, streams: Sequence[Stream], places: Sequence[Sequence[int]]) -> Proposal:
-        """Return what the drafter proposes after places of streams."""
-        return self.drafter.propose([own.number for own in streams], [own.found for own in streams], places)
+    def _draw(self, round: RoundState, depth: int, rows: Rows) -> tuple[DraftScores | None, Sequence[Sequence[int]]]:
+        """Feed rows and draw below them; return what was drawn from, and the candidates of each row; None for none."""
+        mark = self.timer.mark()
+        proposal = self.drafter.propose(round, depth, rows)
+        self.timer.add("draft", mark)
+        raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
+        sampled, untruncated = process(round, rows, raw)
+        samplers = [text.sampler for stream, _ in rows if (text := round.texts[stream]) is not None]
+        # The drafter may know no token, and a grammar may leave none.
+        if proposal.ids is not None or any(sampler.constrained for sampler in samplers):
+            known = torch.isfinite(sampled).any(-1).tolist()
+            if not all(known):
+                flags = iter(known)
+                rows = [(stream, [row for row in own if next(flags)]) for stream, own in rows]
+                rows = [(stream, own) for stream, own in rows if own]
+                raw, sampled = raw[known], sampled[known]
+                untruncated = None if untruncated is None else untruncated[known]
+                states = None if states is None else states[known]
+            if not rows:
+                return None, ()
+        draw = self.mode.draw(round, rows, sampled)
+        tokens = draw.tokens if isinstance(draw.tokens, list) else draw.tokens[:, None].tolist()
+        counts = list(map(len, tokens))
+        if not any(counts):  # rows that no token can be drawn from
+            return None, ()
+        if self._temperature == 0 or not any(sampler.reads_prefix for sampler in samplers):
+            return DraftScores(rows, counts, raw, None, None, draw.scores, draw.best, states), tokens
+        return DraftScores(rows, counts, raw, sampled, untruncated, draw.scores, draw.best, states), tokens
 
-    def note(self) -> None:
-        """Read what the policy was not asked about, for the paths through it."""
-        self.reader.read()
-
-    def tree(self, sent: Array) -> DraftTree:
+    def verify(self, round: RoundState) -> None:
         """See `rounds.RoundSource`."""
-        found = {own.number: own.found for own in self.streams}
-        return draft_tree([found.get(number) for number in range(self._size)], sent, self.mode.hides)
+        tree = self.topology
+        if isinstance(self.drafter, FallbackDrafter):
+            reads = [
+                bool(drafted) and not self.drafter.has_backlog(s) for s, drafted in enumerate(round.drafted.tolist())
+            ]
+            round.backlog = np.where(reads, 0, round.backlog)
+        rows: list[tuple[int, list[int]]] = []
+        for stream in np.flatnonzero(round.active).tolist():
+            of_chain = tree.is_chain and tree.paths[int(round.verified[stream])]
+            rows.append((stream, of_chain or np.flatnonzero(round.sent[stream]).tolist()))
+        round.target_rows = rows
+        raw, finite = self.read(round)
+        sampled, _ = process(round, rows, raw)
+        round.target_raw, round.target_sampled = raw, sampled
+        if constrained := any(text.sampler.constrained for text in round.texts if text is not None):
+            # A candidate may lead to a row that the grammar leaves no token in, which matters only if it is accepted.
+            round.target_sampled = torch.where(sampled.amax(-1, keepdim=True) > -torch.inf, sampled, raw)
+        with finite:  # on a device it is checked while the host waits anyway
+            accepted = self.mode.accept(round, rows, round.target_sampled)
+        round.accepted, first = np.zeros(self._size, dtype=np.int64), 0
+        round.next_tokens = {}
+        for (stream, sent), (path, token) in zip(rows, accepted, strict=True):
+            if constrained:
+                require_token(sampled[first + sent.index(path[-1])])
+            first += len(sent)
+            round.on_path[stream, path] = True
+            round.accepted[stream], round.next_tokens[stream] = len(path) - 1, token
+        for hook in self._hooks:
+            hook.on_verified(round)
 
-    def verify(self, found: Drafted) -> Array:
-        """See `rounds.RoundSource`."""
-        streams, accepted = self.streams, np.zeros(self._size, dtype=np.int64)
-        less = found.verified < found.drafted
-        for own in streams:
-            own.select(found.sent[own.number].tolist() if less[own.number] else None)
-        raw, finite = self.read(streams)
-        sampled, require = without_dead_ends(streams, raw, sampled_rows(streams, [own.sent for own in streams], raw)[0])
-        with finite:  # on a device it is checked while it is waited for anyway
-            results = self.mode.accept([own.turn(own.sent) for own in streams], sampled)
-        self.rows, first = (raw, sampled), 0
-        for own, (path, roots) in zip(streams, results, strict=True):
-            own.first, first = first, first + len(own.sent)
-            require(own, path[-1])
-            own.path, own.text.roots, own.found.accepted = path, roots, path
-            accepted[own.number] = len(path) - 1
-        return accepted
-
-    def read(self, streams: Sequence[Stream]) -> tuple[Tensor, FiniteRows]:
-        """Return the target's raw logits [R, V] of what follows each place sent, stream by stream, and the check of them."""
-        parts, padding = [], 0
-        for own in streams:
-            tokens = [own.found.tokens[place] for place in own.sent]
-            if own.sends_path:
-                padding = self._padding(streams) if own is streams[-1] else 0  # its rows are the last
-                parts.append(Part(own.number, tokens + tokens[-1:] * padding))
+    def read(self, round: RoundState) -> tuple[Tensor, FiniteRows]:
+        """Return the target's raw logits [R, V] after the rows sent, and the check of them."""
+        mark = self.timer.mark()
+        parts, padding, rows = [], 0, round.target_rows
+        for stream, sent in rows:
+            tokens, text = round.tokens[stream, sent].tolist(), round.texts[stream]
+            assert text is not None
+            if len(sent) == self.topology.depth[sent[-1]] + 1:  # a single path
+                padding = self._padding(round) if stream == rows[-1][0] else 0  # its rows are the last
+                parts.append(Part(stream, tokens + tokens[-1:] * padding))
             else:
-                rows = [own.found.rows[place] for place in own.sent]
-                parts.append(Part(own.number, tokens, tree=TreeRows(self.topology, own.slot, [], rows)))
+                parts.append(Part(stream, tokens, tree=TreeRows(self.topology, _slot(text), [], sent)))
         logits = self.target.read_parts(parts)
         if padding:
             logits = logits[:-padding]
-        return logits, FiniteRows(logits)
+        finite = FiniteRows(logits)
+        self.timer.add("verify", mark)
+        return logits, finite
 
-    def _padding(self, streams: Sequence[Stream]) -> int:
-        """Return how many tokens the last stream reads again to fill a verification up: a larger one may be cheaper."""
-        last, sent = streams[-1], sum(len(own.sent) for own in streams)
-        more = 0
-        if len(streams) == 1 and sent <= len(self._padded):
-            more = self._padded[sent - 1] + 1 - sent  # the table counts drafted tokens, `sent` the root too
-        return more if last.base + len(last.sent) + more <= self._readable else 0
+    def _padding(self, round: RoundState) -> int:
+        """Return how many tokens a stream reads again to pad a verification: a larger one may be cheaper."""
+        stream, sent = round.target_rows[-1]
+        if len(round.target_rows) > 1 or len(sent) > len(self._padded):
+            return 0
+        more = self._padded[len(sent) - 1] + 1 - len(sent)  # the table counts candidates, `sent` the anchor too
+        return more if int(round.context[stream]) - 1 + len(sent) + more <= self._readable else 0
 
-    def commit(self, found: Drafted) -> tuple[Array, Array]:
-        """Append accepted paths, and the next roots unless they are deferred; compact both caches along the paths."""
-        committed, ended = np.zeros(self._size, dtype=np.int64), np.zeros(self._size, dtype=bool)
-        states, (raw, _) = self.target.states, self.rows
-        for own in self.streams:
-            text, path, sent = own.text, own.path, own.sent
-            rows = path if len(sent) == len(own.found.rows) else [sent.index(place) for place in path]
-            self.target.keep(own.slot, [own.slot + row for row in rows], own.number)
-            accepted = [own.found.tokens[place] for place in path]
-            told = None if states is None else states[0, [own.first + row for row in rows]]  # [path, layers x H]
-            self.drafter.committed(own.number, accepted, self._told(told))
-            text.anchor = Anchor(raw, own.first + rows[-1], self._hidden(told))  # that the next roots were drawn from
-            new = accepted if self.mode.deferred else [*accepted[1:], *text.roots]  # one root is text already
-            committed[own.number], ended[own.number] = self._extend(text, new), text.ended
-        return committed, ended
+    def commit(self, round: RoundState) -> None:
+        """See `rounds.RoundSource`; compacts both caches along the accepted paths."""
+        round.committed, round.ended = np.zeros(self._size, dtype=np.int64), np.zeros(self._size, dtype=bool)
+        states, raw, first = self.target.states, round.target_raw, 0
+        for stream, sent in round.target_rows:
+            text, path = round.texts[stream], round.path(stream)
+            assert text is not None
+            indices = path if self.topology.is_chain else [sent.index(row) for row in path]
+            slot, tokens = _slot(text), round.tokens[stream, path].tolist()
+            self.target.keep(slot, [slot + index for index in indices], stream)
+            kept = None if states is None else states[0, [first + index for index in indices]]  # [path, layers x H]
+            self.drafter.committed(stream, tokens, self._drafter_states(kept))
+            text.anchor = Anchor(raw, first + indices[-1], self._anchor_state(kept))
+            first += len(sent)
+            round.committed[stream] = self._extend(text, [*tokens[1:], round.next_tokens[stream]])
+            round.ended[stream] = text.ended
 
     def _extend(self, text: Text, new: Sequence[int]) -> int:
         settings = self.settings
         return text.extend(new, settings.max_new_tokens, self.eos, settings.stops)
 
 
-def _feeding(streams: list[Stream], places: list[list[int]]) -> tuple[list[Stream], list[list[int]]]:
-    """Return the streams that have places, and these."""
-    if all(places):
-        return streams, places
-    return [own for own, some in zip(streams, places, strict=True) if some], [some for some in places if some]
+def _slot(text: Text) -> int:
+    """Return the slot of the target's cache that belongs to the anchor of a text."""
+    return len(text.tokens) - 1 + text.shift
+
+
+def process(round: RoundState, rows: Rows, raw: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return processed scores [R, V] after rows, and what they were before a filter removed tokens.
+
+    Each stream has its own processors, which are called with its prefixes.
+    """
+    own = [(stream, some, text) for stream, some in rows if (text := round.texts[stream]) is not None]
+    if len(own) == 1:
+        stream, some, text = own[0]
+        return text.sampler(raw, partial(_prefixes, round, text, stream, some)), text.sampler.untruncated
+    if not any(text.sampler.reads_prefix for _, _, text in own):
+        return own[0][2].sampler(raw, list), None  # only the temperature, which all streams share
+    out, before = [], []
+    for (stream, some, text), scores in zip(own, raw.split([len(some) for _, some in rows]), strict=True):
+        out.append(text.sampler(scores, partial(_prefixes, round, text, stream, some)))
+        before.append(text.sampler.untruncated)
+    if all(kept is None for kept in before):
+        return torch.cat(out), None
+    return torch.cat(out), torch.cat([rows if kept is None else kept for rows, kept in zip(out, before, strict=True)])
+
+
+def _prefixes(round: RoundState, text: Text, stream: int, rows: Sequence[int]) -> list[list[int] | None]:
+    """Return the text up to and including each row; None where it has ended there, so that nothing is drawn after it."""
+    known = text.tokens[:-1]
+    return [None if (stream, row) in round.ended_rows else [*known, *round.path_tokens(stream, row)] for row in rows]

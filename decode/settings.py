@@ -1,13 +1,11 @@
-"""What a run is told, and its clock."""
+"""Settings of a run."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from transformers import StoppingCriteria, StopStringCriteria
 
 from ..policies.arguments import as_list
@@ -21,7 +19,6 @@ from .topology import Topology, chain, parse_tree
 from .verify.model_defaults import SAMPLING, model_defaults
 from .verify.modes import check_mode_name
 from .verify.sampling import Shaping
-from .weak import weak_method
 
 
 @dataclass(frozen=True)
@@ -115,70 +112,6 @@ def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
     """
     name = policy.metadata.metrics.get(key) if isinstance(policy, TreeGain) else None
     return parse_tree(name) if isinstance(name, str) else None
-
-
-class Stopwatch:
-    """Seconds by phase of a round, around calls that know nothing of it.
-
-    On CUDA a lap lies between two events in the stream: the host does not wait, and what it does while the device is still
-    busy counts for nothing, as it costs nothing.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._waits = device, device.type == "cuda"
-        self._laps: dict[str, list[float]] = {}
-        self._pending: list[tuple[str, Any, Any]] = []
-
-    def now(self) -> float:
-        """Return the clock, once the device has finished."""
-        if self._waits:
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def wrap(self, owner: object, phases: Mapping[str, str]) -> None:
-        """Have methods of an object timed, each as laps of a phase."""
-        for name, phase in phases.items():
-            setattr(owner, name, self.timed(phase, weak_method(getattr(owner, name))))
-
-    def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what does as `call` does, each time as a lap of a phase; a lap has no other within it."""
-        laps, now = self._laps.setdefault(phase, []), self.now
-
-        def lap(*args: Any) -> Any:
-            begin = now()
-            out = call(*args)
-            laps.append(now() - begin)
-            return out
-
-        def lap_on_device(*args: Any) -> Any:
-            begin = self._event()
-            out = call(*args)
-            self._pending.append((phase, begin, self._event()))
-            return out
-
-        return lap_on_device if self._waits else lap
-
-    def restart(self) -> None:
-        """Forget the laps."""
-        self._pending.clear()
-        for laps in self._laps.values():  # in place: timed calls hold these lists
-            laps.clear()
-
-    @property
-    def laps(self) -> dict[str, list[float]]:
-        """Seconds of each lap since `restart`, by phase."""
-        if self._pending:
-            # Events of one stream come in order: once the last one is there, all are.
-            self._pending[-1][2].synchronize()
-        for phase, begin, end in self._pending:
-            self._laps[phase].append(begin.elapsed_time(end) * 1e-3)
-        self._pending.clear()
-        return self._laps
-
-    def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def stop_strings(pair: Pair, strings: str | Sequence[str]) -> tuple[StoppingCriteria, ...]:

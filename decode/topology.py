@@ -1,7 +1,7 @@
-"""The shape of a drafted tree: a parent list, and the attention mask that is built from it once and sliced.
+"""The shape of a drafted tree: a parent list and the attention mask built from it.
 
-Rows number the tokens that a round may verify: first the roots (the anchor, or the alternatives to it), then the nodes
-in order of depth. A chain is the tree of width 1.
+Rows number the tokens that a round may verify: row 0 is the anchor, the last committed token, then come the candidates in
+breadth-first order. A chain is the tree of width 1.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ what the CTC-drafter's collapse makes of Medusa's, whatever the symbols are, and
 
 
 class Topology:
-    """A forest of candidates.
+    """A tree of candidates below the anchor.
 
     Args:
-        parent: by row, the row that it is a child of; -1 for the roots, which come first. Rows are in order of depth.
+        parent: by row, the row of its parent; -1 for row 0. Rows are in breadth-first order, so the list never decreases.
 
     Attributes:
-        depth: by row; 0 for the roots.
-        children: by row, in order.
-        roots: their number.
+        depth: by row; 0 for the anchor.
+        children: by row, in order; they follow one another.
         deepest: the largest depth.
+        levels: by depth, its rows.
+
+    Raises:
+        InputError: a row is not below an earlier one, or the rows are not in breadth-first order.
     """
 
     def __init__(self, parent: Sequence[int]) -> None:
@@ -55,14 +58,13 @@ class Topology:
         self.depth: list[int] = []
         self.children: list[list[int]] = [[] for _ in self.parent]
         for row, parent_row in enumerate(self.parent):
-            if not -1 <= parent_row < row or (parent_row == -1 and any(self.depth)):
-                raise InputError(f"tree: row {row} cannot stand below row {parent_row}")
+            if not (0 <= parent_row < row or (row == 0 and parent_row == -1)):
+                raise InputError(f"tree: row {row} cannot be below row {parent_row}")
             self.depth.append(0 if parent_row == -1 else self.depth[parent_row] + 1)
             if parent_row >= 0:
                 self.children[parent_row].append(row)
-        if not self.parent or self.depth != sorted(self.depth):
-            raise InputError("tree: expected rows in order of depth, at least one")
-        self.roots = self.depth.count(0)
+        if not self.parent or list(self.parent) != sorted(self.parent):
+            raise InputError("tree: expected rows in breadth-first order, at least one")
         self.deepest = self.depth[-1]
         self.levels = [[row for row, d in enumerate(self.depth) if d == level] for level in range(self.deepest + 1)]
 
@@ -74,8 +76,8 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """Rows that are drafted."""
-        return len(self.parent) - self.roots
+        """Number of candidates."""
+        return len(self.parent) - 1
 
     @cached_property
     def is_chain(self) -> bool:
@@ -84,47 +86,50 @@ class Topology:
 
     @cached_property
     def width(self) -> int:
-        """The most rows of one depth that are drafted."""
+        """The most candidates of one depth."""
         return max((len(level) for level in self.levels[1:]), default=0)
 
     @cached_property
-    def node_parents(self) -> Array:
-        """[N] int64 by node, counted from the first one after the roots: the parent, -1 below a root."""
-        return np.array([max(parent - self.roots, -1) for parent in self.parent[self.roots :]], dtype=np.int64)
-
-    @cached_property
-    def node_depths(self) -> Array:
-        """[N] int64 by node: its depth."""
-        return np.array(self.depth[self.roots :], dtype=np.int64)
+    def drafter(self) -> Array:
+        """[N] int64 by row: index of the drafter that proposes it; with one drafter all zeros."""
+        return np.zeros(len(self), dtype=np.int64)
 
     @cached_property
     def parents(self) -> Array:
-        """[rows] int64: `parent`."""
+        """[N] int64: `parent`."""
         return np.array(self.parent, dtype=np.int64)
 
     @cached_property
     def depths(self) -> Array:
-        """[rows] int64: `depth`."""
+        """[N] int64: `depth`."""
         return np.array(self.depth, dtype=np.int64)
 
     @cached_property
+    def paths(self) -> list[list[int]]:
+        """By row, the rows from the anchor down to it."""
+        paths: list[list[int]] = []
+        for row, parent in enumerate(self.parent):
+            paths.append([*paths[parent], row] if row else [row])
+        return paths
+
+    @cached_property
     def spans(self) -> list[slice]:
-        """By depth, its rows: they follow one another."""
+        """By depth, its rows as a slice."""
         return [slice(level[0], level[-1] + 1) for level in self.levels]
 
     @cached_property
     def extends(self) -> list[Array]:
-        """By depth, bool by row of that depth: whether anything may be drawn below it."""
+        """By depth, bool by row of that depth: whether it has children."""
         return [np.array([bool(self.children[row]) for row in level]) for level in self.levels]
 
     @cached_property
     def all_extend(self) -> list[bool]:
-        """By depth, whether something may be drawn below each of its rows."""
+        """By depth, whether each of its rows has children."""
         return [bool(rows.all()) for rows in self.extends]
 
     @cached_property
     def parent_in_level(self) -> list[Array]:
-        """By depth and row of that depth: the place of its parent in that one's own level; 0 for the roots."""
+        """By depth and row of that depth: index of its parent within the parent's level; 0 for the anchor."""
         firsts = [0, *(level[0] for level in self.levels)]  # by depth, the first row of the level before
         return [
             np.array([max(self.parent[row] - first, 0) for row in level], dtype=np.int64)
@@ -133,13 +138,10 @@ class Topology:
 
     @cached_property
     def name(self) -> str:
-        """How `parse_tree` would be told: widths where they say it all, a published name, else the parent list."""
-        if self.roots > 1:  # alternatives are named as candidates for the next token, which is what they are
-            return Topology([-1, *(parent + 1 for parent in self.parent)]).name
+        """The text that `parse_tree` reads: widths where they suffice, a published name, or the parent list."""
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
-        # Widths also say that the rows of a level come in the order of their parents.
-        if all(len(kinds) == 1 for kinds in widths) and list(self.parent) == sorted(self.parent):
-            return ",".join(str(kinds.pop()) for kinds in widths) or "0"
+        if all(len(counts) == 1 for counts in widths):
+            return ",".join(str(counts.pop()) for counts in widths) or "0"
         for name, counts in NAMED.items():
             if self.parent == from_counts(counts).parent:
                 return name
@@ -147,23 +149,15 @@ class Topology:
 
     @cached_property
     def sees(self) -> Tensor:
-        """[rows, rows] bool: row i attends to row j, itself or an ancestor."""
+        """[N, N] bool: row i attends to row j, itself or an ancestor."""
         sees = torch.eye(len(self), dtype=torch.bool, device="cpu")
-        # In order of depth, so that what the parent sees is complete.
-        for row, parent in enumerate(self.parent):
-            if parent >= 0:
-                sees[row] |= sees[parent]
+        for row, parent in enumerate(self.parent[1:], 1):
+            sees[row] |= sees[parent]  # parents come first, so their rows are complete
         return sees
 
     def limited(self, depth: int) -> Topology:
-        """Return the tree without what is deeper than `depth`."""
+        """Return the tree without rows deeper than `depth`."""
         return self if depth >= self.deepest else Topology(self.parent[: self.depth.index(depth + 1)])
-
-    def rooted(self) -> Topology:
-        """Return the forest whose roots are this tree's nodes of depth 1: its first level is not drafted."""
-        if self.roots != 1 or self.deepest == 0:
-            raise InputError("tree: expected one root with candidates below it")
-        return Topology([parent - 1 for parent in self.parent[1:]])  # 0, the root that goes, becomes -1
 
 
 def chain(depth: int) -> Topology:
@@ -196,20 +190,22 @@ def from_counts(levels: Sequence[Sequence[int]]) -> Topology:
 
 
 def from_parents(parents: Sequence[int]) -> Topology:
-    """Return the tree of a list of parents: for each node the index of another one in the list, or -1 for the anchor.
+    """Return the tree of a parent list: for each node the index of another node in the list, or -1 for the anchor.
 
-    The nodes are renumbered by depth, siblings in the order of the list.
+    Nodes are renumbered breadth-first, siblings in the order of the list.
     """
-    depth: list[int] = []
+    children: dict[int, list[int]] = {node: [] for node in range(-1, len(parents))}
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise InputError(f"tree: node {node} has parent {parent}; expected -1 or a node before it")
-        depth.append(0 if parent < 0 else depth[parent] + 1)
-    if len(depth) >= MOST_ROWS:
+        children[parent].append(node)
+    if len(parents) >= MOST_ROWS:
         raise InputError(f"tree: more than {MOST_ROWS} tokens")
-    order = sorted(range(len(parents)), key=lambda node: depth[node])
-    row = {-1: 0, **{node: 1 + at for at, node in enumerate(order)}}
-    return Topology([-1, *(row[parents[node]] for node in order)])
+    order, parent_rows = [-1], [-1]
+    for row, node in enumerate(order):  # grows while it is read
+        order += children[node]
+        parent_rows += [row] * len(children[node])
+    return Topology(parent_rows)
 
 
 def parse_tree(text: str) -> Topology:

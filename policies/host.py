@@ -17,33 +17,25 @@ from .typing import Array
 from .validation import Failure, is_trusted, plugin_errors
 
 
-class PlayedRound(Protocol):
-    """A finished round of S streams, as `PolicyHost.finished` reads it; all arrays are [S] unless noted.
-
-    Attributes:
-        active: bool, streams that had a round.
-        context, backlog: committed tokens before the round, and those of them that the draft had not read.
-        drafted, verified, accepted, decisions: tokens drawn, tokens sent, min(A, k), depths at which the policy was called.
-        cut: bool, an end of text or a length limit ended the round.
-        fed_by_step: [S, K] rows fed at each depth of a tree; None for chains.
-        seconds: is written: float64, modelled by the latency profile.
-    """
+class FinishedRound(Protocol):
+    """A finished round of S streams, as `PolicyHost.finished` reads it: `decode.round_state.RoundState`."""
 
     active: Array
     context: Array
     backlog: Array
+    drafted: Array
+    verified: Array
+    decisions: Array
     accepted: Array
-    cut: Array
     seconds: Array
 
     @property
-    def drafted(self) -> Array: ...  # noqa: D102
+    def cut(self) -> Array:
+        """[S] bool, an end of text or a length limit ended the round."""
+
     @property
-    def verified(self) -> Array: ...  # noqa: D102
-    @property
-    def decisions(self) -> Array: ...  # noqa: D102
-    @property
-    def fed_by_step(self) -> Array | None: ...  # noqa: D102
+    def fed_by_step(self) -> Array | None:
+        """[S, K] int64, rows fed at each depth of a tree; None for chains."""
 
 
 class Monitor(Protocol):
@@ -232,7 +224,7 @@ class PolicyHost:
             self._fail(error)
             return None
 
-    def finished(self, played: PlayedRound) -> None:
+    def finished(self, played: FinishedRound) -> None:
         """Record a round: set its modelled seconds, update the history, call `observe`."""
         if self.profile is not None:
             played.seconds = self._modelled_seconds(self.profile, played) * played.active
@@ -259,7 +251,7 @@ class PolicyHost:
             if other is not None:
                 self._replace(other)
 
-    def _modelled_seconds(self, profile: Profile, played: PlayedRound) -> Array:
+    def _modelled_seconds(self, profile: Profile, played: FinishedRound) -> Array:
         price = profile.decision(self.policy.cost_name)
         if self.batch > 1 and profile.batch is not None and played.fed_by_step is None:  # trees have no price by batch
             columns = played.context, played.drafted, played.verified, played.backlog, played.decisions

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-from specstop.decode.policy.on_device import on_device
-from specstop.decode.policy.summaries import summarise
+from specstop.decode.summaries import on_device, summarise
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import BOUND, NO_SCORES, TOP, Columns, DrawnTokens
 from torch import Tensor

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from conftest import VOCABULARY
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.folder import KINDS
-from specstop.decode.drafters.heads.layer_network import CTCNetwork, LayerNetwork
-from specstop.decode.drafters.heads.networks import Shape
-from specstop.decode.drafters.known import TRAINED as KNOWN
+from specstop.decode.drafters.heads.networks import CTCNetwork, LayerNetwork, Shape
+from specstop.decode.drafters.spec import TRAINED as KNOWN
 from specstop.decode.models.pair import Pair
+from specstop.decode.round_state import RoundState
+from specstop.decode.topology import Topology
 from torch import nn
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
@@ -52,3 +55,19 @@ def small_drafter(
     network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
     network = network.to(pair.target.dtype)
     return made.build(pair, place(network) if place else network.to(pair.device))
+
+
+def new_round(anchors: Sequence[int], topology: Topology, tokens: Mapping[int, int] | None = None) -> RoundState:
+    """Return a round of streams with these anchors, and `tokens` by row in each of them."""
+    none = np.zeros(len(anchors), dtype=np.int64)
+    round = RoundState(topology, none == 0, none, none)
+    round.tokens[:, 0] = anchors
+    for row, token in (tokens or {}).items():
+        round.tokens[:, row] = token
+    return round
+
+
+def proposed(drafter: Any, round: RoundState, *rows: int) -> torch.Tensor:
+    """Return the dense scores of what a drafter proposes after rows of every stream."""
+    fed = [(stream, rows) for stream in range(len(round.tokens))]
+    return drafter.propose(round, round.topology.depth[rows[0]], fed).dense(VOCABULARY)

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from specstop.decode.drafters import find_drafter
 from specstop.decode.drafters.folder import KINDS, TrainedDrafter, load_drafter, save_drafter
-from specstop.decode.drafters.heads.layer_network import LayerNetwork
-from specstop.decode.drafters.heads.networks import Shape
-from specstop.decode.drafters.known import TRAINED
+from specstop.decode.drafters.heads.networks import LayerNetwork, Shape
+from specstop.decode.drafters.spec import TRAINED
 from specstop.decode.loop import Speculator
-from specstop.decode.models.outputs import KeepsStates
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
 from specstop.policies.baselines.fixed import FixedLength
@@ -62,7 +60,7 @@ def drafted(pair: Pair, folder: Path) -> str:
     read = load_drafter(folder)
     assert read.kind in TRAINED
     drafter = find_drafter(f"{read.kind}:{folder}", pair)
-    if isinstance(drafter, KeepsStates):
+    if hasattr(drafter, "keep_states"):
         drafter.keep_states()
     made = Speculator(pair, FixedLength(2), Settings(0.0, 6, 2), drafter=drafter).generate([3, 1, 4])
     rounds = [(r.drafted, r.verified, r.accepted) for r in made.rounds]

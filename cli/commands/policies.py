@@ -23,7 +23,7 @@ def policies(
     if no_plugins:
         os.environ[SWITCH] = "0"
     if drafters:
-        from ...decode.drafters.known import listed_drafters
+        from ...decode.drafters.spec import listed_drafters
 
         title, found = "Drafters: a name as below", listed_drafters()
     else:

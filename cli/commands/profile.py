@@ -69,7 +69,7 @@ def profile(
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
     from ...collect.facts import facts
-    from ...decode.drafters.known import drafts_in_turn
+    from ...decode.drafters.spec import drafts_in_turn
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
     from ...decode.settings import Settings

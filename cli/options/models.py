@@ -41,7 +41,7 @@ class Models:
         Raises:
             InputError: a target without a draft, or the other way round; or there is no such drafter.
         """
-        from ...decode.drafters.known import check_drafter, needs_draft
+        from ...decode.drafters.spec import check_drafter, needs_draft
 
         check_drafter(self.drafter)
         alone = self.target is not None and not needs_draft(self.drafter)
@@ -65,8 +65,7 @@ class Models:
 
     def open(self, found: Found) -> Pair:
         """Load both models, or the target and a drafter in the place of the draft, without the libraries' own output."""
-        from ...decode.drafters.find import with_drafter
-        from ...decode.drafters.known import needs_draft
+        from ...decode.drafters.spec import needs_draft, with_drafter
         from ...decode.models.pair import load_pair
 
         quiet_libraries()

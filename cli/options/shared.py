@@ -60,7 +60,7 @@ Verification = Annotated[
     str,
     typer.Option(
         help="auto (a learned policy's own, else the fastest lossless one: block for chains that sample, else match), "
-        "match, rejection, rejection_replace, block (chains), point: lossless. target_init, typical: LOSSY, they change the "
+        "match, rejection, rejection_replace, block (chains), point: lossless. typical: LOSSY, it changes the "
         "output distribution."
     ),
 ]

@@ -41,7 +41,7 @@ def combine(
         given, lacks = ("--first-test", "--other-test") if other_test is None else ("--other-test", "--first-test")
         raise InputError(f"{lacks}: expected test traces of both drafters, but only {given} was given")
     profiles = Profile.load(first_profile, "--first-profile"), Profile.load(other_profile, "--other-profile")
-    from ...decode.drafters.known import needs_draft
+    from ...decode.drafters.spec import needs_draft
     from ...policies.registry import load_policy
     from ...train.replay.traces.arrays import TraceArrays, trace_arrays
     from ...train.replay.traces.checking import tell_other_rounds

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
-from ...decode.policy.summaries import summarise
+from ...decode.summaries import summarise
 from ...policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
 from ...policies.typing import Array
 from ..work import Work

@@ -16,8 +16,8 @@ from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import check_rows, stored
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
-from ...decode.policy.summaries import lead_over_truncated, summarise
 from ...decode.settings import Settings
+from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.noise import gumbel, match_scores, mix as scramble
 from ...decode.verify.sampling import Sampler
 from ...policies.features import BOUND, CHAIN_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import broken, check_rows, stored
-from ...decode.policy.summaries import lead_over_truncated, summarise
+from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.given_text import OFF_TEXT, Candidates
 from ...decode.verify.sampling import Sampler
 from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens

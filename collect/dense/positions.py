@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ...decode.candidates import Candidates
 from ...decode.drafters import find_drafter
 from ...decode.drafters.base import carries
-from ...decode.drafters.known import drafts_in_turn
+from ...decode.drafters.spec import drafts_in_turn
 from ...decode.loop import Request, Speculator
 from ...decode.models.outputs import hidden_widths
 from ...decode.models.pair import Pair
-from ...decode.observer import Seen
 from ...decode.records import Generation
+from ...decode.round_state import RoundState
 from ...decode.settings import Settings
 from ...policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ...policies.features import ANCHOR_FEATURES, check_hidden
@@ -57,40 +57,42 @@ class _Positions(Recorder):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._waiting: dict[int, list[tuple[Seen, list[Any]]]] = defaultdict(list)
+        self._waiting: dict[int, list[tuple[RoundState, Tensor]]] = defaultdict(list)
 
-    def round(self, seen: Seen) -> None:
-        """Keep the round, and tell of the one before it that the target has now said all of."""
-        waiting = self._waiting[seen.stream]
-        waiting.append((seen, self._levels.pop(seen.stream, [])))
-        if len(waiting) > self.tree.deepest:
-            self._tell(waiting)
-            del waiting[0]
+    def on_round_end(self, round: RoundState) -> None:
+        """Keep the round, and record the earlier one whose tree the target has now read past."""
+        for at, (stream, _) in enumerate(round.target_rows):  # of each stream one row, as nothing is sent
+            waiting = self._waiting[stream]
+            waiting.append((round, round.target_sampled[at : at + 1]))
+            if len(waiting) > self.tree.deepest:
+                self._record(stream, waiting)
 
     def end(self, stream: int) -> list[Row]:
         """Return the rows of a text that has ended."""
         waiting = self._waiting.pop(stream, [])
         while waiting:
-            self._tell(waiting)
-            del waiting[0]
+            self._record(stream, waiting)
         return self.rows.pop(stream, [])
 
-    def _tell(self, waiting: Sequence[tuple[Seen, list[Any]]]) -> None:
+    def _record(self, stream: int, waiting: list[tuple[RoundState, Tensor]]) -> None:
         """Record the first round that waits as if its candidates on the text had been sent and accepted."""
-        seen, levels = waiting[0]
-        path = _on_text(seen.found, seen.text.tokens[seen.record.context :], len(waiting))
+        round = waiting[0][0]
+        text = round.texts[stream]
+        assert text is not None
+        path = _on_text(round, stream, text.tokens[round.records[stream].context :], len(waiting))
         # A round commits one token. So the target's row after the k-th token of the path is that of the round k later,
-        # whose root that token is.
-        rows = [later.sampled[:1] for later, _ in waiting[: len(path)]]
-        self._levels[seen.stream] = levels
-        super().round(dataclasses.replace(seen, sent=path, path=path, sampled=torch.cat(rows)))
+        # whose anchor that token is.
+        sampled = torch.cat([scores for _, scores in waiting[: len(path)]])
+        self.rows[stream].append(self.row(round, stream, path, path, sampled))
+        del waiting[0]
 
 
-def _on_text(found: Candidates, text: Sequence[int], most: int) -> list[int]:
-    """Return the places that the text goes through, `most` at most: the root, then candidates equal to its tokens."""
+def _on_text(round: RoundState, stream: int, text: Sequence[int], most: int) -> list[int]:
+    """Return the rows that the text goes through, `most` at most: the anchor, then candidates equal to its tokens."""
     path = [0]
     for token in text:
-        below = next((c for c in found.children[path[-1]] if found.tokens[c] == token), None)
+        children = round.drawn_below(stream, path[-1])
+        below = next((row for row in children if round.tokens[stream, row] == token), None)
         if below is None or len(path) == most:
             break
         path.append(below)
@@ -126,19 +128,19 @@ class PositionsCollector:
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
         self._depth, self._hidden = tree.deepest, tuple(widths)
         self._in_turn = (READS,) if drafts_in_turn(pair.drafter) else ()
-        self._recorder = _Positions(tree, self.features, settings.temperature, True, False, widths)
+        self._recorder = _Positions(tree, self.features, settings.temperature, True, widths)
         # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
         # One that drafts from earlier texts finds them in their order only when they are decoded one after the other.
         self.batch = 1 if carries(drafter) else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
         self._speculator = Speculator(
-            pair, _DraftsOnly(tree.deepest), longer, drafter=drafter, observer=self._recorder, hidden=tuple(widths),
+            pair, _DraftsOnly(tree.deepest), longer, drafter=drafter, hooks=[self._recorder], hidden=tuple(widths),
             batch=self.batch,
         )  # fmt: skip
 
     def begin(self) -> None:
         """Begin a shard: a drafter that keeps texts starts anew, so that a shard's rows depend on it alone."""
-        self._speculator.renew()
+        self._speculator.reset()
 
     @property
     def carries(self) -> bool:

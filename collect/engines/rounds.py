@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.rounds import Heard, Sent
+from ...decode.engines.drafting import Heard, Sent
 from ...decode.engines.vllm import Proposer
-from ...decode.policy.summaries import summarise
+from ...decode.summaries import summarise
 from ...policies.features import CHAIN_FEATURES, PATH, SAMPLED, Columns, DrawnTokens
 from ...policies.typing import Array
 from ..explore import Exploring

@@ -28,8 +28,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...decode.engines.drafting import Options
-from ...decode.engines.rounds import Heard, Observer, Sent
+from ...decode.engines.drafting import Heard, Observer, Options, Sent
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning

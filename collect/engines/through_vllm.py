@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...decode.engines.drafting import Options
-from ...decode.engines.policies import check_engine_drafter, check_engine_policy
-from ...decode.engines.rounds import Observer
+from ...decode.engines.drafting import Observer, Options
+from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning

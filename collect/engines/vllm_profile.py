@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.drafting import Options
-from ...decode.engines.guarded import Spent
-from ...decode.engines.policies import check_engine_drafter, check_engine_policy
-from ...decode.engines.rounds import Heard, Observer, Sent
+from ...decode.engines.drafting import Heard, Observer, Options, Sent, Spent
+from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
 from ...decode.profile.batches import BatchScript
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths

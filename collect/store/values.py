@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from ...decode.verify.modes import MODES
 from ...policies.errors import TraceError
 from ...policies.features import FEATURES, TOKEN_FEATURES
 from ...policies.typing import Array
@@ -129,7 +128,7 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
         ),
         ((accepted.sum(1) != length).any(), "accepted_length nodes in `accepted`"),
         (
-            not MODES[header.verification].deferred and (path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(),
+            (path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(),
             "accepted nodes only below accepted nodes",
         ),
         (

@@ -1,20 +1,20 @@
-"""Where candidates come from: a draft model, the text itself, heads on the target's states, or what a plugin brings."""
+"""Drafters: a draft model, search in the text itself, heads on the target's hidden states, or a plugin."""
 
 from .base import Drafter, Proposal
-from .either import EitherDrafter
-from .find import find_drafter, with_drafter
+from .fallback import FallbackDrafter
 from .folder import TrainedDrafter, load_drafter, save_drafter
 from .heads.ctc import CTCDrafter
-from .heads.drafter import HeadsDrafter
 from .heads.layer import LayerDrafter
+from .heads.medusa import HeadsDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
+from .spec import find_drafter, with_drafter
 from .suffix import SuffixDrafter
 
 __all__ = [
     "CTCDrafter",
     "Drafter",
-    "EitherDrafter",
+    "FallbackDrafter",
     "HeadsDrafter",
     "LayerDrafter",
     "LookupDrafter",

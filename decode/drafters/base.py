@@ -1,28 +1,31 @@
-"""What a drafter is told, and what it proposes."""
+"""The interface of drafters: what they are given, and what they propose."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.typing import Array
-from ..candidates import Candidates
+from ...policies.contract import Array
 from ..models.device import upload
+from ..models.long_rope import ENDLESS
+from ..round_state import RoundState, Rows
+
+READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"
+"""Values of `Drafter.reading`."""
 
 
 @dataclass(slots=True)
 class Proposal:
-    """What a drafter says of the tokens that may come after R places.
+    """Scores of the next tokens after R rows.
 
     Attributes:
-        scores: [R, V] logits or log-probabilities; of a sparse proposal [R, n] those of the tokens `ids`. A row that knows
-            fewer tokens, or none, ends in -inf.
-        ids: [R, n] int64; None = all tokens in their order.
-        states: [R, H] the hidden states that the scores were computed from, where they are kept (`hidden.KeepsStates`).
+        scores: [R, V] logits or log-probabilities, or [R, n] those of the tokens `ids`; -inf where there is no token.
+        ids: [R, n] int64; None = all tokens in their order. Only proposals with ids may have rows without any token.
+        states: [R, H] hidden states that the scores were computed from, after `Drafter.keep_states`.
     """
 
     scores: Tensor
@@ -31,8 +34,8 @@ class Proposal:
 
     @classmethod
     def of_weights(cls, rows: Sequence[Mapping[int, float]], dtype: torch.dtype, device: torch.device) -> Proposal:
-        """Return a sparse proposal from the weights by token of R places."""
-        # Rows that know fewer tokens, or none, end in token 0 with weight 0: log 0 = -inf, which is never drawn.
+        """Return a sparse proposal from the weights by token of R rows."""
+        # Short rows are padded with token 0 of weight 0: log 0 = -inf is never drawn.
         most = max(1, *map(len, rows))
         ids = [[*row, *[0] * (most - len(row))] for row in rows]
         weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
@@ -43,115 +46,72 @@ class Proposal:
         if self.ids is None:
             return self.scores
         rows = self.scores.new_full((len(self.scores), vocabulary), -torch.inf)
-        # The larger one: short rows are filled up with token 0 at -inf, which must not hide a score that it has.
+        # The maximum: padding with token 0 at -inf must not hide the score of token 0.
         return rows.scatter_reduce_(1, self.ids, self.scores, "amax")
 
 
-READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"
-"""What a drafter has to read before a round (`Drafter.backlog`), as replay works it out: what was committed, but for what it
-was fed of the accepted path; all that was committed and the root before it, on the target's states; nothing. A class says it
-as `reading`, and where it does not it is the first."""
+class Drafter:
+    """Proposes candidates for S streams from the committed tokens.
 
-
-class Drafter(Protocol):
-    """Proposes candidates for S streams, and is told what was committed.
-
-    Places are fed depth by depth, so a drafter that knows all depths after one pass (heads on the target) answers the later
-    calls from what it kept, and leaves the choice of what to verify to the policy's `select`.
+    Rows of a round are fed depth by depth. Plugins may subclass this, or have the members `REQUIRED` and those of the others
+    whose defaults below do not fit.
 
     Attributes:
-        layers: of the target, whose hidden states it wants to be told, as transformers counts `hidden_states`: 0 = the
-            embeddings, -1 = what the output layer reads. None for none.
+        layers: layers of the target whose hidden states it needs, numbered as `hidden_states` of transformers: 0 = the
+            embeddings, -1 = the input of the output layer.
         readable: the longest text that it reads.
+        reading: what it reads before a round, as replay prices it: "path", the committed tokens but for those that it was fed
+            as candidates; "all" the committed tokens, with the target's states; or "nothing".
+        needs_draft: whether it uses the draft model of the pair.
+        carries: whether it keeps earlier texts. Its proposals then depend on them; the decoded text does not.
+        max_depth: the deepest rows that it proposes; None = no limit.
     """
 
-    layers: tuple[int, ...]
-    readable: int
+    layers: tuple[int, ...] = ()
+    readable: int = ENDLESS
+    reading: str = READS_PATH
+    needs_draft: bool = False
+    carries: bool = False
+    max_depth: int | None = None
+    _streams: int = 1
 
     def reserve(self, streams: int, tokens: int) -> None:
-        """Forget all texts, and make room for as many of `tokens`, those of a round's candidates included."""
+        """Forget all texts, and allocate memory for `tokens` of each stream, candidates of a round included."""
+        self._streams = streams
 
     def begin(self, stream: int) -> None:
         """Forget the text of a stream: another one begins there."""
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
-        """Take in what the target has read of a text for good: the prompt, then each round's root and accepted path.
+        """Take in tokens that the target has read: the prompt, then each round's anchor and accepted path.
 
-        Candidates that are not on the path (`Candidates.accepted`) are forgotten.
+        `RoundState.path` has the rows of that path. The other candidates of the round are forgotten.
 
         Args:
             stream: of the text.
-            tokens: n, in their order. What the target drew last it has not read: that is the root of the next round.
-            states: [n, layers x H] its hidden states at these tokens, layer by layer, if `layers` are wanted.
+            tokens: n, in their order. The last token that the target drew is not among them: it is the next anchor.
+            states: [n, layers x H] hidden states of the target at these tokens, layer by layer; None without `layers`.
         """
 
     def backlog(self) -> Array:
-        """Return [S] int64, the committed tokens that it has to read before it can propose, the root included.
+        """Return [S] int64, the tokens to read before it can propose, the anchor included; undefined without a text."""
+        return np.zeros(self._streams, dtype=np.int64)
 
-        Of streams that have no text it is void.
-        """
-
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
-        """Return what may come after places, stream by stream.
-
-        Args:
-            streams: those that are fed, by number.
-            found: what each has drafted so far.
-            feeding: places of each, at least one, all of one depth; all their parents were fed before.
-        """
-
-
-MEMBERS = ("layers", "readable", "reserve", "begin", "committed", "backlog", "propose")
-
-
-def lacks(drafter: object) -> list[str]:
-    """Return what an object lacks to be a `Drafter`."""
-    return [name for name in MEMBERS if not hasattr(drafter, name)]
-
-
-@runtime_checkable
-class Bounded(Protocol):
-    """A drafter that knows no more than so many tokens ahead, such as one head for each depth.
-
-    Attributes:
-        most: their number.
-    """
-
-    most: int
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A drafter that has something to do once, ahead of the rounds that are timed."""
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        """Return the scores of the tokens after rows of one depth, whose parents were fed before."""
+        raise NotImplementedError
 
     def prepare(self, lengths: Sequence[int]) -> None:
-        """Do ahead what drafting chains in texts of these lengths takes to be done once (`CachedModel.prepare`)."""
-
-
-@runtime_checkable
-class Carries(Protocol):
-    """A drafter that may know earlier texts while it drafts the next one.
-
-    Attributes:
-        carries: whether it does. What it proposes then depends on which texts came before; what is decoded does not.
-    """
-
-    carries: bool
+        """Do one-time work for chains in texts of these lengths before rounds are timed."""
 
     def renew(self) -> None:
-        """Forget all texts, as when it was made."""
+        """Forget all texts, also those that it carries."""
 
 
-@runtime_checkable
-class Chooses(Protocol):
-    """A drafter that leaves each round to one of several, of which the last alone may have anything to read."""
-
-    def reads(self, stream: int) -> bool:
-        """Whether the one that drafts the round of a stream reads the text; known once the roots were fed."""
+REQUIRED = ("layers", "readable", "reserve", "begin", "committed", "backlog", "propose")
+"""Members of a drafter that does not subclass `Drafter`."""
 
 
 def carries(drafter: Drafter) -> bool:
-    """Whether a drafter passes what it knows from text to text."""
-    return isinstance(drafter, Carries) and drafter.carries
+    """Return whether a drafter keeps earlier texts."""
+    return bool(getattr(drafter, "carries", False))

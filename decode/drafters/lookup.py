@@ -5,87 +5,101 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 from torch import Tensor
 
 from ...policies.errors import InputError
-from ...policies.typing import Array
-from ..candidates import Candidates
-from ..models.long_rope import ENDLESS
 from ..models.pair import Pair
-from .base import READS_NOTHING, Proposal
+from ..round_state import RoundState, Rows
+from .base import READS_NOTHING, Drafter, Proposal
 
 LONGEST = 3
-"""Tokens of context that are looked for, at most, unless told otherwise."""
+"""Default of the longest context that is searched for, in tokens."""
 
 
-class LookupDrafter:
-    """Prompt lookup: what followed the longest earlier occurrence of the last tokens, weighted by how often (free).
+class TextDrafter(Drafter):
+    """Base of drafters that search the committed tokens on the host. Subclasses define `_append` and `_followers`."""
 
-    Saxena's prompt lookup decoding takes one occurrence; the counts of all of them make a distribution, so that trees
-    and sampling work as with any draft. Later occurrences win between equals. It needs no draft model.
-
-    Args:
-        pair: for the vocabulary and the device.
-        longest: tokens of context to look for, at most.
-    """
-
-    layers: tuple[int, ...] = ()
-    readable = ENDLESS
     reading = READS_NOTHING
 
-    def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
-        if type(longest) is not int or longest < 1:  # True is an int to `isinstance`
-            raise InputError(f"--drafter lookup: expected for longest a whole number of 1 or more, not {longest!r}")
-        self._device, self._dtype, self._longest = pair.device, pair.logits_dtype, longest
+    def __init__(self, pair: Pair) -> None:
+        self._device, self._dtype = pair.device, pair.logits_dtype
         self.reserve(1, 0)
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
+        super().reserve(streams, tokens)
         self._texts: list[list[int]] = [[] for _ in range(streams)]
-        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(streams)]
-        self._ahead = [0] * streams  # 1 where the root of a round has been noted already
+        self._ahead = [0] * streams  # 1 if the anchor of the round was appended already
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        self._texts[stream], self._index[stream], self._ahead[stream] = [], {}, 0
+        self._texts[stream], self._ahead[stream] = [], 0
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         for token in tokens[self._ahead[stream] :]:
-            self._note(stream, token)
+            self._append(stream, token)
         self._ahead[stream] = 0
 
-    def _note(self, stream: int, token: int) -> None:
-        """Note what came after every run of tokens that ends the text."""
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        """See `Drafter`."""
+        if depth == 0:  # anchors are committed, although the target has not read them
+            for stream, _ in rows:
+                self._append(stream, int(round.tokens[stream, 0]))
+                self._ahead[stream] = 1
+        weights = [self._followers(round, stream, row) for stream, own in rows for row in own]
+        return Proposal.of_weights(weights, self._dtype, self._device)
+
+    def _append(self, stream: int, token: int) -> None:
+        raise NotImplementedError
+
+    def _followers(self, round: RoundState, stream: int, row: int) -> dict[int, float]:
+        """Return the weights of the tokens after a row."""
+        raise NotImplementedError
+
+
+class LookupDrafter(TextDrafter):
+    """Prompt lookup: what followed the longest earlier occurrence of the last tokens, weighted by how often.
+
+    Saxena's prompt lookup decoding takes one occurrence. The counts of all occurrences form a distribution, as trees and
+    sampling need it. Later occurrences win ties.
+
+    Args:
+        pair: for the vocabulary and the device.
+        longest: longest context to search for, in tokens.
+
+    Raises:
+        InputError: `longest` is not a positive integer.
+    """
+
+    def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
+        if type(longest) is not int or longest < 1:  # excludes bool
+            raise InputError(f"--drafter lookup: expected for longest a whole number of 1 or more, not {longest!r}")
+        self._longest = longest
+        super().__init__(pair)
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        """See `Drafter`."""
+        super().reserve(streams, tokens)
+        # By stream and context, the tokens that followed it.
+        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(streams)]
+
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        super().begin(stream)
+        self._index[stream] = {}
+
+    def _append(self, stream: int, token: int) -> None:
         text, index = self._texts[stream], self._index[stream]
         for length in range(1, min(self._longest, len(text)) + 1):
             index.setdefault(tuple(text[-length:]), []).append(token)
         text.append(token)
 
-    def backlog(self) -> Array:
-        """Return zeros: reading is free."""
-        return np.zeros(len(self._texts), dtype=np.int64)
-
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
-        """See `Drafter`."""
-        rows = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            if here.depth[places[0]] == 0 and here.roots == 1:  # committed, though the target has not read it
-                self._note(stream, here.tokens[0])
-                self._ahead[stream] = 1
-            rows += [self._followers(stream, here.tokens_to(place)[self._ahead[stream] :]) for place in places]
-        return Proposal.of_weights(rows, self._dtype, self._device)
-
-    def _followers(self, stream: int, path: Sequence[int]) -> dict[int, float]:
-        """Return the weights of the tokens that came after the longest known suffix; a later one counts a trifle more."""
-        prefix = [*self._texts[stream][-self._longest :], *path]
-        for length in range(min(self._longest, len(prefix)), 0, -1):
-            seen = self._index[stream].get(tuple(prefix[-length:]))
-            if seen:
-                last = {token: at for at, token in enumerate(seen)}
-                # At most a thousandth, so that it decides between equal counts only.
-                return {t: n + 1e-3 * (last[t] + 1) / len(seen) for t, n in Counter(seen).items()}
+    def _followers(self, round: RoundState, stream: int, row: int) -> dict[int, float]:
+        context = [*self._texts[stream][-self._longest :], *round.path_tokens(stream, row)[1:]]
+        for length in range(min(self._longest, len(context)), 0, -1):
+            if followers := self._index[stream].get(tuple(context[-length:])):
+                last = {token: at for at, token in enumerate(followers)}
+                # At most a thousandth, so that it only breaks ties.
+                return {t: n + 1e-3 * (last[t] + 1) / len(followers) for t, n in Counter(followers).items()}
         return {}

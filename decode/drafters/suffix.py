@@ -1,4 +1,4 @@
-"""Candidates from the text so far, and from earlier ones if asked: suffix drafting."""
+"""Candidates from the text so far, and optionally from a file and earlier texts: suffix decoding."""
 
 from __future__ import annotations
 
@@ -9,45 +9,146 @@ from heapq import nlargest
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-from torch import Tensor
-
 from ...policies.errors import InputError
-from ...policies.typing import Array
-from ..candidates import Candidates
-from ..models.long_rope import ENDLESS
 from ..models.pair import Pair
-from .automaton import START, SuffixAutomaton
-from .base import READS_NOTHING, Proposal
+from ..round_state import RoundState
+from .lookup import TextDrafter
 
-KEPT, SINGLE = 32, 256
-"""Tokens that are proposed after a place at most; single tokens of a text that share what no longer suffix explains."""
+MAX_PROPOSED, MAX_SINGLE = 32, 256
+"""Most tokens proposed after a row; most single tokens that share the weight which no longer suffix explains."""
+
+MAX_COUNTED = 64
+"""Suffixes that are counted at each token, the longest first. More exist only in texts that repeat themselves immediately,
+where each has one continuation anyway."""
+
+START = 0
+
+
+class SuffixAutomaton:
+    """Suffix automaton of the substrings of one or several texts (Blumer et al., 1985), with their counts.
+
+    Attributes:
+        next: by state, the next state by token.
+        link: by state, the state of its longest suffix that also occurs elsewhere; -1 for the start.
+        length: by state, the length of its longest substring.
+        count: by state, the number of its occurrences.
+        last: state of the current text.
+    """
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.link, self.length, self.count = [-1], [0], [0]
+        self.last = START
+
+    def add_text(self, tokens: Sequence[int]) -> None:
+        """Add a whole text."""
+        self.last = START
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Append a token to the current text."""
+        existing = self.next[self.last].get(token)
+        if existing is None:
+            self.last = self._grow(token)
+        else:  # of an earlier text; its state is split if it also has longer substrings
+            is_exact = self.length[existing] == self.length[self.last] + 1
+            self.last = existing if is_exact else self._split(self.last, token, existing)
+        state = self.last
+        for _ in range(MAX_COUNTED):
+            if state == START:
+                break
+            self.count[state] += 1
+            state = self.link[state]
+
+    def _grow(self, token: int) -> int:
+        """Return the new state of the text with one more token."""
+        new, state = self._add(self.length[self.last] + 1, {}, START, 0), self.last
+        while state >= 0 and token not in self.next[state]:
+            self.next[state][token] = new
+            state = self.link[state]
+        if state >= 0:
+            old = self.next[state][token]
+            self.link[new] = old if self.length[old] == self.length[state] + 1 else self._split(state, token, old)
+        return new
+
+    def _split(self, state: int, token: int, old: int) -> int:
+        """Return a separate state for the substrings of `old` that end with those of `state` and a token."""
+        copy = self._add(self.length[state] + 1, dict(self.next[old]), self.link[old], self.count[old])
+        self.link[old] = copy
+        while state >= 0 and self.next[state].get(token) == old:
+            self.next[state][token] = copy
+            state = self.link[state]
+        return copy
+
+    def _add(self, length: int, successors: dict[int, int], link: int, count: int) -> int:
+        self.next.append(successors)
+        self.link.append(link)
+        self.length.append(length)
+        self.count.append(count)
+        return len(self.next) - 1
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Return state and length of the longest known suffix of a substring and one more token."""
+        while token not in self.next[state]:
+            if state == START:
+                return START, 0
+            state = self.link[state]
+            length = self.length[state]
+        return self.next[state][token], length + 1
+
+    def match(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return state and length of the longest known suffix of a text."""
+        state, length = START, 0
+        for token in tokens:
+            state, length = self.step(state, length, token)
+        return state, length
+
+    def earlier(self) -> tuple[int, int]:
+        """Return state and length of the longest suffix of the current text that occurs earlier."""
+        state = max(self.link[self.last], START)  # the link of the start is -1
+        return state, self.length[state]
+
+    def followers(self, state: int) -> dict[int, float]:
+        """Return the weights of the tokens after a substring and after its suffixes, by PPM-C.
+
+        After n continuations, d of them different, the share d / (n + d) goes to the shorter suffix.
+        """
+        weights: dict[int, float] = {}
+        share, is_matched = 1.0, False
+        while state >= 0 and share > 1e-6:
+            successors = self.next[state].items()
+            pairs = list(islice(successors, MAX_SINGLE) if state == START else successors)
+            if pairs and (is_matched or state != START):  # unconditional counts alone say nothing
+                is_matched = True
+                counts = [self.count[after] for _, after in pairs]
+                total = sum(counts) + len(counts)  # n + d
+                for (token, _), count in zip(pairs, counts, strict=True):
+                    weights[token] = weights.get(token, 0.0) + share * count / total
+                share *= len(counts) / total
+            state = self.link[state]
+        # Ties are broken by token id, so that the order of the texts does not matter.
+        return dict(nlargest(MAX_PROPOSED, weights.items(), key=lambda item: (item[1], -item[0])))
+
 
 Match = tuple[SuffixAutomaton, int, int]
-"""A known substring: whose, its state, its length."""
+"""An automaton, a state of it, and the length of the matched substring."""
 
 
-class SuffixDrafter:
-    """What followed the longest suffix that came before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
+class SuffixDrafter(TextDrafter):
+    """What followed the longest suffix that occurred before, weighted by how often (SuffixDecoding, arXiv 2411.04975).
 
-    The frequencies after the suffix are mixed with those after its own suffixes, down to single tokens, by the escape
-    estimate of PPM-C: after n continuations, d of them different, the share d / (n + d) is left to the shorter suffix. So the
-    scores tell a long repetition from a short one, and a policy can read how far to trust them. It takes no training and no
-    draft model.
+    The counts are mixed with those after shorter suffixes (`SuffixAutomaton.followers`), so that scores tell a long
+    repetition from a short one, and a policy can read how far to trust them.
 
     Args:
         pair: for the vocabulary and the device.
-        path: a text file that is searched beside each text; "" for none.
-        keep: 1 where texts stay known when the next ones begin, 0 where not; what is drafted then depends on their order,
-            what is decoded does not.
+        path: a text file that is searched beside each text; "" = none.
+        keep: 1 = texts stay known when the next ones begin, 0 = they do not.
 
     Raises:
-        InputError: an argument is of another kind, the file cannot be read, or the pair has no tokenizer to read it with.
+        InputError: an argument has another type, the file cannot be read, or the pair has no tokenizer to read it with.
     """
-
-    layers: tuple[int, ...] = ()
-    readable = ENDLESS
-    reading = READS_NOTHING
 
     def __init__(self, pair: Pair, path: str = "", keep: int = 0) -> None:
         if not isinstance(path, str):
@@ -56,147 +157,74 @@ class SuffixDrafter:
             )
         if keep not in (0, 1):
             raise InputError(f"--drafter suffix: expected for keep 0 or 1, not {keep!r}")
-        self._device, self._dtype = pair.device, pair.logits_dtype
-        self.carries, self._texts = bool(keep), [list[int]()]
-        self._file = _tokens(pair, path) if path else []
-        self._shared = self._begun()
-        self.reserve(1, 0)
+        self.carries = bool(keep)
+        self._file: list[int] = []
+        if path:
+            if pair.tokenizer is None:
+                raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
+            self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
+        self._texts: list[list[int]] = []
+        self._open_shared()
+        super().__init__(pair)
 
-    def _begun(self) -> SuffixAutomaton | None:
-        """Return what is searched beside each text before any has ended: the file, if there is one."""
-        if not self.carries and not self._file:
-            return None
-        shared = SuffixAutomaton()
-        _learn(shared, self._file)
-        return shared
+    def _open_shared(self) -> None:
+        """Start the automaton of the file and of earlier texts, if there are any."""
+        self._shared = SuffixAutomaton() if self.carries or self._file else None
+        if self._shared is not None:
+            self._shared.add_text(self._file)
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
         if self.carries and self._shared is not None:
             for text in self._texts:
-                _learn(self._shared, text)
-        self._texts = [[] for _ in range(streams)]
+                self._shared.add_text(text)
+        super().reserve(streams, tokens)
         self._own = [SuffixAutomaton() for _ in range(streams)]
-        self._elsewhere = [(START, 0)] * streams  # of the shared automaton, what the text ends with
-        self._ahead = [0] * streams  # 1 where the root of a round has been noted already
-        self._at: list[dict[int, list[Match]]] = [{} for _ in range(streams)]  # by place
+        self._shared_match = [(START, 0)] * streams
+        self._matches: list[dict[int, list[Match]]] = [{} for _ in range(streams)]  # by row
 
     def renew(self) -> None:
-        """See `Carries`; the file stays known."""
-        streams, self._texts = len(self._texts), []
-        if self.carries:
-            self._shared = self._begun()
-        self.reserve(streams, 0)
+        """See `Drafter`; the file stays known."""
+        self._texts = []
+        self._open_shared()
+        self.reserve(self._streams, 0)
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
         if self.carries and self._shared is not None:
-            _learn(self._shared, self._texts[stream])
-            # Learning splits states, so that what the other texts end with may stand in another one now.
-            for other, text in enumerate(self._texts):
-                self._elsewhere[other] = _end(self._shared, text)
-        self._texts[stream], self._own[stream], self._at[stream] = [], SuffixAutomaton(), {}
-        self._elsewhere[stream], self._ahead[stream] = (START, 0), 0
+            self._shared.add_text(self._texts[stream])
+            # This may have split the states that the other texts were matched with.
+            self._shared_match = [self._shared.match(text) for text in self._texts]
+        super().begin(stream)
+        self._own[stream], self._shared_match[stream] = SuffixAutomaton(), (START, 0)
 
-    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
-        """See `Drafter`."""
-        for token in tokens[self._ahead[stream] :]:
-            self._note(stream, token)
-        self._ahead[stream] = 0
-
-    def _note(self, stream: int, token: int) -> None:
+    def _append(self, stream: int, token: int) -> None:
         self._texts[stream].append(token)
         self._own[stream].append(token)
         if self._shared is not None:
-            self._elsewhere[stream] = self._shared.step(*self._elsewhere[stream], token)
+            self._shared_match[stream] = self._shared.step(*self._shared_match[stream], token)
 
-    def backlog(self) -> Array:
-        """Return zeros: reading is free."""
-        return np.zeros(len(self._own), dtype=np.int64)
-
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
-        """See `Drafter`."""
-        rows: list[dict[int, float]] = []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            for place in places:
-                matches = self._at[stream][place] = self._matches(stream, here, place)
-                # Of two matches of one length the text's own, which comes first.
-                automaton, state, length = max(matches, key=lambda match: match[2])
-                rows.append(mixed(automaton, state) if length else {})
-        return Proposal.of_weights(rows, self._dtype, self._device)
-
-    def _matches(self, stream: int, here: Candidates, place: int) -> list[Match]:
-        """Return what is known of the path to a place: in the text itself, and elsewhere."""
-        token, parent = here.tokens[place], here.parent[place]
-        if parent >= 0:
-            before = self._at[stream][parent]
-        elif here.roots == 1:  # committed, though the target has not read it
-            self._note(stream, token)
-            self._ahead[stream] = 1
-            return self._ends(stream)
+    def _followers(self, round: RoundState, stream: int, row: int) -> dict[int, float]:
+        own, shared, known = self._own[stream], self._shared, self._matches[stream]
+        if row == 0:
+            known[0] = [(own, *own.earlier())]
+            if shared is not None:
+                known[0].append((shared, *self._shared_match[stream]))
         else:
-            before = self._ends(stream)
-        return [(automaton, *automaton.step(state, length, token)) for automaton, state, length in before]
-
-    def _ends(self, stream: int) -> list[Match]:
-        """Return what is known of the text's end."""
-        own, shared = self._own[stream], self._shared
-        return [(own, *own.earlier()), *([] if shared is None else [(shared, *self._elsewhere[stream])])]
-
-
-def mixed(automaton: SuffixAutomaton, state: int) -> dict[int, float]:
-    """Return the weights of the tokens that came after a substring and after its suffixes, by PPM-C."""
-    weights: dict[int, float] = {}
-    share, count, known = 1.0, automaton.count, False
-    # Along the links to shorter suffixes, while what is left to them can still matter.
-    while state >= 0 and share > 1e-6:
-        successors = automaton.next[state]
-        some = list(islice(successors.items(), SINGLE)) if state == START else list(successors.items())
-        if some and (known or state != START):  # single tokens alone say nothing
-            known = True
-            counts = [count[after] for _, after in some]
-            total = sum(counts) + len(counts)  # PPM-C: n + d
-            for (token, _), times in zip(some, counts, strict=True):
-                weights[token] = weights.get(token, 0.0) + share * times / total
-            share *= len(counts) / total
-        state = automaton.link[state]
-    # Equal weights rank by id, whatever order the texts came in.
-    best = nlargest(KEPT, weights.items(), key=lambda item: (item[1], -item[0]))
-    return dict(best)
-
-
-def _learn(automaton: SuffixAutomaton, tokens: Sequence[int]) -> None:
-    automaton.begin()
-    for token in tokens:
-        automaton.append(token)
-
-
-def _end(automaton: SuffixAutomaton, tokens: Sequence[int]) -> tuple[int, int]:
-    """Return state and length of the longest suffix of a text that an automaton knows."""
-    state, length = START, 0
-    for token in tokens:
-        state, length = automaton.step(state, length, token)
-    return state, length
+            token = int(round.tokens[stream, row])
+            before = known[round.topology.parent[row]]
+            known[row] = [(automaton, *automaton.step(state, length, token)) for automaton, state, length in before]
+        # Of two matches of the same length the one in the text itself, which comes first.
+        automaton, state, length = max(known[row], key=lambda match: match[2])
+        return automaton.followers(state) if length else {}
 
 
 def file_hash(path: str) -> str:
-    """Return a short hash of a text file.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    return hashlib.blake2b(_text(path).encode(), digest_size=8).hexdigest()
+    """Return a short hash of a text file; raise `InputError` if it cannot be read."""
+    return hashlib.blake2b(_read_text(path).encode(), digest_size=8).hexdigest()
 
 
-def _tokens(pair: Pair, path: str) -> list[int]:
-    if pair.tokenizer is None:
-        raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
-    return [int(token) for token in pair.tokenizer(_text(path), add_special_tokens=False)["input_ids"]]
-
-
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -1,8 +1,5 @@
-"""Drafters of an engine that are no draft model alone: what follows earlier in the text (`lookup`, `suffix`), a plugin's, two
-at once.
-
-They come through the protocol that our own loop drafts by. What reads the target's hidden states cannot run here: engines do
-not hand them to a class.
+"""Drafters inside an engine: a draft model with a cache row for each request, or any drafter of the loop that reads no hidden
+states (engines do not pass them on).
 """
 
 from __future__ import annotations
@@ -11,24 +8,88 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from ..candidates import Candidates
+from ...policies.errors import PairError
 from ..drafters.base import Drafter
-from ..drafters.find import find_drafter
-from ..drafters.known import needs_draft
-from ..models.loading import load_tokenizer, open_checkpoint
+from ..drafters.spec import find_drafter, needs_draft
+from ..models.cuda import open_cache
+from ..models.engine import choose_engine, speed_up
+from ..models.loading import load_model, load_tokenizer, open_checkpoint
 from ..models.long_rope import readable
+from ..models.packed import Part
 from ..models.pair import Pair
-from ..models.view import READS_ALL
+from ..models.self_check import check_model
+from ..models.view import READS_ALL, Reading
+from ..round_state import RoundState
 from ..topology import chain
-from .models import ModelRows, load_draft
-from .policies import check_engine_drafter
-from .source import DraftRows
+from .drafting import DraftRows
+from .settings import check_engine_drafter
 
 _LEAST = 512
-"""Tokens of a row that room is made for to begin with."""
+"""Tokens of a row to begin with."""
+
+
+def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: int) -> tuple[PreTrainedModel, Reading]:
+    """Return a draft model by itself, under the fastest engine that can run it, and how it can be read.
+
+    Args:
+        name: folder or hub name.
+        device, dtype: of the model.
+        vocabulary: tokens that the target scores.
+
+    Raises:
+        PairError: it cannot be loaded, or scores another vocabulary than the target.
+    """
+    checkpoint = open_checkpoint(name, "draft")
+    own = int(checkpoint.config.get_text_config().vocab_size)
+    if abs(own - vocabulary) >= 512:  # the same tokens, filled up to sizes of their own, differ by less
+        raise PairError(
+            f"draft: {name} scores {own} tokens, but the target {vocabulary}; choose a draft of the target's family"
+        )
+    model = load_model(checkpoint, device, dtype).eval()
+    reading = check_model("draft", model)
+    return speed_up(model, choose_engine(model), reading), reading
+
+
+class ModelRows:
+    """See `source.DraftRows`: a model and the texts it has read, a row of its cache for each.
+
+    The cache grows with the longest text. What it held is read again then: that happens as often as a text doubles.
+
+    Args:
+        model: the draft.
+        rows: of its cache.
+        vocabulary: tokens that the target scores.
+        reading: how the draft can be read.
+    """
+
+    def __init__(self, model: PreTrainedModel, rows: int, vocabulary: int, reading: Reading = READS_ALL) -> None:
+        self._model, self._vocabulary, self._reading = model, vocabulary, reading
+        self._texts: list[list[int]] = [[] for _ in range(rows)]
+        self._cache = open_cache(model, _LEAST, vocabulary, streams=rows, reading=reading)
+
+    @torch.inference_mode()
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
+        """See `DraftRows.read`."""
+        for row, more in zip(rows, tokens, strict=True):
+            self._texts[row].extend(more)
+        longest = max(len(self._texts[row]) for row in rows)
+        if self._cache.capacity < longest:
+            # The new cache is empty: each row is read again when it is next asked for.
+            size = 2 ** (longest - 1).bit_length()
+            streams = len(self._texts)
+            self._cache = open_cache(self._model, size, self._vocabulary, streams=streams, reading=self._reading)
+        return self._cache.read_parts([Part(row, self._texts[row][self._cache.lengths[row] :], 1) for row in rows])
+
+    def roll_back(self, row: int, length: int) -> None:
+        """See `DraftRows.roll_back`."""
+        del self._texts[row][length:]
+        if self._cache.lengths[row] > length:
+            self._cache.roll_back(length, row)
 
 
 def load_rows(
@@ -72,7 +133,7 @@ class _Row:
 
     text: list[int] = field(default_factory=list)
     told: int = 0
-    round: Candidates | None = None
+    round: RoundState | None = None
 
 
 class DrafterRows:
@@ -97,27 +158,30 @@ class DrafterRows:
         here = [self._rows[row] for row in rows]
         if depth == 0:
             self._make_room(max(len(own.text) + len(more) for own, more in zip(here, tokens, strict=True)))
+            none = np.zeros(len(self._rows), dtype=np.int64)
+            self._round = RoundState(self._topology, none > 0, none, none)
             for row, own, more in zip(rows, here, tokens, strict=True):
                 self._commit(row, own, more)
-        found = []
-        for own, more in zip(here, tokens, strict=True):
-            assert own.round is not None
+        for row, own, more in zip(rows, here, tokens, strict=True):
             if depth:
                 own.text.extend(more)
-                own.round.add(depth - 1, depth, more[0])  # a chain: places, rows and depths are the same
-            found.append(own.round)
-        return self._drafter.propose(rows, found, [[depth]] * len(rows)).dense(self._vocabulary)
+            self._round.tokens[row, depth] = own.text[-1]
+        order = sorted(range(len(rows)), key=rows.__getitem__)  # a round has its streams in ascending order
+        scores = self._drafter.propose(self._round, depth, [(rows[at], [depth]) for at in order]).dense(
+            self._vocabulary
+        )
+        return scores if order == [*range(len(rows))] else scores[np.argsort(order)]
 
     def _commit(self, row: int, own: _Row, more: Sequence[int]) -> None:
         """Tell the drafter what a text has grown by, and begin a round after its last token."""
         if own.round is not None:
             # What is left of the last round was accepted (`roll_back`).
-            own.round.accepted = list(range(len(own.text) - own.told))
+            own.round.on_path[row, : len(own.text) - own.told] = True
         own.text.extend(more)
         if known := own.text[own.told : -1]:
             self._drafter.committed(row, known, None)
             own.told = len(own.text) - 1
-        own.round = Candidates.at(own.text[-1:], self._topology)
+        own.round = self._round
 
     def _make_room(self, longest: int) -> None:
         """Have the drafter hold texts that long and a draft; one that has to be given more room is told all texts again."""

@@ -27,10 +27,8 @@ from ...policies.typing import Array
 from ...policies.validation import with_costs
 from ..models.pair import check_dtype, end_tokens
 from .drafters import load_rows
-from .drafting import Drafting, Options
-from .policies import check_engine_policy
-from .rounds import Observer
-from .settings import EngineSettings, read_settings
+from .drafting import Drafting, Observer, Options
+from .settings import EngineSettings, check_engine_policy, read_settings
 
 
 class Proposer:

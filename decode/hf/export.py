@@ -28,8 +28,15 @@ from ...policies.registry import load_policy
 from ...policies.storage import load_policy_folder, save_policy
 from ...policies.text import read_json
 from ..drafters.folder import TrainedDrafter, save_drafter
-from ..drafters.known import BUILTINS as DRAFTERS, TRAINED, check_drafter, needs_draft, paths_of, read_known
-from ..drafters.shared import load_named
+from ..drafters.spec import (
+    BUILTINS as DRAFTERS,
+    TRAINED,
+    check_drafter,
+    load_trained,
+    needs_draft,
+    parse_spec,
+    paths_of,
+)
 from .arguments import generate_arguments
 from .generate import check_draft_model, specstop_generate
 
@@ -74,7 +81,7 @@ def drafter_for(policy: StopPolicy, spec: str | None) -> ExportedDrafter:
     facts = policy.metadata if isinstance(policy, LearnedPolicy) else None
     spec = spec or (str(facts.provenance.get("drafter", "model")) if facts else "model")
     check_drafter(spec)
-    last = [*read_known(spec).parts()][-1]
+    last = [*parse_spec(spec).parts()][-1]
     source = str(last.value) if last.kind in TRAINED else ""
     if files := [path for path in paths_of(spec) if path != source]:
         raise InputError(
@@ -82,7 +89,7 @@ def drafter_for(policy: StopPolicy, spec: str | None) -> ExportedDrafter:
         )
     if not source:
         return ExportedDrafter(spec)
-    return ExportedDrafter(spec.removesuffix(source) + DRAFTER, source, load_named(last.kind, source))
+    return ExportedDrafter(spec.removesuffix(source) + DRAFTER, source, load_trained(last.kind, source))
 
 
 def deploy_hf(
@@ -312,7 +319,7 @@ def _drafting(drafts: ExportedDrafter) -> str:
     if drafts.spec == "model":
         return "a draft model"
     own = "which was trained for one target" if drafts.trained is not None else "which needs no training"
-    if any(part.kind not in (*DRAFTERS, *TRAINED) for part in read_known(drafts.spec).parts()):
+    if any(part.kind not in (*DRAFTERS, *TRAINED) for part in parse_spec(drafts.spec).parts()):
         own = "which an installed package brings: install it as well"
     also = ", and a draft model," if needs_draft(drafts.spec) else ""
     return f"the drafter `{drafts.spec}`{also} ({own})"

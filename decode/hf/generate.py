@@ -31,8 +31,7 @@ from ...policies.latency.profile import Profile
 from ...policies.limits import is_within
 from ...policies.registry import PolicySpec, as_policy
 from ...policies.validation import with_costs
-from ..drafters.find import find_drafter
-from ..drafters.known import check_drafter, needs_draft
+from ..drafters.spec import check_drafter, find_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally

@@ -13,33 +13,27 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ...policies.contract import RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens, Layout
 from ...policies.host import PolicyHost
 from ...policies.registry import load_policy
 from ...policies.typing import Array
 from ...policies.validation import validate_policy
-from ..policy.reader import Reader, draft_step
-from ..policy.summaries import read_columns
+from ..feature_reader import read_anchors, single_step
+from ..summaries import read_columns
 from ..verify.modes import is_trimming
 
 
 @contextlib.contextmanager
 def assistant_set(assistant: PreTrainedModel, tokens: int | None, schedule: str, threshold: float) -> Iterator[None]:
-    """Have the assistant of the stock loop draft so, until the block ends: its own options of these names are put back."""
+    """Set the generation options of the assistant of the stock loop until the block ends."""
     config: Any = assistant.generation_config
-    wanted = {
-        "num_assistant_tokens": tokens,
-        "num_assistant_tokens_schedule": schedule,
-        "assistant_confidence_threshold": threshold,
-    }
-    before = {name: getattr(config, name, None) for name in wanted}
+    names = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+    before = {name: getattr(config, name, None) for name in names}
+    vars(config).update(zip(names, (tokens, schedule, threshold), strict=True))
     try:
-        for name, value in wanted.items():
-            setattr(config, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(config, name, value)
+        vars(config).update(before)
 
 
 class PolicyStoppingCriteria(StoppingCriteria):
@@ -48,34 +42,31 @@ class PolicyStoppingCriteria(StoppingCriteria):
         with PolicyStoppingCriteria(policy).riding(draft):
             target.generate(**inputs, assistant_model=draft)
 
-    The stock loop asks from depth 1 on, knows nothing of the target's rows, and verifies every drafted token: policies
-    that read its distribution or hidden states, or leave drawn tokens out, are refused. Scores reach it processed; they are
-    the raw logits under greedy decoding, and times the temperature where that is the only processor.
+    The stock loop calls it from depth 1 on, does not pass on rows of the target, and verifies every drafted token: policies
+    that read these rows or hidden states, or leave out drawn tokens, are refused. Scores are processed: they are raw logits
+    under greedy decoding, and raw logits divided by the temperature if there is no other processor.
 
     Args:
         policy: a policy or a spec.
         temperature: of the sampling; 0 = greedy.
 
     Attributes:
-        rounds: (drafted, accepted) of each that has ended: what followed the last draft of a text is not known.
+        rounds: (drafted, accepted) of each round; what followed the last draft of a text is not known.
     """
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = validate_policy(load_policy(policy) if isinstance(policy, str) else policy)
-        self._reader, self._host = Reader(self.policy), PolicyHost(self.policy)
-        layout = self._reader.layout
-        self._columns = layout.node_columns
+        self._host, self._layout = PolicyHost(self.policy), Layout(self.policy.features)
         known = (*RUN_FEATURES, *TOKEN_FEATURES)
-        unknown = [*self.policy.hidden, *(name for name in layout.anchor if name not in known)]
+        unknown = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in known)]
         if temperature > 0:
-            unknown += [name for name in layout.node if name.startswith("noisy_")]
+            unknown += [name for name in self._layout.node if name.startswith("noisy_")]
         if unknown:
             raise PolicyError(f"{self.policy.name}: reads {', '.join(unknown)}, which the stock assisted loop has not")
         if is_trimming(self.policy):
             raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; the stock assisted loop verifies them all")
-        self._temperature = temperature
+        self._temperature, self._drafted = temperature, 0
         self._text: list[int] = []
-        self._drafted = 0
         self.rounds: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
@@ -100,35 +91,30 @@ class PolicyStoppingCriteria(StoppingCriteria):
         text = input_ids[0].tolist()
         known = len(self._text)
         # A round adds what it drafted and one token at most: a longer text is the next turn of a conversation.
-        goes_on = bool(self._text) and known < len(text) <= known + self._drafted + 1 and text[:known] == self._text
-        if not goes_on:
-            self._host.start(np.zeros(1, dtype=np.int64))
-        else:
-            # The text has grown by what was accepted and one token of the target's.
-            accepted = min(len(text) - known - 1, self._drafted)
+        if known and known < len(text) <= known + self._drafted + 1 and text[:known] == self._text:
+            accepted = min(len(text) - known - 1, self._drafted)  # the other new token is the target's
             self.rounds.append((self._drafted, accepted))
-            self._host.observe(self._outcome(accepted))
+            drafted, true = np.array([self._drafted]), np.array([True])
+            self._host.observe(RoundOutcome(true, drafted, drafted, np.array([accepted]), ~true, np.zeros(1)))
+        else:
+            self._host.start(np.zeros(1, dtype=np.int64))
         self._text, self._drafted = text, 0
         anchor = text[-1], text[-2] if len(text) > 1 else -1
-        # No row of the target's is known, and none is read: the ANCHOR features let through are of tokens and of the run.
-        self._base = self._reader.base(self._host.history, self._temperature, torch.zeros(1, 1), [anchor]).features
+        # No row of the target is read: the ANCHOR features that are allowed are of tokens and of the run.
+        self._base = np.zeros((1, len(self._layout.names)), dtype=np.float32)
+        read_anchors(self._layout, torch.zeros(1, 1), [anchor], self._temperature, self._base)
+        self._layout.write_history(self._host.history, self._base)
         self._path: Array | None = None
         if self.policy.first == 0:  # its answer is void, since the stock loop drafts one token at least
-            self._host.keep(draft_step(0, self._base.copy()))
-
-    def _outcome(self, accepted: int) -> RoundOutcome:
-        drafted, true = np.array([self._drafted]), np.array([True])
-        return RoundOutcome(true, drafted, drafted.copy(), np.array([accepted]), ~true, np.zeros(1))
+            self._host.keep(single_step(0, self._base.copy()))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return [1] bool: stop after the token just drawn."""
         self._drafted += 1
         device = input_ids.device
-        unasked = self._host.fixed_length(
-            np.ones((1, 1), dtype=bool)
-        )  # the stock loop decodes one text, and drafts one token at least
-        deepest = self.policy.max_depth if unasked is None else min(unasked, self.policy.max_depth)
-        if unasked is not None or self._drafted >= deepest:
+        length = self._host.fixed_length(np.ones((1, 1), dtype=bool))
+        deepest = self.policy.max_depth if length is None else min(length, self.policy.max_depth)
+        if length is not None or self._drafted >= deepest:
             return torch.tensor([self._drafted >= deepest], device=device)
         # Features read raw logits; scores come divided by the temperature.
         logits = scores[-1].float() * (self._temperature or 1.0)
@@ -136,8 +122,8 @@ class PolicyStoppingCriteria(StoppingCriteria):
         before, own = input_ids[0, -2:].tolist()
         drawn = DrawnTokens.of([(0, own, before, 0, 1, self._drafted)], self._path)
         features = self._base.copy()
-        self._path = read_columns(self._columns, logits, drawn, self._temperature, features, scores=greedy)
+        self._path = read_columns(self._layout.node_columns, logits, drawn, self._temperature, features, scores=greedy)
         if self._drafted < self.policy.first:
             return torch.tensor([False], device=device)
-        keep = self._host.keep(draft_step(self._drafted, features))
+        keep = self._host.keep(single_step(self._drafted, features))
         return torch.tensor([not keep[0, 0]], device=device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,10 +17,10 @@ from ...policies.host import PolicyHost
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
-from ..candidates import Candidates, draft_tree
-from ..drafted import Drafted, Finished
-from ..policy.reader import Base, Level, Logits, Reader
-from ..settings import Stopwatch
+from ..feature_reader import FeatureReader
+from ..hooks import Timer
+from ..round_state import DraftScores, RoundState, Rows
+from ..texts import Anchor, Text
 from ..topology import Topology, chain
 from .measuring import Case, Effort, measure
 
@@ -112,7 +114,7 @@ class RoundAlone:
         self._hidden = {
             name: self._drawn(streams if name == TARGET_HIDDEN else self._rows, sizes[name]) for name in policy.hidden
         }
-        self._reader = Reader(policy, widths=sizes, streams=streams)
+        self._reader = FeatureReader(policy, tree, temperature, sizes, streams)
         # As in the live loop, a round is priced for those alone who look at its seconds.
         looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
         self._host = PolicyHost(policy, profile=profile if looks else None, batch=streams)
@@ -120,77 +122,74 @@ class RoundAlone:
         self._every = [np.ones((streams, len(level)), dtype=bool) for level in tree.levels]
         # What the live loop leaves out for a policy that hears of nothing.
         self._hears = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
-        self._watch = Stopwatch(self._scratch.device)
-        self._ask, self._open, self._select, self._finish = (
-            self._watch.timed("policy", call)
-            for call in (self._asked, self._opened, self._host.select, self._host.finished)
-        )
+        self._timer = Timer(self._scratch.device)
 
     def _drawn(self, rows: int, width: int) -> Tensor:
         return torch.randn(rows, width, generator=self._generator, device="cpu").to(self._scratch.device)
 
     def play(self, asked: int) -> float:
         """Return the seconds of a round in which the policy is asked so often."""
-        first, streams = self._policy.first, len(self._every[0])
+        first, timer = self._policy.first, self._timer
         self._logits = 3.0 * self._drawn(self._rows, self._vocabulary)
-        self._found = [self._candidates(stream) for stream in range(streams)]
-        made = self._round(first + asked)
-        self._watch.restart()
-        base, level = self._open(), None
+        round = self._round(first + asked)
+        timer.restart()
+        self._reader.begin(round)
         for depth in range(1, first):  # not timed: paths lead through it
-            level = self._read(depth, base, level)
+            self._reader.drawn(depth, self._scores(round, depth))
+            if self._reader.has_unread_path:
+                self._reader.read()
         for depth in range(first, first + asked):
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T
-            level = self._ask(depth, base, level)
+            if depth:
+                self._reader.drawn(depth, self._scores(round, depth))
+            mark = timer.mark()
+            self._host.keep(self._reader.step(depth, self._every[depth], self._host.history))
+            timer.add("policy", mark)
         if self._host.selects:
-            self._select(draft_tree(self._found, made.found.sent))
+            tree = round.draft_tree()
+            mark = timer.mark()
+            self._host.select(tree)
+            timer.add("policy", mark)
         if self._hears:
-            self._finish(made)
-        return sum(self._watch.laps["policy"])
+            mark = timer.mark()
+            self._host.finished(round)
+            timer.add("policy", mark)
+        return sum(timer.laps["policy"])
 
-    def _candidates(self, stream: int) -> Candidates:
-        """Return the whole tree, each candidate among the likeliest of the row that it is drawn from."""
-        tree, own = self._tree, Candidates.at([0], self._tree)
-        best = self._logits[stream].topk(min(self._vocabulary, max(map(len, tree.children)))).indices.tolist()
-        for below in tree.children:
-            for rank, row in enumerate(below):
-                own.add(tree.parent[row], row, best[rank % len(best)])
-        return own
+    def _scores(self, round: RoundState, depth: int) -> DraftScores:
+        """Return what the tokens of a depth were drawn from."""
+        tree = self._tree
+        fed = [row for row in tree.levels[depth - 1] if tree.children[row]]
+        rows: Rows = [(stream, fed) for stream in range(len(round.active))]
+        counts = [len(tree.children[row]) for _, own in rows for row in own]
+        logits, states = self._logits[: len(counts)], self._hidden.get(DRAFT_HIDDEN)
+        states = None if states is None else states[: len(counts)]
+        return DraftScores(rows, counts, logits, scores=logits, states=states)
 
-    def _opened(self) -> Base:
-        """Read what is known before the first token."""
-        before = [(own.tokens[1], own.tokens[0]) for own in self._found]
-        target = self._hidden.get(TARGET_HIDDEN)
-        rows = self._logits[: len(before)]
-        return self._reader.base(self._host.history, self._temperature, rows, before, target)
+    def _round(self, depth: int) -> RoundState:
+        """Return a round of the tree so far down, of which half the depths are accepted; tokens are those of the whole tree.
 
-    def _asked(self, depth: int, base: Base, before: Level | None) -> Level | None:
-        level = self._read(depth, base, before) if depth else None
-        self._host.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
-        return level
-
-    def _read(self, depth: int, base: Base, before: Level | None) -> Level:
-        tree, tokens, rows = self._tree, [], 0
-        for own in self._found:
-            for parent in tree.levels[depth - 1]:
-                below = tree.children[parent]
-                tokens += [
-                    (rows, own.tokens[row], own.tokens[parent], rank, len(below), depth)
-                    for rank, row in enumerate(below)
-                ]
-                rows += bool(below)
-        logits, states = self._logits[:rows], self._hidden.get(DRAFT_HIDDEN)
-        drawn = Logits(logits, tokens, None, logits, None if states is None else states[:rows])
-        turns = [(stream, own, tree.levels[depth]) for stream, own in enumerate(self._found)]
-        return self._reader.level(turns, drawn, self._temperature, base, before)
-
-    def _round(self, depth: int) -> Finished:
-        """Return a round of the tree so far down, of which half the depths are accepted."""
-        tree, streams = self._tree, len(self._every[0])
-        found, ones = Drafted(streams, tree), np.ones(streams, dtype=np.int64)
-        found.drawn[:] = (tree.depths > 0) & (tree.depths <= depth)
-        found.fed[:] = np.array([bool(below) for below in tree.children]) & (tree.depths < depth)
-        found.count()
-        accepted = ones * (depth // 2)
-        return Finished(ones > 0, 100 * ones, ones, found, accepted, accepted + 1, ones < 0)
+        Each candidate is among the likeliest of the row that it is drawn from.
+        """
+        tree, ones = self._tree, np.ones(len(self._every[0]), dtype=np.int64)
+        round = RoundState(tree, ones > 0, 100 * ones, ones)
+        best = self._logits[: len(ones)].topk(min(self._vocabulary, max(map(len, tree.children)))).indices.tolist()
+        for stream, likeliest in enumerate(best):
+            round.tokens[stream, 0] = 0
+            for below in tree.children:
+                for rank, row in enumerate(below):
+                    round.tokens[stream, row] = likeliest[rank % len(likeliest)]
+        hidden = self._hidden.get(TARGET_HIDDEN)
+        round.anchors = [
+            Anchor(self._logits, stream, None if hidden is None else hidden[stream : stream + 1])
+            for stream in range(len(ones))
+        ]
+        # Of a text only the last two tokens are read.
+        round.texts = [cast(Text, SimpleNamespace(tokens=[0, tokens[1]])) for tokens in round.tokens.tolist()]
+        round.drawn[:] = (tree.depths > 0) & (tree.depths <= depth)
+        round.fed[:] = np.array([bool(below) for below in tree.children]) & (tree.depths < depth)
+        round.count()
+        round.accepted = ones * (depth // 2)
+        round.committed, round.ended = round.accepted + 1, ones < 0
+        return round

@@ -24,7 +24,7 @@ from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
-from ..drafters.depths import tell_if_cut
+from ..drafters.spec import warn_depth_limited
 from ..loop import Speculator
 from ..models.device import Recorded
 from ..models.pair import Pair
@@ -93,7 +93,7 @@ def measure_profile(
     check_token_ids(prompts)
     check_limits(depth=depth, temperature=temperature)
     check_limit("depth", depth, least=1)
-    tell_if_cut(pair, depth, tree)
+    warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(
         CalibrationRun, pair, prompts, depth=depth, temperature=temperature, tree=tree, shaping=shaping, batch=batch,

@@ -19,12 +19,11 @@ from ...policies.contract import DraftStep, DraftTree, State
 from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_VERIFY
 from ...policies.latency.measurements import Key
 from ...policies.typing import Array
-from ..candidates import Candidates
+from ..hooks import Hook
 from ..loop import Speculator
 from ..models.pair import Pair
-from ..observer import Seen
-from ..policy.reader import Logits
 from ..records import Round
+from ..round_state import RoundState
 from ..settings import Settings
 from ..verify.noise import mix_one
 from ..verify.sampling import MODEL_DEFAULTS, Shaping
@@ -108,21 +107,19 @@ class _TimedRound:
     is_path: bool
 
 
-class _Watching:
+class _RecordRounds(Hook):
     """Keeps the rounds that were not cut short."""
 
     def __init__(self) -> None:
         self.rounds: list[_TimedRound] = []
 
-    def level(self, stream: int, found: Candidates, places: Sequence[int], logits: Logits) -> None:
-        """See `Observer.level`."""
-
-    def round(self, seen: Seen) -> None:
-        """See `Observer.round`."""
-        if not seen.record.cut:
-            fed = seen.found.fed()
-            is_path = max(fed) == 1 and len(seen.sent) == seen.found.depth[seen.sent[-1]] + 1
-            self.rounds.append(_TimedRound(seen.record, fed, is_path))
+    def on_round_end(self, round: RoundState) -> None:
+        """Keep the record of a round of one stream."""
+        for stream, sent in round.target_rows:
+            if not (record := round.records[stream]).cut:
+                fed = [int(rows) for rows in round.steps[stream]]
+                is_path = max(fed) == 1 and len(sent) == round.topology.depth[sent[-1]] + 1
+                self.rounds.append(_TimedRound(record, fed, is_path))
 
 
 class TreeRun:
@@ -150,9 +147,9 @@ class TreeRun:
         settings = Settings(
             temperature, new_tokens, ignore_eos=True, tree=tree, shaping=shaping, verification=verification
         )
-        self._watching: list[_Watching] = [_Watching(), _Watching()]
+        self._watching: list[_RecordRounds] = [_RecordRounds(), _RecordRounds()]
         policy = RandomTree(settings.topology.deepest, settings.topology.width)
-        self._runs = [Speculator(pair, policy, settings, observer=watching) for watching in self._watching]
+        self._runs = [Speculator(pair, policy, settings, hooks=[watching]) for watching in self._watching]
 
     def play(self, number: int, contexts: Sequence[list[int]]) -> dict[Key, list[float]]:
         """Decode one text after each of the two contexts and return its timings."""

@@ -10,37 +10,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..candidates import Candidates
+from ..round_state import RoundState, Rows
 from .noise import Choices, Purpose
 
-
-@dataclass(slots=True)
-class Turn:
-    """One stream's share of a call: its candidates, its places there (fed, or read by the target), its random choices."""
-
-    found: Candidates
-    places: Sequence[int]
-    choices: Choices
-
-
-Accepted = tuple[list[int], list[int]]
-"""The places of a path, from a root on; the next roots (one, which is committed at once, unless `deferred`)."""
+Accepted = tuple[list[int], int]
+"""The rows of the accepted path, row 0 first; the target's token after it."""
 
 
 @dataclass(slots=True)
-class Drawn:
-    """Candidates below the places that were fed, stream by stream.
+class Draw:
+    """Candidates drawn below fed rows.
 
     Attributes:
-        tokens: by place, at most as many as were asked for, in the order in which they are tried.
-        scores: [R, V], what `match` took the largest of; None where nothing like it exists.
-        best: by place the best of them in falling order, one more than the most tokens of a place, where they were looked up.
-        source: by place, the distribution [V] that its candidates were drawn from, if the acceptance needs it.
+        tokens: by fed row its candidates, in the order in which they are tried; or [R] int64, one below each row.
+        scores: [R, V], what `match` took the largest of; None under other modes.
+        best: by fed row the largest of these scores in descending order, one more than candidates, where they are known.
     """
 
-    tokens: list[list[int]]
+    tokens: list[list[int]] | Tensor
     scores: Tensor | None = None
-    source: Sequence[Tensor] | None = None
     best: list[list[float]] | None = None
 
 
@@ -51,44 +39,47 @@ class Verification(ABC):
         name: as in commands and reports.
         lossless: the output distribution is the target's.
         label: what a trace calls the acceptance that heads are trained on.
-        deferred: the roots of a round are alternatives, of which the accepted path keeps one; else the one root is
-            committed text.
         hides: what is sent to the target must not depend on the tokens drawn, or the output would be biased.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
     label: ClassVar[str]
-    deferred: ClassVar[bool] = False
     hides: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
 
     @abstractmethod
-    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
-        """Return candidates below the places that were just fed.
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+        """Draw candidates below fed rows of one depth, as many as each has children in the topology.
 
         Args:
-            sampled: [R, V] the draft's scores there, processed.
-            widths: R, how many are wanted below each.
-            turns: of the streams, whose places, all of one depth, are R in all.
+            round: whose `draft_probs` are set where the acceptance needs them.
+            rows: fed rows, R in total.
+            sampled: [R, V] processed scores of the draft.
         """
 
-    def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
-        """Return the roots of the first round from the target's scores [V] after the prompt; `count` if `deferred`."""
-        return [choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)]
+    def start(self, sampled: Tensor, choices: Choices) -> int:
+        """Return the first token of a text from the processed scores [V] of the target after the prompt."""
+        return choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)
 
-    def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
-        """Return the accepted path and the next roots of each stream.
+    def accept(self, round: RoundState, rows: Rows, sampled: Tensor) -> list[Accepted]:
+        """Return what is accepted of each stream.
 
         Args:
-            turns: of the streams, whose places are what the target has read, R in all, the roots of each first.
-            sampled: [R, V] the target's scores, processed.
+            round: with its candidates.
+            rows: what the target has read, R rows in total, row 0 of each stream first.
+            sampled: [R, V] processed scores of the target.
         """
-        if len(turns) == 1:
-            return [self.accept_one(turns[0], sampled)]
-        rows = sampled.split([len(turn.places) for turn in turns])
-        return [self.accept_one(turn, own) for turn, own in zip(turns, rows, strict=True)]
+        parts = sampled.split([len(sent) for _, sent in rows])
+        return [self.accept_one(round, stream, sent, own) for (stream, sent), own in zip(rows, parts, strict=True)]
 
     @abstractmethod
-    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
-        """Return the accepted path and the next roots of one stream; see `accept`."""
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
+        """Return what is accepted of one stream, whose rows `sent` have the scores `sampled` [n, V]."""
+
+
+def choices_of(round: RoundState, stream: int) -> Choices:
+    """Return the random choices of an active stream."""
+    choices = round.choices[stream]
+    assert choices is not None
+    return choices

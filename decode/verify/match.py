@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..models.device import download, upload
-from .base import Accepted, Drawn, Turn, Verification
+from ..round_state import RoundState, Rows
+from .base import Accepted, Draw, Verification, choices_of
 from .noise import Choices, best_of_rows, best_scores, in_order, match_scores, own_tokens
 
 NOTHING = float("-inf")
@@ -23,42 +24,45 @@ class Match(Verification):
 
     name, lossless, label = "match", True, "match"
 
-    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
-        """Propose the best scores: without replacement, in falling order; see `Verification.draw`."""
-        scores = sampled
-        if not turns[0].choices.greedy:
-            # The places of a call are of one depth, so that all tokens of a stream stand at one position and share its noise.
-            noise = [turn.choices.noise(turn.found.depth[turn.places[0]] + 1, 1) for turn in turns]
-            scores = match_scores(sampled, _stacked(noise, [len(turn.places) for turn in turns]))
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+        """Propose the best scores: without replacement, in descending order; see `Verification.draw`."""
+        scores, depth = sampled, round.topology.depth[rows[0][1][0]]
+        if not choices_of(round, rows[0][0]).greedy:
+            # All rows have one depth, so that the candidates of a stream stand at one position and share its noise.
+            noise = [choices_of(round, stream).noise(depth + 1, 1) for stream, _ in rows]
+            scores = match_scores(sampled, _stacked(noise, [len(own) for _, own in rows]))
+        widths = _widths(round, rows)
         if max(widths) == 1:
-            tokens = best_of_rows(scores).tolist()
-            best = scores.amax(-1).tolist() if len(tokens) > 1 else [0.0]
-            return Drawn([[t] if v > NOTHING else [] for t, v in zip(tokens, best, strict=True)], scores)
+            return Draw(best_of_rows(scores), scores)
         # One more: the best score that was not drawn tells policies how near it came.
         best, tokens = _ranked(scores, max(widths) + 1)
-        return Drawn(_possible(tokens, best, widths), scores, best=best)
+        return Draw(_possible(tokens, best, widths), scores, best)
 
-    def start(self, sampled: Tensor, count: int, choices: Choices) -> list[int]:
+    def start(self, sampled: Tensor, choices: Choices) -> int:
         """Return the target's first own token."""
-        return [int(own_tokens(sampled[None], None if choices.greedy else choices.noise(0, 1)))]
+        return int(own_tokens(sampled[None], None if choices.greedy else choices.noise(0, 1)))
 
-    def accept(self, turns: Sequence[Turn], sampled: Tensor) -> list[Accepted]:
+    def accept(self, round: RoundState, rows: Rows, sampled: Tensor) -> list[Accepted]:
         """Look up the target's own tokens in one go; see `Verification.accept`."""
         noise = None
-        if not turns[0].choices.greedy:
-            each = [_noise_at(turn) for turn in turns]
+        if not choices_of(round, rows[0][0]).greedy:
+            each = [_noise_at(round, stream, sent) for stream, sent in rows]
             noise = each[0] if len(each) == 1 else torch.cat(each)
-        own = own_tokens(sampled, noise).tolist()
-        found, first = [], 0
-        for turn in turns:
-            end = first + len(turn.places)
-            found.append(_follow(turn, own[first:end]))
-            first = end
-        return found
+        own, accepted, first = own_tokens(sampled, noise).tolist(), [], 0
+        for stream, sent in rows:
+            accepted.append(_follow(round, stream, sent, own[first : first + len(sent)]))
+            first += len(sent)
+        return accepted
 
-    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
         """Follow the children that equal the target's own tokens; see `Verification.accept_one`."""
-        return self.accept([turn], sampled)[0]
+        return self.accept(round, [(stream, sent)], sampled)[0]
+
+
+def _widths(round: RoundState, rows: Rows) -> list[int]:
+    """Return how many candidates are wanted below each fed row."""
+    children = round.topology.children
+    return [len(children[row]) for _, own in rows for row in own]
 
 
 def _stacked(noise: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -68,26 +72,24 @@ def _stacked(noise: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     return torch.cat([own.expand(count, -1) for own, count in zip(noise, rows, strict=True)])
 
 
-def _noise_at(turn: Turn) -> Tensor:
-    """Return the noise [n, V] of the tokens to come after each place."""
-    depth = turn.found.depth
-    # Row d for the tokens at depth d + 1; the last place is one of the deepest.
-    noise = turn.choices.noise(1, depth[turn.places[-1]] + 1)
-    if turn.found.topology.is_chain:
-        return noise
-    return noise[upload([depth[place] for place in turn.places], noise.device)]
+def _noise_at(round: RoundState, stream: int, sent: Sequence[int]) -> Tensor:
+    """Return the noise [n, V] of the tokens to come after each row."""
+    depth = round.topology.depth
+    # Row d for the tokens at depth d + 1; the last row is one of the deepest.
+    noise = choices_of(round, stream).noise(1, depth[sent[-1]] + 1)
+    return noise if round.topology.is_chain else noise[upload([depth[row] for row in sent], noise.device)]
 
 
-def _follow(turn: Turn, tokens: Sequence[int]) -> Accepted:
-    """Return the path of candidates that are the target's own tokens, given by place."""
-    found, own = turn.found, dict(zip(turn.places, tokens, strict=True))
+def _follow(round: RoundState, stream: int, sent: Sequence[int], own: Sequence[int]) -> Accepted:
+    """Return the path of candidates that are the target's own tokens, given by row sent."""
+    children, tokens, after = round.topology.children, round.tokens[stream].tolist(), dict(zip(sent, own, strict=True))
     path = [0]
     while True:
-        token = own[path[-1]]
-        # The candidates after a place all differ: at most one of them is the target's token.
-        below = next((c for c in found.children[path[-1]] if c in own and found.tokens[c] == token), None)
+        token = after[path[-1]]
+        # The candidates below a row all differ: at most one of them is the target's token.
+        below = next((row for row in children[path[-1]] if row in after and tokens[row] == token), None)
         if below is None:
-            return path, [token]
+            return path, token
         path.append(below)
 
 

@@ -8,13 +8,13 @@ from ...policies.features import FEATURES, Kind
 from ...policies.learned import LearnedPolicy
 from ..topology import Topology
 from .base import Verification
-from .lossy import TargetInit, Typical
+from .lossy import Typical
 from .match import Match
 from .point import Point
 from .rejection import Block, Rejection, RejectionReplace
 
 MODES: dict[str, type[Verification]] = {
-    mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, TargetInit, Typical)
+    mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, Typical)
 }
 """Every mode by name."""
 
@@ -28,19 +28,21 @@ def check_mode_name(name: str) -> None:
     Raises:
         InputError: there is none of that name.
     """
+    if name == "target_init":
+        raise InputError("--verification: target_init is lossy and no mode of the loop; run benchmarks/target_init.py")
     if name != "auto" and name not in MODES:
         known, meant = ", ".join(MODES), close_match(str(name), MODES)
         raise InputError(f"--verification: expected auto or one of {known}, not {name!r}{meant}")
 
 
 def find_mode(name: str, temperature: float) -> Verification:
-    """Return the mode called `name`; at temperature 0 every one but `target_init` is greedy matching.
+    """Return the mode called `name`; at temperature 0 all of them are greedy matching.
 
     Raises:
         InputError: there is none of that name.
     """
     check_mode_name(name)
-    return Match() if temperature == 0.0 and name != TargetInit.name else MODES[name]()
+    return Match() if temperature == 0.0 else MODES[name]()
 
 
 def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature: float) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from .base import Drawn, Turn
-from .match import Match, best_tokens
+from ..round_state import RoundState, Rows
+from .base import Draw
+from .match import Match, _widths, best_tokens
 
 
 class Point(Match):
@@ -19,6 +18,6 @@ class Point(Match):
 
     name, label = "point", "point"
 
-    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
         """Propose the draft's best tokens; see `Verification.draw`."""
-        return Drawn(best_tokens(sampled, widths))
+        return Draw(best_tokens(sampled, _widths(round, rows)))

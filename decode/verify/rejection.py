@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..candidates import Candidates
 from ..models.device import download
 from ..models.outputs import broken
-from .base import Accepted, Drawn, Turn, Verification
+from ..round_state import RoundState, Rows
+from .base import Accepted, Draw, Verification, choices_of
 from .noise import Choices, Purpose
 
 
@@ -29,18 +29,18 @@ class Rejection(Verification):
     name, lossless, label, hides = "rejection", True, "ratio", True
     replacement = False
 
-    def draw(self, sampled: Tensor, widths: Sequence[int], turns: Sequence[Turn]) -> Drawn:
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
         """Draw from q, each candidate from what the ones before have left of it; see `Verification.draw`."""
-        probs = list(torch.softmax(sampled.double(), -1))  # double: what is left of p is a difference
+        probs = torch.softmax(sampled.double(), -1)  # double: what is left of p is a difference
         tokens: list[list[int]] = []
-        for turn in turns:
-            # Choices are keyed by the places that the candidates will have (`Candidates.add`), so that no two share a number.
-            node = len(turn.found.tokens)
-            for _ in turn.places:
-                at = len(tokens)
-                tokens.append(self._draw_below(probs[at], widths[at], node, turn.choices))
-                node += len(tokens[at])
-        return Drawn(tokens, None, probs)
+        for stream, own in rows:
+            number = round.next_number(stream)  # keys the choices, so that no two candidates share one
+            for row in own:
+                q = round.draft_probs[stream, row] = probs[len(tokens)]
+                width = len(round.topology.children[row])
+                tokens.append(self._draw_below(q, width, number, choices_of(round, stream)))
+                number += len(tokens[-1])
+        return Draw(tokens)
 
     def _draw_below(self, q: Tensor, width: int, node: int, choices: Choices) -> list[int]:
         """Return the candidates of one place, numbered from `node` on."""
@@ -52,32 +52,31 @@ class Rejection(Verification):
                 left = without(left, tokens[-1])
         return tokens
 
-    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
-        """Go down from the root; see `Verification.accept_one`."""
-        found, choices = turn.found, turn.choices
-        probs = dict(zip(turn.places, torch.softmax(sampled.double(), -1), strict=True))
-        ratios = first_ratios(found, probs)
-        path = [0]
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
+        """Go down from the anchor; see `Verification.accept_one`."""
+        probs = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+        ratios, numbers, path = first_ratios(round, stream, probs), round.numbers(stream), [0]
         while True:
-            below, left = self._try(found, path[-1], probs, ratios, choices)
+            below, left = self._try(round, stream, path[-1], probs, ratios, numbers)
             if below is None:
-                return path, [choices.draw(left, path[-1], Purpose.RESIDUAL)]
+                return path, choices_of(round, stream).draw(left, numbers[path[-1]], Purpose.RESIDUAL)
             path.append(below)
 
     def _try(
-        self, found: Candidates, place: int, probs: dict[int, Tensor], ratios: dict[int, float], choices: Choices
-    ) -> tuple[int | None, Tensor]:
-        """Return the accepted child of `place`, or None, and the distribution to draw from then."""
-        left = probs[place]
-        q: Tensor | None = found.drawn_from.get(place)
-        children = found.children[place]
+        self, round: RoundState, stream: int, row: int, probs: dict[int, Tensor], ratios: dict[int, float],
+        numbers: Sequence[int],
+    ) -> tuple[int | None, Tensor]:  # fmt: skip
+        """Return the accepted child of `row`, or None, and the distribution to draw from then."""
+        left, choices = probs[row], choices_of(round, stream)
+        q: Tensor | None = round.draft_probs.get((stream, row))
+        children = round.drawn_below(stream, row)
         for child in children:
-            token = found.tokens[child]
+            token = int(round.tokens[stream, child])
             assert q is not None
             # One that was left out is not tried, but those after it were drawn without its token all the same.
             if child in probs:
                 ratio = ratios[child] if child in ratios else checked([float(left[token] / q[token])])[0]
-                if choices.accept(min(1.0, ratio), child):
+                if choices.accept(min(1.0, ratio), numbers[child]):
                     return child, left
                 left = residual(left, q)
             if child != children[-1] and not self.replacement:
@@ -96,29 +95,30 @@ class Block(Rejection):
 
     name, label, chains_only = "block", "block", True
 
-    def accept_one(self, turn: Turn, sampled: Tensor) -> Accepted:
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
         """Test every prefix, and keep the longest that passes (Algorithm 2 of the paper); see `Verification.accept_one`."""
-        found, sent, choices = turn.found, turn.places, turn.choices
+        choices, tokens = choices_of(round, stream), round.tokens[stream].tolist()
+        q_below = [round.draft_probs[stream, row] for row in sent if (stream, row) in round.draft_probs]
         p = torch.softmax(sampled.double(), -1)
         # w_i = min(1, w_(i-1) p / q), R_i = sum of (w_i p - q)+: a prefix passes with chance R_i / (R_i + 1 - w_i), the
         # whole block with w_k (R_0 is not used).
         weight, rest, taken, last = [p.new_ones(())], [p.new_zeros(())], 0, len(sent) - 1
         for i in range(1, last + 1):
-            token, q = found.tokens[sent[i]], found.drawn_from[sent[i - 1]]
+            token, q = tokens[i], q_below[i - 1]
             weight.append(block_weight(weight[-1], p[i - 1, token], q[token]))
             if i < last:
-                rest.append((weight[-1] * p[i] - found.drawn_from[sent[i]]).clamp_min(0.0).sum())
+                rest.append((weight[-1] * p[i] - q_below[i]).clamp_min(0.0).sum())
         joint = torch.stack(weight)
         weights, chances = download(joint, block_chance(torch.stack(rest), joint[: len(rest)]))
         checked(weights)
-        for i in range(1, last + 1):
-            if choices.accept(chances[i] if i < last else weights[i], sent[i]):
+        for i in range(1, last + 1):  # the number of row i of a chain is i
+            if choices.accept(chances[i] if i < last else weights[i], i):
                 taken = i
         # Everything kept: one more token from p. Else from what the prefix leaves of it, norm((w p - q)+).
         after = p[taken]
         if taken < last:
-            after = residual(weights[taken] * after, found.drawn_from[sent[taken]], after)
-        return list(sent[: taken + 1]), [choices.draw(after, sent[taken], Purpose.RESIDUAL)]
+            after = residual(weights[taken] * after, q_below[taken], after)
+        return list(sent[: taken + 1]), choices.draw(after, taken, Purpose.RESIDUAL)
 
 
 def checked(ratios: list[float]) -> list[float]:
@@ -128,15 +128,16 @@ def checked(ratios: list[float]) -> list[float]:
     return ratios
 
 
-def first_ratios(found: Candidates, probs: dict[int, Tensor]) -> dict[int, float]:
-    """Return p/q of the first candidate after each place that was sent: none of them waits for what others leave of p."""
-    first = [child for place in probs for child in found.children[place][:1] if child in probs]
+def first_ratios(round: RoundState, stream: int, probs: dict[int, Tensor]) -> dict[int, float]:
+    """Return p/q of the first candidate below each row sent: none of them depends on what others leave of p."""
+    children = round.topology.children
+    first = [children[row][0] for row in probs if children[row] and children[row][0] in probs]
     if not first:
         return {}
     ratios = []
     for child in first:
-        place, token = found.parent[child], found.tokens[child]
-        ratios.append(probs[place][token] / found.drawn_from[place][token])
+        row, token = round.topology.parent[child], round.tokens[stream, child]
+        ratios.append(probs[row][token] / round.draft_probs[stream, row][token])
     return dict(zip(first, checked(download(torch.stack(ratios))[0]), strict=True))
 
 

@@ -13,7 +13,6 @@ from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ..models.pair import Pair
 from ..settings import Settings
-from .lossy import TargetInit
 from .modes import resolve_mode
 from .sampling import effective_sampling
 
@@ -28,7 +27,7 @@ def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None 
     """
     temperature, shaping = effective_sampling(settings.shaping, settings.temperature)
     name = resolve_mode(settings.verification, policy, settings.topology, temperature)
-    greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
+    greedy = temperature == 0.0  # then all modes accept alike
     # Hashing looks through the models' weights: only for a policy that knows its pair.
     known = pair.fingerprint if pair is not None and isinstance(policy, LearnedPolicy) and policy.metadata.pair else {}
     used = Conditions(temperature, shaping, "" if greedy else name, known, settings.topology.name)

@@ -13,7 +13,7 @@ def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, ste
 
     Args:
         parent, depth: [N] by row of the tree; the parent of a root is -1. Rows are in order of depth.
-        marks: [4, S, N] rows that were drawn, dropped, fed, asked about.
+        marks: [5, S, N] rows that were drawn, dropped, fed, asked about (the fifth is not read).
         sent: [S, N] roots, and what was drawn and not dropped on paths of such rows.
         counts: [3, S] tokens drawn, tokens sent, depths at which the policy was asked.
         steps: [S, K] rows fed at each depth.

@@ -175,7 +175,7 @@ def test_exploring_leaves_the_other_rounds_and_the_text_as_they_are(
     assert {k[0]: r["text_tokens"] for k, r in plain.items()} == {k[0]: r["text_tokens"] for k, r in mixed.items()}
 
 
-@pytest.mark.parametrize("verification", ["rejection", "rejection_replace", "block", "typical", "target_init"])
+@pytest.mark.parametrize("verification", ["rejection", "rejection_replace", "block", "typical"])
 def test_every_verification_can_be_recorded(
     pair: Pair, prompts: list[Prompt], tmp_path: Path, verification: str
 ) -> None:

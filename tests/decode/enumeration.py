@@ -11,12 +11,12 @@ from deciders import DECIDERS
 from joint_policies import JOINT
 from oracle import Law, oracle_pair
 from small_drafters import DRAFTERS, small_drafter
-from specstop.decode.drafted import Drafted
 from specstop.decode.drafters import find_drafter
+from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.records import Generation
+from specstop.decode.round_state import RoundState
 from specstop.decode.verify.noise import KeyedSource, Purpose
-from specstop.policies.typing import Array
 from torch import Tensor
 
 NEGLIGIBLE = 1e-15
@@ -130,24 +130,22 @@ def enumerate_texts(case: Case, most: int = MOST_LEAVES, beside: int = 0) -> Pro
     )
     source, proof = Enumerator(), Proof()
 
+    class Counts(Hook):
+        def on_verified(self, round: RoundState) -> None:
+            proof.shared += len(round.target_rows) > 1
+
     def build() -> Speculator:
         drafter = (small_drafter if case.drafter in DRAFTERS else find_drafter)(case.drafter, pair)
         policy = (DECIDERS.get(case.decider) or JOINT[case.decider])()
-        speculator = Speculator(pair, policy, settings, source=open_source, drafter=drafter, batch=1 + beside)
-        source, verify = speculator._source, speculator._source.verify
-
-        def counted(found: Drafted) -> Array:
-            proof.shared += len(source.streams) > 1
-            return verify(found)
-
-        source.verify = counted  # type: ignore[method-assign]
-        return speculator
+        return Speculator(
+            pair, policy, settings, source=open_source, drafter=drafter, hooks=[Counts()], batch=1 + beside
+        )
 
     def open_source(key: int, window: int) -> Any:
         return source if key == 5 else KeyedSource(key, pair.vocabulary, window, pair.logits_dtype)
 
     def decode(speculator: Speculator) -> Generation:
-        speculator.renew()
+        speculator.reset()
         others = [Request(case.prompt[:1] * (1 + key % 3), key) for key in range(100, 100 + 2 * beside)]
         return speculator.run([*others[beside:], Request(case.prompt, 5), *others[:beside]])[beside]
 

@@ -28,7 +28,7 @@ from specstop.policies.typing import Array
 
 MODES = [
     ("match", None), ("match", "3,2,1"), ("rejection", None), ("rejection", "2,2"), ("rejection_replace", "2,2"),
-    ("block", None), ("typical", "2,2"), ("target_init", "3,2"),
+    ("block", None), ("typical", "2,2"),
 ]  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def same_in_batches(
     return alone
 
 
-GREEDY = (("match", None), ("match", "3,2,1"), ("rejection", "2,2"), ("block", None), ("target_init", "3,2"))
+GREEDY = (("match", None), ("match", "3,2,1"), ("rejection", "2,2"), ("block", None))
 
 
 @pytest.mark.parametrize(

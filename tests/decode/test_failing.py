@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import NEW, build_model
 from contract_policies import DEPTH
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters.lookup import LookupDrafter
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
+from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
@@ -160,11 +159,11 @@ def test_a_run_that_was_cut_off_in_a_round_spoils_no_later_one(pair: Pair, promp
     class Cut(LookupDrafter):
         calls = 0
 
-        def propose(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> Any:
+        def propose(self, round: RoundState, depth: int, rows: Rows) -> Any:
             Cut.calls += 1
             if Cut.calls == 4:
                 raise KeyboardInterrupt
-            return super().propose(streams, found, feeding)
+            return super().propose(round, depth, rows)
 
     settings = Settings(0.0, NEW, tree="2,1,1")
     loop = Speculator(pair, load_policy("eagle:4"), settings, drafter=Cut(pair), batch=2)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY, build_draft, build_model
 from contract_policies import DEPTH, TEST_POLICIES, SelectingByToken
+from specstop.decode.feature_reader import FeatureReader
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
-from specstop.decode.policy.reader import Reader
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
@@ -197,8 +197,8 @@ def test_where_a_policy_is_not_asked_nothing_is_read(
 ) -> None:
     policy = Confidence(0.4, DEPTH)
     policy.unasked = {1: 3, 2: 9}
-    monkeypatch.setattr(Reader, "level", None)
-    monkeypatch.setattr(Reader, "base", None)
+    monkeypatch.setattr(FeatureReader, "_read_level", None)
+    monkeypatch.setattr(FeatureReader, "_read_base", None)
     for temperature in (0.0, 0.7):
         made = generate(pair, policy, prompt_ids[:4], temperature)
         fixed = generate(pair, FixedLength(3), prompt_ids[:4], temperature)

@@ -7,10 +7,8 @@ import dataclasses
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
-from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
-from specstop.decode.observer import Seen
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings, stop_strings
@@ -127,35 +125,6 @@ def test_any_of_several_ends_of_text_cuts_there(
         assert not set(generation.tokens[:-1]) & set(several.eos)
     ended = [g.rounds[-1] for g in generations if g.rounds and g.tokens[-1] in several.eos]
     assert all(r.cut for r in ended)
-
-
-class Rounds:
-    """Notes what was drafted."""
-
-    def __init__(self) -> None:
-        self.seen: list[Seen] = []
-
-    def level(self, stream: int, found: Candidates, places: object, logits: object) -> None:
-        pass
-
-    def round(self, seen: Seen) -> None:
-        self.seen.append(seen)
-
-
-def test_nothing_is_drafted_after_a_root_that_ends_the_text(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    """A policy that is not asked at the roots, such as a fixed length, leaves them all as they come."""
-    settings = Settings(0.0, NEW, ignore_eos=True, tree="3,2", verification="target_init")
-    rounds = Rounds()
-    Speculator(pair, FixedLength(2), settings, observer=rounds).generate(prompt_ids[0])
-    unlikely = [seen.found.tokens[2] for seen in rounds.seen]  # third of the roots of each round
-    ending, rounds = dataclasses.replace(pair, eos=tuple(unlikely)), Rounds()
-    Speculator(ending, FixedLength(2), dataclasses.replace(settings, ignore_eos=False), observer=rounds).generate(
-        prompt_ids[0]
-    )
-    roots = [(seen.found.tokens[at] in ending.eos, seen.found.children[at]) for seen in rounds.seen for at in range(3)]
-    assert any(ends for ends, _ in roots)
-    assert all(bool(below) is not ends for ends, below in roots)
-    assert all(seen.record.drafted == seen.found.drafted for seen in rounds.seen)
 
 
 class EachToken(StoppingCriteria):

@@ -39,7 +39,7 @@ SHAPES = {
 def test_a_written_tree_has_the_rows_depth_and_width_it_says(text: str) -> None:
     tree = parse_tree(text)
     assert (len(tree), tree.deepest, tree.width) == SHAPES[text]
-    assert (tree.roots, tree.nodes) == (1, len(tree) - 1)
+    assert tree.nodes == len(tree) - 1
     assert tree.is_chain == (tree.width == 1)
     assert [row for level in tree.levels for row in level] == list(range(len(tree)))
 
@@ -138,7 +138,10 @@ def test_a_parent_list_is_renumbered_by_depth_and_stays_the_same_tree(seed: int)
     def depth(node: int) -> int:
         return 0 if node < 0 else 1 + depth(parents[node])
 
-    order = sorted(range(len(parents)), key=depth)  # stable: siblings in the order of the list
+    def path(node: int) -> list[int]:
+        return [] if node < 0 else [*path(parents[node]), node]
+
+    order = sorted(range(len(parents)), key=lambda node: (depth(node), path(node)))  # siblings in the order of the list
     row = {-1: 0, **{node: at for at, node in enumerate(order, 1)}}
     assert tree.depth == sorted(tree.depth)
     for node, parent in enumerate(parents):
@@ -151,13 +154,11 @@ def test_a_parent_list_is_renumbered_by_depth_and_stays_the_same_tree(seed: int)
 @pytest.mark.parametrize("seed", range(30))
 def test_the_mask_is_the_matrix_of_ancestors(seed: int) -> None:
     tree = from_parents(random_parents(seed))
-    forests = [tree, tree.rooted()]
-    for forest in forests:
-        expected = torch.zeros(len(forest), len(forest), dtype=torch.bool)
-        for row in range(len(forest)):
-            expected[row, list(ancestors(forest.parent, row))] = True
-        assert torch.equal(forest.sees, expected)
-        assert forest.sees.sum(1).tolist() == [d + 1 for d in forest.depth]
+    expected = torch.zeros(len(tree), len(tree), dtype=torch.bool)
+    for row in range(len(tree)):
+        expected[row, list(ancestors(tree.parent, row))] = True
+    assert torch.equal(tree.sees, expected)
+    assert tree.sees.sum(1).tolist() == [d + 1 for d in tree.depth]
 
 
 @pytest.mark.parametrize("text", [*SHAPES, *(f"seed {s}" for s in range(30))])
@@ -165,15 +166,13 @@ def test_a_name_says_the_tree_again(text: str) -> None:
     tree = from_parents(random_parents(int(text[5:]))) if text.startswith("seed") else parse_tree(text)
     assert parse_tree(tree.name).parent == tree.parent
     assert repr(tree) == f"Topology({tree.name})"
-    if len(tree.levels[1]) > 1:
-        assert tree.rooted().name == tree.name, "alternatives to the anchor are candidates for the same token"
 
 
 def test_a_name_is_short_where_widths_say_it_all() -> None:
     assert [parse_tree(t).name for t in ("chain:3", "fork:4x3", "parents:-1,-1,0,0,1,1", "4,2,2,1")] == [
         "1,1,1", "4,1,1", "2,2", "4,2,2,1",
     ]  # fmt: skip
-    assert parse_tree("parents:-1,-1,1,0").name == "parents:-1,-1,1,0", "not 2,1, whose rows stand otherwise"
+    assert parse_tree("parents:-1,-1,1,0").name == "2,1", "rows are renumbered breadth-first"
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -186,22 +185,6 @@ def test_a_limited_tree_is_its_upper_levels(seed: int) -> None:
         assert torch.equal(cut.sees, tree.sees[: len(rows), : len(rows)])
     assert tree.limited(tree.deepest) is tree
     assert len(tree.limited(0)) == 1
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_rooted_forest_is_the_tree_without_its_anchor(seed: int) -> None:
-    tree = from_parents(random_parents(seed))
-    forest = tree.rooted()
-    assert forest.roots == len(tree.levels[1])
-    assert forest.parent == tuple(parent - 1 for parent in tree.parent[1:])
-    assert forest.depth == [d - 1 for d in tree.depth[1:]]
-    assert torch.equal(forest.sees, tree.sees[1:, 1:])
-
-
-def test_only_a_tree_with_candidates_can_be_rooted() -> None:
-    for tree in (chain(0), from_widths([2]).rooted()):
-        with pytest.raises(InputError, match="one root with candidates below it"):
-            tree.rooted()
 
 
 def test_widths_multiply() -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from enumeration import Enumerator
 from oracle import Law, oracle_pair
+from specstop.decode.hooks import Hook
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
+from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import Purpose
 from specstop.policies.contract import StopPolicy
@@ -115,7 +117,7 @@ def live_round(case: Case, text: tuple[int, ...]) -> Iterator[tuple[Any, tuple[i
     """Yield (the round, the tokens that it commits, its probability) of every way in which the loop goes on after a text."""
     settings = Settings(1.0, case.new - len(text) + 1, case.topology.deepest, verification=case.mode, tree=case.tree)
     source, watcher = Enumerator(), _First()
-    speculator = Speculator(case.pair, case.policy(), settings, source=lambda key, window: source, observer=watcher)
+    speculator = Speculator(case.pair, case.policy(), settings, source=lambda key, window: source, hooks=[watcher])
     prompt = [*case.prompt, *text[:-1]]
     first, found = 0.0, []
     for seen in source.runs(lambda: watcher.run(speculator, prompt, text[-1])):
@@ -127,7 +129,7 @@ def live_round(case: Case, text: tuple[int, ...]) -> Iterator[tuple[Any, tuple[i
     yield from ((told, tokens, weight / first) for told, tokens, weight in found)
 
 
-class _First:
+class _First(Hook):
     """Observes one round."""
 
     def run(self, speculator: Speculator, prompt: list[int], first: int) -> Any:
@@ -139,17 +141,21 @@ class _First:
         assert not generation.rounds  # the first token ended the text
         return None
 
-    def level(self, *_: Any) -> None:
-        """See `Observer`."""
-
-    def round(self, seen: Any) -> None:
-        """See `Observer`."""
-        tokens = seen.text.tokens[len(self._prompt) :]
+    def on_round_end(self, round: RoundState) -> None:
+        """See `Hook`."""
+        text = round.texts[0]
+        assert text is not None
+        tokens = text.tokens[len(self._prompt) :]
         if tokens[0] == self._first:
-            found, sent = seen.found, [place for place in seen.sent if place]
-            rows = sorted((found.rows[place], found.tokens[place]) for place in sent)
-            self.seen = (seen.record.drafted, tuple(rows), seen.record.accepted), tuple(tokens[1:])
+            record = round.records[0]
+            self.seen = (record.drafted, sent_tokens(round), record.accepted), tuple(tokens[1:])
         raise FirstRound
+
+
+def sent_tokens(round: RoundState) -> tuple[tuple[int, int], ...]:
+    """Return the rows sent with their tokens."""
+    ((_, sent),) = round.target_rows
+    return tuple((row, int(round.tokens[0, row])) for row in sent[1:])
 
 
 def _live_point(case: Case) -> JointLaw:
@@ -159,26 +165,22 @@ def _live_point(case: Case) -> JointLaw:
         source = _Known([*text, *[0] * case.topology.deepest], len(case.prompt), case.vocabulary)
         watcher = _Telling()
         settings = Settings(1.0, case.new, case.topology.deepest, verification=case.mode, tree=case.tree)
-        speculator = Speculator(case.pair, case.policy(), settings, source=_always(source), observer=watcher)
+        speculator = Speculator(case.pair, case.policy(), settings, source=_always(source), hooks=[watcher])
         assert speculator.generate(list(case.prompt), 5).tokens == text
         out[text, tuple(watcher.told)] = probability
     return out
 
 
-class _Telling:
+class _Telling(Hook):
     """Observes every round."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def level(self, *_: Any) -> None:
-        """See `Observer`."""
-
-    def round(self, seen: Any) -> None:
-        """See `Observer`."""
-        found, record = seen.found, seen.record
-        rows = sorted((found.rows[place], found.tokens[place]) for place in seen.sent if place)
-        self.told.append((record.anchor, record.drafted, tuple(rows), record.accepted))
+    def on_round_end(self, round: RoundState) -> None:
+        """See `Hook`."""
+        record = round.records[0]
+        self.told.append((record.anchor, record.drafted, sent_tokens(round), record.accepted))
 
 
 def _always(source: Any) -> Callable[[int, int], Any]:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
-from ...decode.drafters.heads.layer_network import CTCNetwork
+from ...decode.drafters.heads.ctc import Prefixes, collapsed_length, first_positions
+from ...decode.drafters.heads.networks import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch, Text
 
@@ -90,5 +90,5 @@ def _by_prefix(network: CTCNetwork, batch: Batch, embedding: Module, output: Mod
 
 def positions_for(tokens: int, best: list[int], blank: int) -> int:
     """Return how many positions are drawn for so many tokens, if these are the likeliest symbols."""
-    enough = (count for count in range(1, len(best)) if tokens_said(best[:count], blank) >= tokens)
+    enough = (count for count in range(1, len(best)) if collapsed_length(best[:count], blank) >= tokens)
     return next(enough, len(best))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
-from ...decode.drafters.either import ROUNDING
+from ...decode.drafters.fallback import ROUNDING
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
 from ...policies.latency.profile import Profile
@@ -63,7 +63,7 @@ def choose_sure(
     profiles: tuple[Profile, Profile],
     sures: Sequence[float] = SURES,
 ) -> SureChoice:
-    """Return the chance from which on the first drafter should take a round (`EitherDrafter`).
+    """Return the chance from which on the first drafter should take a round (`FallbackDrafter`).
 
     Args:
         first, other: dense traces of the two drafters over the same prompts and settings.

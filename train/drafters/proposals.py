@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.layer_network import CTCNetwork, LayerNetwork
-from ...decode.drafters.heads.networks import Heads
+from ...decode.drafters.heads.networks import CTCNetwork, Heads, LayerNetwork
 from .texts import Batch
 
 Module = Callable[[Tensor], Tensor]
@@ -94,7 +93,7 @@ class _Beside:
         self._values: list[Tensor] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `layer_network.Attend`; called once a depth."""
+        """See `networks.Attend`; called once a depth."""
         self._keys.append(keys)
         self._values.append(values)
         scale = queries.shape[-1] ** -0.5

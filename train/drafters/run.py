@@ -15,9 +15,7 @@ from torch import nn
 from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
 from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
-from ...decode.drafters.heads.layer_network import LayerNetwork
-from ...decode.drafters.heads.networks import MOST_DEPTH, Shape
-from ...decode.drafters.heads.output_layer import OutputTransform, with_transform
+from ...decode.drafters.heads.networks import MOST_DEPTH, LayerNetwork, OutputTransform, Shape, with_transform
 from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy

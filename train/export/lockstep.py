@@ -85,8 +85,9 @@ def lockstep(arrays: TraceArrays, rules: Sequence[Steps], batch: int, start: int
     counted = 0
     while source.active.any():
         length = np.array([rule.candidates[a] for rule, a in zip(rules, at, strict=True)])
-        source.begin()
-        averages = source.play(length[source.run], length[source.run]).reshape(len(rules), batch).mean(1)
+        averages = (
+            source.play(source.begin(), length[source.run], length[source.run]).reshape(len(rules), batch).mean(1)
+        )
         _refill(source, waiting)
         counted += 1
         for i, rule in enumerate(rules):

@@ -10,9 +10,8 @@ from typing import Any
 
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.schema import Header
-from ...decode.drafters.known import needs_draft, reads_states, with_full_paths
-from ...decode.engines.policies import missing_in_engines
-from ...decode.engines.settings import KEY
+from ...decode.drafters.spec import needs_draft, reads_states, with_full_paths
+from ...decode.engines.settings import KEY, missing_in_engines
 from ...policies.contract import StopPolicy
 from ...policies.learned import LearnedPolicy
 from ...policies.storage import save_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...collect.store.folder import Trace
-from ...decode.engines.policies import known_in_engines
+from ...decode.engines.settings import known_in_engines
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature
 from .head_specs import head_spec, usual_features

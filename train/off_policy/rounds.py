@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...decode.drafted import Drafted
+from ...decode.round_state import RoundState
 from ...decode.rounds import draft
 from ...policies.contract import DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import TraceError
@@ -75,16 +75,16 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
     host.start(arrays.keys.numpy())
     out = np.zeros((5, len(cut)))
     while source.visit(np.ones(len(cut), dtype=bool)):
-        active, alive, context, backlog, limit = source.begin()
-        row = source.row
+        round = source.begin()
+        active, row = round.active, source.row
         # Only the recorded policy was overruled; another one is asked as if it ran alone.
         host.overrule(trace.explored[row] & recorded)
-        found = draft(source, host, alive, limit)
-        drafted, verified, decisions = host.own(found)
+        draft(source, host, round)
+        drafted, verified, decisions = host.own(round)
         # It wanted a token that was not drawn while it was still drafting by itself, or one that was drawn and not sent.
         unseen = (source.unseen & host.drafting) | (verified > trace.sent[row])
         tokens = trace.tokens(row, verified)
-        seconds = profile.round_seconds(context, drafted, verified, backlog, decisions, price)
+        seconds = profile.round_seconds(round.context, drafted, verified, round.backlog, decisions, price)
         # HISTORY goes on with the policy's own round where that is shown, else with the recorded one.
         own = ~unseen & (not recorded)
         sent = np.where(own, verified, trace.sent[row])
@@ -184,17 +184,17 @@ class _Drawn(RecordedRounds):
         # Tokens that were not drawn are zeros, which may be an id that ends texts.
         self._ends = self._ends & self._drawn if self._ends is not None else None
 
-    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+    def begin(self) -> RoundState:
         """See `RoundSource`."""
         self.unseen = np.zeros(len(self.row), dtype=bool)
         return super().begin()
 
-    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
+    def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `RoundSource`."""
         # Of a chain, node `depth` is the token that a row of this depth draws.
         there = self._drawn[self.row, depth]
         self.unseen |= feeding[:, 0] & ~there
-        return super().grow(depth, feeding & there[:, None])
+        return super().grow(round, depth, feeding & there[:, None])
 
 
 class _Overruled(PolicyHost):
@@ -215,10 +215,10 @@ class _Overruled(PolicyHost):
         self.drafting &= ~stops
         return kept | overruled
 
-    def own(self, found: Drafted) -> tuple[Array, Array, Array]:
+    def own(self, round: RoundState) -> tuple[Array, Array, Array]:
         """Return [R] drafted, verified and decisions as they are without being overruled."""
         stopped = ~self.drafting
-        drafted = np.where(stopped, self._stopped, found.drafted)
+        drafted = np.where(stopped, self._stopped, round.drafted)
         # A policy that trims drops the token it stops at.
-        verified = np.where(stopped, self._stopped - (self.trims & (self._stopped > 0)), found.verified)
-        return drafted, verified, np.where(stopped, self._stopped - self.first + 1, found.decisions)
+        verified = np.where(stopped, self._stopped - (self.trims & (self._stopped > 0)), round.verified)
+        return drafted, verified, np.where(stopped, self._stopped - self.first + 1, round.decisions)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
 from ...policies.contract import DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
@@ -141,9 +142,9 @@ class BatchSource(TraceSource):
         super().__init__(arrays, policy, np.zeros((streams, 1), dtype=np.int64))
         self.active = np.zeros(streams, dtype=bool)
 
-    def step(self, depth: int, alive: Array, history: History) -> DraftStep:
+    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
-        shown = super().step(depth, alive, history)
+        shown = super().step(round, depth, alive, history)
         # All that have a round share one verification, which is what joint policies go by.
         together = np.where(self.active, 0, -1)
         return DraftStep(shown.depth, shown.alive, shown.parent, shown.features, shown.hidden, together)
@@ -216,10 +217,9 @@ class _Batch:
         seconds, rows = float(made.seconds.max()), np.flatnonzero(on)
         self._clock += seconds
         self._spent[self._request[rows]] += seconds / len(rows)
-        found = made.found
         columns = (
-            np.full(self._size, self._rounds), self._request, np.arange(self._size), anchor, made.context, found.drafted,
-            found.verified, made.accepted, made.committed, made.backlog, found.decisions,
+            np.full(self._size, self._rounds), self._request, np.arange(self._size), anchor, made.context, made.drafted,
+            made.verified, made.accepted, made.committed, made.backlog, made.decisions,
         )  # fmt: skip
         self._log.append(np.stack(columns, 1)[rows])
         self._rounds += 1

@@ -8,12 +8,12 @@ that playing them once serves every profile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...decode.round_state import RoundState
 from ...policies.baselines.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.typing import Array
@@ -68,14 +68,6 @@ def draft_bound(arrays: TraceArrays) -> Tensor:
     return torch.minimum(allowed, ends)
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    """Tokens [R] that a round draws and sends."""
-
-    drafted: Array
-    verified: Array
-
-
 class KnownLengths(TraceSource):
     """A trace as the source of rounds that draft as many tokens as they are told, the streams of C runs side by side.
 
@@ -90,20 +82,16 @@ class KnownLengths(TraceSource):
         self.run, self._bound = run, draft_bound(arrays).numpy()
         self._log: list[Array] = []
 
-    def play(self, drafted: Array, verified: Array) -> Array:
-        """Play the round that has begun and return [R] accepted tokens; what EOS and the limit forbid is cut."""
-        drafted = np.minimum(drafted, self._bound[self.row])
-        # Of a chain, no more of `Drafted` is read here than these two.
-        found: Any = _Lengths(drafted, np.minimum(verified, drafted))
-        # Read before `commit`, which moves anchor and backlog on.
-        unread = self.drafted_unread(found)
-        backlog = self.backlog if unread is None else np.where(unread, 0, self.backlog)
-        before = self.run, self.sequence, self.anchor, self.context(), drafted, found.verified, backlog
-        on = self.active
-        accepted = self.verify(found)
-        committed, _ = self.commit(found)
-        self._log.append(np.stack([*before, committed])[:, on])
-        return accepted
+    def play(self, round: RoundState, drafted: Array, verified: Array) -> Array:
+        """Play a round that has begun and return [R] accepted tokens; what EOS and the limit forbid is cut."""
+        round.drafted = np.minimum(drafted, self._bound[self.row])
+        round.verified = np.minimum(verified, round.drafted)
+        # Read before `commit`, which moves the anchor on.
+        before = self.run, self.sequence, self.anchor, round.context, round.drafted, round.verified
+        self.verify(round)
+        self.commit(round)
+        self._log.append(np.stack([*before, round.backlog, round.committed])[:, round.active])
+        return round.accepted
 
     def take(self, streams: Array) -> None:
         """See `TraceSource.take`."""
@@ -134,8 +122,8 @@ def replay_lengths(arrays: TraceArrays, drafted: Tensor, verified: Tensor) -> Re
     while source.active.any():
         # Streams whose text has ended leave: the last rounds are of few streams.
         source.take(np.flatnonzero(source.active))
-        source.begin()
-        source.play(draws[source.run, source.row], sends[source.run, source.row])  # `begin` has found the rows
+        round = source.begin()  # which finds the rows
+        source.play(round, draws[source.run, source.row], sends[source.run, source.row])
         source.next_texts()
     return source.replayed(runs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...collect.acceptance import DEPENDENT, FIXED, LENGTHS, identified_depth
-from ...decode.drafted import Drafted
+from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
@@ -95,13 +95,13 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
     while source.visit(full):
         on, sequence, anchor = source.active, source.sequence, source.anchor
         made = play_round(source, host)
-        found, fed = made.found, made.found.fed_by_step
-        source.check_observed(found, soft)
-        expected = _expected(arrays, source.row, found) if soft else made.accepted
+        fed = made.fed_by_step
+        source.check_observed(made, soft)
+        expected = _expected(arrays, source.row, made) if soft else made.accepted
         worth.append(np.stack([expected + 1.0, made.seconds], 1)[on])
-        columns = (sequence, anchor, made.context, found.drafted, found.verified, made.accepted, made.backlog)
-        steps = found.drafted if fed is None else (fed > 0).sum(1)
-        counts.append(np.stack([*columns, found.decisions, steps])[:, on])
+        columns = (sequence, anchor, made.context, made.drafted, made.verified, made.accepted, made.backlog)
+        steps = made.drafted if fed is None else (fed > 0).sum(1)
+        counts.append(np.stack([*columns, made.decisions, steps])[:, on])
         feeds += [] if fed is None else [fed[on]]
     committed, seconds = torch.from_numpy(np.concatenate(worth)).unbind(1)
     if not len(committed):
@@ -161,45 +161,45 @@ class RecordedRounds(TraceSource):
         self.anchor, self.backlog = self._anchors_at[self.row], self._unread[self.row]
         return turn < int(self._rounds.max())
 
-    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+    def begin(self) -> RoundState:
         """See `decode.rounds.RoundSource`."""
-        active, alive, context, backlog, limit = super().begin()
-        if limit is not None and self.arrays.drawn is not None and self.topology.is_chain:
+        round = super().begin()
+        if round.limit is not None and self.arrays.drawn is not None and self.topology.is_chain:
             # An engine drafts past the limit of a text, too.
-            limit = np.maximum(limit, self.arrays.drawn.numpy()[self.row].sum(1))
-        return active, alive, context, backlog, limit
+            round.limit = np.maximum(round.limit, self.arrays.drawn.numpy()[self.row].sum(1))
+        return round
 
     def rows(self) -> Array:
         """Return [R], the rows visited."""
         return self.row
 
-    def check_observed(self, found: Drafted, in_expectation: bool) -> None:
+    def check_observed(self, round: RoundState, in_expectation: bool) -> None:
         """Refuse rounds that verify what was drafted and never verified: that is no rejection.
 
         Args:
-            found: the rounds.
+            round: the rounds.
             in_expectation: probabilities serve, which the target gave of sent tokens, in the place of outcomes.
 
         Raises:
             TraceError: the trace does not say what became of a token.
         """
         arrays, tree, row = self.arrays, self.topology, self.row
-        sent = found.sent[:, 1:] & self.active[:, None]  # [R, nodes]
+        sent = round.sent[:, 1:] & self.active[:, None]  # [R, nodes]
         known = arrays.extra["sent"].numpy()[row, : tree.nodes].astype(bool)
         if not in_expectation:
             known |= arrays.extra["labelled"].numpy()[row, : tree.nodes].astype(bool)
             path = arrays.accepted_nodes(torch.from_numpy(row)).numpy()[:, : tree.nodes]
             # After a rejection nothing is left to be observed.
-            sent &= np.concatenate([np.ones((len(row), 1), dtype=bool), path], 1)[:, tree.node_parents + 1]
+            sent &= np.concatenate([np.ones((len(row), 1), dtype=bool), path], 1)[:, tree.parents[1:]]
         if (sent & ~known).any():
             raise TraceError(
                 f"{self.policy.name} verifies tokens that {arrays.header.policy} drafted and did not send when the trace was "
                 "recorded; collect dense traces, or live ones with --explore"
             )
 
-    def commit(self, found: Drafted) -> tuple[Array, Array]:
+    def commit(self, round: RoundState) -> None:
         """Stay: the next round is the one that was recorded."""
-        return self._taken + 1, np.zeros(len(self.row), dtype=bool)
+        round.committed, round.ended = self._taken + 1, np.zeros(len(self.row), dtype=bool)
 
 
 def likelihood_ratios(arrays: TraceArrays, row: Array | slice = slice(None)) -> Array:
@@ -209,8 +209,8 @@ def likelihood_ratios(arrays: TraceArrays, row: Array | slice = slice(None)) -> 
     return np.where(q > 0, p / np.maximum(q, 1e-300), 0.0)
 
 
-def _expected(arrays: TraceArrays, row: Array, found: Drafted) -> Array:
+def _expected(arrays: TraceArrays, row: Array, round: RoundState) -> Array:
     """Return [R], E[min(A, k)] of chains: the sum over j <= k of the product of min(1, p / q)."""
     survival = np.minimum(likelihood_ratios(arrays, row), 1.0).cumprod(1)
-    out: Array = (survival * (np.arange(arrays.depth) < found.verified[:, None])).sum(1)
+    out: Array = (survival * (np.arange(arrays.depth) < round.verified[:, None])).sum(1)
     return out

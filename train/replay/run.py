@@ -153,10 +153,9 @@ def _played(
             host.take(left)
         before, sequence, anchor, active = host.history.values(), source.sequence, source.anchor, source.active
         made = play_round(source, host)
-        found = made.found
-        columns = [sequence, anchor, found.drafted, found.verified, made.accepted, made.committed]
+        columns = [sequence, anchor, made.drafted, made.verified, made.accepted, made.committed]
         if details:
-            columns += [made.context, made.backlog, found.decisions, *found.steps.T]
+            columns += [made.context, made.backlog, made.decisions, *made.steps.T]
         owners.append((part + sequence)[active])
         lines.append(np.stack(columns, 1)[active])
         spent.append(made.seconds[active])

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ...collect.schema import NO_TOKEN
-from ...decode.drafted import Drafted
+from ...decode.hooks import NO_TIMER
+from ...decode.round_state import RoundState
 from ...decode.verify.modes import MODES, is_trimming
 from ...policies.contract import DraftStep, DraftTree, StopPolicy
 from ...policies.errors import TraceError
@@ -112,13 +113,15 @@ class TraceSource:
         self.queues, self._turn, self.sequence = self.queues[streams], self._turn[streams], self.sequence[streams]
         self.anchor, self.backlog, self.active = self.anchor[streams], self.backlog[streams], self.active[streams]
 
-    def begin(self) -> tuple[Array, Array, Array, Array, Array | None]:
+    timer = NO_TIMER
+
+    def begin(self) -> RoundState:
         """See `decode.rounds.RoundSource`."""
         self.row = self.rows()
         allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # one place is the target's
         limit = np.minimum(allowed, self.topology.deepest)
         limit[~self.active] = self.topology.deepest  # who has no round holds nobody back
-        return self.active, self.active[:, None], self.context(), self.backlog, limit
+        return RoundState(self.topology, self.active, self.context(), self.backlog, limit)
 
     def rows(self) -> Array:
         """Return [R], the row of each stream's anchor; any row for those without a round.
@@ -141,7 +144,7 @@ class TraceSource:
         header = self.arrays.header
         return f"it was recorded under {header.policy}" if header.policy else f"its texts are {header.texts}"
 
-    def step(self, depth: int, alive: Array, history: History) -> DraftStep:
+    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `decode.rounds.RoundSource`."""
         first = self.topology.spans[depth].start - 1 if depth else -1  # node = row - 1: the root is none
         features = np.zeros((*alive.shape, self._width), dtype=np.float32)
@@ -168,7 +171,7 @@ class TraceSource:
             full[stream, branch] = recorded.at(torch.from_numpy(self.row[stream]), at).float().numpy()
         return full
 
-    def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
+    def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `decode.rounds.RoundSource`."""
         span = self.topology.spans[depth + 1]
         nodes = slice(span.start - 1, span.stop - 1)
@@ -176,6 +179,7 @@ class TraceSource:
         drawn = feeding if self.topology.is_chain else feeding[:, self.topology.parent_in_level[depth + 1]]
         if self._missing is not None:
             drawn = drawn & ~self._missing[self.row, nodes]
+        round.drawn[:, span] = drawn
         return drawn, drawn if self._ends is None else drawn & ~self._ends[self.row, nodes]
 
     @cached_property
@@ -190,48 +194,40 @@ class TraceSource:
         ends: Array = self.arrays.ends.numpy()
         return ends if ends.any() else None
 
-    def tree(self, sent: Array) -> DraftTree:
-        """See `decode.rounds.RoundSource`."""
-        tree, drawn = self.topology, sent[:, 1:]
-        shown = drawn & ~self.selects_levels  # which tokens were drawn must not matter then
-        tokens = np.where(shown, self._tokens[self.row, : tree.nodes].astype(np.int64), -1)
-        parent, depth = (np.tile(values, (len(sent), 1)) for values in (tree.node_parents, tree.node_depths))
-        return DraftTree(tokens, parent, depth, drawn.copy())
+    def tree(self, round: RoundState) -> DraftTree:
+        """See `decode.rounds.CandidateSource`."""
+        round.tokens[:, 1:] = self._tokens[self.row, : self.topology.nodes]
+        return round.draft_tree(hide_tokens=self.selects_levels)  # which tokens were drawn must not matter then
 
-    def drafted_unread(self, found: Drafted) -> Array | None:
-        """See `decode.rounds.RoundSource`."""
-        if self._reads is None:
-            return None
-        out: Array = ~self._reads[self.row] & (found.drafted > 0)
-        return out
-
-    def verify(self, found: Drafted) -> Array:
+    def verify(self, round: RoundState) -> None:
         """See `decode.rounds.RoundSource`; candidates that a live run did not draft are a `TraceError`."""
-        arrays, tree = self.arrays, self.topology
-        if arrays.drawn is not None and (found.drawn[:, 1:] & ~arrays.drawn.numpy()[self.row, : tree.nodes]).any():
+        arrays, nodes = self.arrays, self.topology.nodes
+        if self._reads is not None:  # a drafter that reads nothing may have drafted the round
+            round.backlog = np.where(~self._reads[self.row] & (round.drafted > 0), 0, round.backlog)
+        if arrays.drawn is not None and (round.drawn[:, 1:] & ~arrays.drawn.numpy()[self.row, :nodes]).any():
             raise TraceError(
                 f"{self.policy.name} drafts what {arrays.header.policy} did not when the trace was recorded; "
                 "collect dense traces, or live ones with --explore"
             )
         if arrays.path is None:  # a chain, of which a first part is sent
-            self._taken = np.minimum(self._accepted[self.row], found.verified)
+            self._taken = np.minimum(self._accepted[self.row], round.verified)
             # The last token drawn is never fed, so the draft has not read it even where it was accepted.
-            self._read = np.minimum(self._taken, found.drafted - 1)
+            self._read = np.minimum(self._taken, round.drafted - 1)
         else:
-            path = arrays.path.numpy()[self.row, : tree.nodes] & found.sent[:, 1:]
-            self._taken, self._read = path.sum(1), (path & found.fed[:, 1:]).sum(1)
+            path = round.on_path[:, 1:]
+            np.logical_and(arrays.path.numpy()[self.row, :nodes], round.sent[:, 1:], out=path)
+            self._taken, self._read = path.sum(1), (path & round.fed[:, 1:]).sum(1)
             if self.selects_levels:
-                self._check_siblings(found)
-        accepted: Array = self._taken * self.active
-        return accepted
+                self._check_siblings(round)
+        round.accepted = self._taken * self.active
 
-    def _check_siblings(self, found: Drafted) -> None:
+    def _check_siblings(self, round: RoundState) -> None:
         """Refuse a round that sends some of the candidates after a token and not others.
 
         How a candidate fares under rejection depends on which were tried before it, and in the trace that was all of them.
         """
         parents = self.topology.parents[1:]
-        drawn, sent = found.drawn[:, 1:] & self.active[:, None], found.sent[:, 1:]
+        drawn, sent = round.drawn[:, 1:] & self.active[:, None], round.sent[:, 1:]
         for parent in np.unique(parents):
             level = parents == parent
             some = (drawn & sent)[:, level].any(1) & (drawn & ~sent)[:, level].any(1)
@@ -242,17 +238,17 @@ class TraceSource:
                     "match verification, or measure it live (`specstop bench`)"
                 )
 
-    def commit(self, found: Drafted) -> tuple[Array, Array]:
+    def commit(self, round: RoundState) -> None:
         """See `decode.rounds.RoundSource`."""
         left = self._text[self.sequence] - self.anchor
         # An end of text or the limit takes the target's own token, and what was accepted beyond.
-        committed = np.minimum(self._taken + 1, left) * self.active
-        drafting = found.drafted > 0
+        round.committed = np.minimum(self._taken + 1, left) * self.active
+        round.ended = round.committed >= left
+        drafting = round.drafted > 0
         if self._reads is not None:
             drafting = drafting & self._reads[self.row]
-        self.backlog = np.where(self.active, self._left_unread(committed, drafting), self.backlog)
-        self.anchor = self.anchor + committed
-        return committed, committed >= left
+        self.backlog = np.where(self.active, self._left_unread(round.committed, drafting), self.backlog)
+        self.anchor = self.anchor + round.committed
 
     def _left_unread(self, committed: Array, drafting: Array) -> Array:
         """Return what the draft has to read before the next round; where another one drafted, what it had to and more."""

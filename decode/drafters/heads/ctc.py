@@ -1,40 +1,40 @@
-"""Candidates from a layer that was trained with CTC: what its output positions say of the sequences that they may mean.
+"""Candidates from a layer that was trained with CTC (CTC-drafter, arXiv 2412.00061).
 
-The layer draws positions after the root, each fed with the best symbol of the one before (CTC-drafter, arXiv 2412.00061). A
-position says a token or a blank; equal tokens side by side are one, blanks fall away. The released code draws all positions,
-collapses the paths of a fixed tree so, and masks what is left out. Here candidates are asked for by what they are a prefix
-of: the chance of a prefix, over all alignments, is the forward algorithm's. So no candidate stands there twice, each has its
-own position, and the scores of the tokens after a path are a distribution. And a position is drawn when a depth is asked for
-that those before it, collapsed, do not reach, so that a short draft takes few steps of the layer. A token that follows itself
-off the likeliest path is then no candidate mostly, as it takes a blank between.
+The layer predicts positions after the anchor, each from the best symbol of the one before. A position is a distribution over
+tokens and a blank; equal adjacent symbols are one token, and blanks are removed. The released code collapses the paths of a
+fixed tree of symbols (`ReleasedCTCDrafter`). `CTCDrafter` scores a token after a path by the probability that the positions
+begin with both, over all alignments, so that no candidate occurs twice and the scores after a path are a distribution. A
+position is predicted when the best symbols before it collapse to fewer tokens than the depth asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ...candidates import Candidates
 from ...models.device import upload
 from ...models.pair import Pair
+from ...round_state import RoundState, Rows
+from ...topology import parse_tree
 from ..base import Proposal
 from .layer import LayerReader
-from .layer_cache import Row
-from .layer_network import CTCNetwork
+from .networks import CTCNetwork
 
-KEPT = 32
-"""Tokens that are proposed after a path at most, the likeliest ones."""
+MAX_PROPOSED = 32
+"""Most tokens proposed after a path."""
 
 
 class Prefixes:
-    """The chances that T positions begin with a prefix, by the forward algorithm; for R places, all of one depth.
+    """Probabilities that T positions begin with a prefix, by the forward algorithm; R prefixes of one length.
 
     Attributes:
-        blank, token: [R, T + 1] the chance that the first t positions say exactly the prefix, ending in a blank or not.
+        blank, token: [R, T + 1] the probability that the first t positions collapse to the prefix, ending in a blank or not.
         last: [R] its last token, -1 of the empty prefix.
     """
 
@@ -43,170 +43,172 @@ class Prefixes:
 
     @staticmethod
     def empty(positions: Tensor) -> Prefixes:
-        """Return the empty prefix of each place; `positions` is [R, T, V + 1], the chances of the symbols."""
-        # Nothing but blanks; column 0 stands before the first position.
-        silent = torch.cat([torch.ones_like(positions[:, :1, -1]), positions[..., -1].cumprod(1)], 1)
+        """Return R empty prefixes; `positions` is [R, T, V + 1], the probabilities of the symbols."""
+        blank = torch.cat([torch.ones_like(positions[:, :1, -1]), positions[..., -1].cumprod(1)], 1)
         last = torch.full((len(positions),), -1, dtype=torch.int64, device=positions.device)
-        return Prefixes(silent, torch.zeros_like(silent), last)
+        return Prefixes(blank, torch.zeros_like(blank), last)
 
     def next(self, positions: Tensor) -> Tensor:
-        """Return [R, V], the chance that the positions begin with the prefix and one token more."""
-        # P(prefix, v, ...) = sum over t of (blank_t + token_t) y_(t+1)(v), y the chances of a position: v is said first at
-        # t + 1, whatever comes after it (prefix search decoding, Graves et al., 2006).
+        """Return [R, V], the probability that the positions begin with the prefix and one more token."""
+        # P(prefix, v, ...) = sum over t of (blank_t + token_t) y_(t+1)(v): v is first emitted at t + 1, whatever comes after
+        # it (prefix search decoding, Graves et al., 2006).
         before = (self.blank + self.token)[:, :-1]
-        chances: Tensor = (before[:, None] @ positions[..., :-1])[:, 0]
-        known = self.last >= 0
-        again = positions.gather(2, self.last.clamp_min(0)[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
-        twice = (self.blank[:, :-1] * again).sum(-1, keepdim=True)  # a token again takes a blank between
-        return torch.where(known[:, None], chances.scatter(1, self.last.clamp_min(0)[:, None], twice), chances)
+        scores: Tensor = (before[:, None] @ positions[..., :-1])[:, 0]
+        same = positions.gather(2, self.last.clamp_min(0)[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
+        repeated = (self.blank[:, :-1] * same).sum(-1, keepdim=True)  # a repeated token needs a blank between
+        is_filled = (self.last >= 0)[:, None]
+        return torch.where(is_filled, scores.scatter(1, self.last.clamp_min(0)[:, None], repeated), scores)
 
     def extended(self, tokens: Tensor, positions: Tensor) -> Prefixes:
-        """Return the prefixes with a token [R] more each; `positions` [R, T, V + 1] are theirs."""
-        said = positions.gather(2, tokens[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
-        # After an equal token it enters from a blank alone, else both would collapse into one.
+        """Return the prefixes with one more token [R] each."""
+        emitted = positions.gather(2, tokens[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
         enters = self.blank + self.token * (self.last != tokens)[:, None]
-        none = torch.zeros_like(self.blank[:, 0])
-        new_blank, new_token = [none], [none]
+        blank, token = [torch.zeros_like(self.blank[:, 0])], [torch.zeros_like(self.blank[:, 0])]
         # token_(t+1) = y_(t+1)(v) (token_t + enters_t); blank_(t+1) = y_(t+1)(blank) (blank_t + token_t), of the new prefix.
         for t in range(positions.shape[1]):
-            new_token.append(said[:, t] * (new_token[t] + enters[:, t]))
-            new_blank.append(positions[:, t, -1] * (new_blank[t] + new_token[t]))
-        return Prefixes(torch.stack(new_blank, 1), torch.stack(new_token, 1), tokens)
+            token.append(emitted[:, t] * (token[t] + enters[:, t]))
+            blank.append(positions[:, t, -1] * (blank[t] + token[t]))
+        return Prefixes(torch.stack(blank, 1), torch.stack(token, 1), tokens)
 
 
-def tokens_said(symbols: Sequence[int], blank: int) -> int:
-    """Return how many tokens symbols say, collapsed."""
+def collapsed_length(symbols: Sequence[int], blank: int) -> int:
+    """Return the number of tokens that symbols collapse to."""
     return sum(symbol != blank for symbol, _ in groupby(symbols))
 
 
-def first_positions(symbols: Tensor, drawn: Tensor) -> Tensor:
-    """Return [R, T, V + 1] with blanks for certain after the first `drawn` [R] positions: they add nothing to a prefix."""
-    after = torch.arange(symbols.shape[1], device=symbols.device) >= drawn[:, None]
-    out = symbols.masked_fill(after[..., None], 0.0)
-    out[..., -1].masked_fill_(after, 1.0)
+def first_positions(positions: Tensor, counts: Tensor) -> Tensor:
+    """Return [R, T, V + 1] with certain blanks after the first `counts` [R] positions: they do not change a prefix."""
+    is_after = torch.arange(positions.shape[1], device=positions.device) >= counts[:, None]
+    out = positions.masked_fill(is_after[..., None], 0.0)
+    out[..., -1].masked_fill_(is_after, 1.0)
     return out
 
 
-@dataclass(slots=True)
-class _Said:
-    """What the positions after a stream's roots say so far.
-
-    Attributes:
-        root: by place of a root its number.
-        rows: by root, the last one that the layer has read.
-        state: [n, H] of the layer there.
-        symbols: [n, t, V + 1] the chances of the symbols at t positions.
-        best: [n, t] the likeliest of them.
-    """
-
-    root: dict[int, int]
-    rows: list[Row]
-    state: Tensor
-    symbols: Tensor
-    best: Tensor
-
-
 class CTCDrafter(LayerReader):
-    """A position for each depth, and more where blanks or repetitions are likely; see above.
-
-    A path has no hidden state of its own, so there is none for policies to read.
+    """Scores candidates by the forward algorithm over the positions of a CTC layer. It has no states for policies.
 
     Args:
-        pair: whose target it is.
-        network: on the target's device.
-
-    Attributes:
-        most: T, its `depth`: the most positions, and the most tokens.
+        pair: target that the network was trained for.
+        network: on the target's device; its depth is the most positions, and so the most tokens.
     """
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
-        self._ctc, self.most = network, network.shape.depth
-        self.beyond = self.most  # of one root; `_begin` has room made for those of several
-        self._wide = pair.logits_dtype
-        self._said: dict[int, _Said] = {}  # by stream, of this round
+        self._ctc, self._blank = network, network.shape.vocabulary
+        self._depth = self.max_depth = self._extra_slots = network.shape.depth
+        # By stream: symbol probabilities [t, V + 1] at t positions, the best symbols, the layer's state [1, H] at the last.
+        self._positions: dict[int, Tensor] = {}
+        self._best: dict[int, list[int]] = {}
+        self._state: dict[int, Tensor] = {}
         super().__init__(pair, network)
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        depth, most = found[0].depth[feeding[0][0]], self.most
         if depth == 0:
-            self._begin(streams, found, feeding)
-        while short := [stream for stream in streams if self._drawn(stream) < most and self._reach(stream) <= depth]:
-            self._go_on(short)
-        paths = [here.path(place) for here, places in zip(found, feeding, strict=True) for place in places]
-        owners = [stream for stream, places in zip(streams, feeding, strict=True) for _ in places]
-        positions = self._symbols(owners, paths)
+            self._start(round, rows)
+        while short := [stream for stream, _ in rows if self._needs_position(stream, depth)]:
+            self._add_position(short)
+        parts = [self._positions[stream] for stream, own in rows for _ in own]
+        counts, positions = [len(part) for part in parts], pad_sequence(parts, batch_first=True)
+        if len({*counts}) > 1:
+            positions = first_positions(positions, upload(counts, self._device))
         prefixes = Prefixes.empty(positions)
-        after = [
-            here.tokens_to(place)[1:] for here, places in zip(found, feeding, strict=True) for place in places
-        ]  # [R, depth]
-        for tokens in upload(after, self._device).T if depth else ():
-            prefixes = prefixes.extended(tokens, positions)
-        chances = prefixes.next(positions)
-        top = chances.topk(min(KEPT, chances.shape[-1]), -1)
-        return Proposal(top.values.log().to(self._wide), top.indices)
+        if depth:
+            paths = [round.path_tokens(stream, row)[1:] for stream, own in rows for row in own]  # [R, depth]
+            for tokens in upload(paths, self._device).T:
+                prefixes = prefixes.extended(tokens, positions)
+        scores = prefixes.next(positions)
+        top = scores.topk(min(MAX_PROPOSED, scores.shape[-1]), -1)
+        return Proposal(top.values.log().to(self._dtype), top.indices)
 
-    def _drawn(self, stream: int) -> int:
-        return self._said[stream].symbols.shape[1]
+    def _needs_position(self, stream: int, depth: int) -> bool:
+        best = self._best[stream]
+        return len(best) < self._depth and collapsed_length(best, self._blank) <= depth
 
-    def _reach(self, stream: int) -> int:
-        """Return how many tokens the likeliest symbols after each root say at least."""
-        return min(tokens_said(best, self._ctc.shape.vocabulary) for best in self._said[stream].best.tolist())
+    def _start(self, round: RoundState, rows: Rows) -> None:
+        """Read the anchors, and predict the first position after each."""
+        states = self._read_anchors(round, rows)
+        for stream, _ in rows:
+            self._positions[stream] = states.new_zeros(0, self._blank + 1, dtype=torch.float64)
+            self._best[stream] = []
+        self._append([stream for stream, _ in rows], states)
 
-    def _symbols(self, streams: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return [R, t, V + 1], what the positions after the roots of R paths say."""
-        own = [
-            self._said[stream].symbols[self._said[stream].root[path[0]]]
-            for stream, path in zip(streams, paths, strict=True)
-        ]
-        drawn = [len(rows) for rows in own]
-        symbols = torch.nn.utils.rnn.pad_sequence(own, batch_first=True)
-        return symbols if len({*drawn}) == 1 else first_positions(symbols, upload(drawn, self._device))
+    def _add_position(self, streams: Sequence[int]) -> None:
+        """Predict one more position of each stream, from the best symbol of the last one."""
+        slots = [[self._length[stream] + len(self._best[stream])] for stream in streams]
+        symbols = upload([self._best[stream][-1:] for stream in streams], self._device)
+        visible = [np.ones((1, slot + 1), dtype=bool) for (slot,) in slots]
+        states = [self._state[stream] for stream in streams]
+        out = self._run(streams, self._ctc.embed(symbols, self._embedding), states, slots, slots, visible)
+        self._append(streams, out[:, 0])
 
-    def _begin(self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]) -> None:
-        """Read the roots, and draw the first position after each."""
-        last, roots = self._read_places(streams, found, feeding)
-        # A root and the positions after it each have a slot.
-        self._cache.grow(max(self._length[s] + self.most * len(own) for s, own in zip(streams, roots, strict=True)))
-        for stream, state, rows, places in zip(streams, last, roots, feeding, strict=True):
-            none = state.new_zeros(len(rows), 0, self._ctc.shape.vocabulary + 1, dtype=torch.float64)
-            root = {place: at for at, place in enumerate(places)}
-            self._said[stream] = _Said(root, rows, state, none, none[..., 0].long())
-        self._hear(streams, last)
+    def _append(self, streams: Sequence[int], states: Tensor) -> None:
+        """Add the position of each stream that the layer's states [S, H] predict."""
+        logits = self._ctc.with_blank(self._output(states), states)
+        positions = logits.double().softmax(-1)  # double, because a prefix multiplies up to T of them
+        best = logits.argmax(-1).tolist()
+        for at, stream in enumerate(streams):
+            self._positions[stream] = torch.cat([self._positions[stream], positions[at, None]])
+            self._best[stream].append(best[at])
+            self._state[stream] = states[at, None]
 
-    def _go_on(self, streams: Sequence[int]) -> None:
-        """Draw one more position after each root of the streams, fed with the likeliest symbol of the last one."""
-        said = [self._said[stream] for stream in streams]
-        for stream, own in zip(streams, said, strict=True):
-            own.rows = [self._next_row(stream, row) for row in own.rows]
-        most = max(len(own.rows) for own in said)
-        # Streams with fewer roots than others are filled up with their last one, which is cut off again.
-        at = [torch.arange(most, device=self._device).clamp_max(len(own.rows) - 1) for own in said]
-        state = torch.stack([own.state[rows] for own, rows in zip(said, at, strict=True)])
-        symbols = torch.stack([own.best[rows, -1] for own, rows in zip(said, at, strict=True)])
-        out = self._run(self._ctc.embed(symbols, self._embedding), state, [own.rows for own in said], streams)
-        self._hear(streams, [rows[: len(own.rows)] for rows, own in zip(out, said, strict=True)])
 
-    def _hear(self, streams: Sequence[int], states: Sequence[Tensor]) -> None:
-        """Take in what the layer's states [n, H] of each stream say."""
-        every = torch.cat(list(states))
-        logits = self._ctc.with_blank(self._output(every), every)
-        # Double: a prefix multiplies up to T of them.
-        chances, best, first = logits.double().softmax(-1), logits.argmax(-1), 0
-        for stream, state in zip(streams, states, strict=True):
-            own, end = self._said[stream], first + len(state)
-            own.state = state
-            own.symbols = torch.cat([own.symbols, chances[first:end, None]], 1)
-            own.best = torch.cat([own.best, best[first:end, None]], 1)
-            first = end
+Trie: TypeAlias = dict[int, "Trie"]
+"""Candidates: by token, those after it."""
 
-    def _next_row(self, stream: int, row: Row) -> Row:
-        """Return a row one position further, in a slot of its own."""
-        fed = self._slot[stream]
-        slot = self._length[stream] + len(fed)
-        # Under a number below 0, which no place has: it only counts the slots that are taken.
-        fed[-1 - len(fed)] = slot
-        # Its token and state are never looked at: `_run` is told embeddings and states.
-        return Row(0, row.state, slot, row.position + 1, row.sees, (*row.beside, slot))
+SYMBOLS = parse_tree("medusa-63")
+"""The tree of symbols. A row of depth d and rank r among its siblings is the r-th best symbol of position d."""
+
+
+def collapsed(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
+    """Return the candidates that the best symbols of each position collapse to, in descending order."""
+    root: Trie = {}
+    paths: dict[int, list[int]] = {0: []}  # symbols by row of the tree
+    for parent, children in enumerate(SYMBOLS.children):
+        path = paths.get(parent)
+        if path is None or len(path) == len(symbols):
+            continue
+        for child, symbol in zip(children, symbols[len(path)], strict=False):  # a small vocabulary has fewer
+            node, paths[child] = root, [*path, symbol]
+            for token, _ in groupby(paths[child]):
+                if token != blank:
+                    node = node.setdefault(token, {})
+    return root
+
+
+def size(trie: Trie) -> int:
+    """Return the number of candidates."""
+    return sum(1 + size(children) for children in trie.values())
+
+
+class ReleasedCTCDrafter(CTCDrafter):
+    """Proposes the collapsed candidates of the released code only. Scores are their order, for greedy matching.
+
+    Args:
+        pair, network: as of `CTCDrafter`; the network has as many positions as the tree is deep.
+    """
+
+    def __init__(self, pair: Pair, network: CTCNetwork) -> None:
+        super().__init__(pair, network)
+        self._tries: dict[tuple[int, int], Trie] = {}  # by stream and row
+
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        """See `Drafter`."""
+        if depth == 0:
+            streams = [stream for stream, _ in rows]
+            self._start(round, rows)
+            for _ in range(min(SYMBOLS.deepest, self._depth) - 1):
+                self._add_position(streams)
+            positions = torch.stack([self._positions[stream] for stream in streams])  # [S, T, V + 1]
+            best = positions.topk(min(max(map(len, SYMBOLS.children)), self._blank + 1), -1).indices.tolist()
+            self._tries = {(stream, 0): collapsed(own, self._blank) for stream, own in zip(streams, best, strict=True)}
+        weights = []
+        for stream, own in rows:
+            for row in own:
+                if row:
+                    # Other tokens than the proposed ones, such as resampled ones, have no candidates below.
+                    parent = self._tries[stream, round.topology.parent[row]]
+                    self._tries[stream, row] = parent.get(int(round.tokens[stream, row]), {})
+                trie = self._tries[stream, row].items()
+                # Large tries first, as the topology `ctc-released` has room for them; ties in descending order.
+                weights.append({token: 1 + size(children) - at / 1000 for at, (token, children) in enumerate(trie)})
+        return Proposal.of_weights(weights, self._dtype, self._device)

@@ -1,4 +1,4 @@
-"""Candidates from one transformer layer on the target's last hidden states, depth by depth (EAGLE and MTP in kind)."""
+"""Candidates from one transformer layer on the target's last hidden states, depth by depth (like EAGLE and MTP)."""
 
 from __future__ import annotations
 
@@ -7,152 +7,180 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from ....policies.typing import Array
-from ...candidates import Candidates
+from ...models.attention import without_cudnn
 from ...models.device import upload
-from ...models.long_rope import ENDLESS
 from ...models.pair import Pair
 from ...models.view import layer_view
-from ..base import READS_ALL, Proposal
-from .drafter import scores
-from .layer_cache import LayerCache, Row
-from .layer_network import LayerNetwork
-from .output_layer import output_layer
+from ...round_state import RoundState, Rows
+from ..base import READS_ALL, Drafter, Proposal
+from .networks import LayerNetwork, output_layer
 
 
-class LayerReader:
-    """Reads committed tokens with the target's states, and candidates with the layer's own in their place.
+class LayerReader(Drafter):
+    """Runs a layer with a key-value cache: committed tokens with the target's states, candidates with the layer's own.
 
-    Slot i of its cache belongs to token i + 1 of a text, beside which it reads the state of token i. What candidates leave
-    in the cache is written over: once accepted they are read again, with the target's states.
+    Slot i of the cache belongs to token i + 1 of a text, which is read with the state of token i. Candidates are overwritten:
+    once accepted they are read again, with the target's states.
 
     Args:
-        pair: whose target it is.
-        network: on the target's device.
+        pair: target that the network was trained for.
+        network: layer on the target's device.
     """
 
-    layers: tuple[int, ...] = (-1,)
-    readable = ENDLESS
+    layers = (-1,)
     reading = READS_ALL
-    beyond = 0  # slots that candidates take and the loop does not count
+    _extra_slots = 0  # of a round, beyond its candidates
 
     def __init__(self, pair: Pair, network: LayerNetwork) -> None:
-        self._network, self._device = network, pair.device
+        self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
         self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
         self._output = output_layer(pair.target)
-        self._like = network.before  # for its device and type
-        self._cache = LayerCache(0, 0, 1, 1, self._like)  # of no stream, so that `reserve` makes another
-        self._rotation = network.rotations(0, self._device, self._like.dtype)
+        self._cache = network.before.new_zeros(2, 0, 1, 1, 1)
         self.reserve(1, 0)
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
-        shape, slots = self._network.shape, tokens + self.beyond
-        if self._cache.slots < slots or self._cache.streams != streams:
-            width = shape.hidden // shape.attention_heads
-            self._cache = LayerCache(streams, slots, shape.attention_heads, width, self._like)
-        # Not as long as the cache: that may have grown.
-        if len(self._rotation[0]) <= slots:
-            self._rotation = self._network.rotations(slots + 1, self._device, self._like.dtype)
-        self._unread: list[list[tuple[int, Tensor]]] = [[] for _ in range(streams)]
-        self._last: list[Tensor | None] = [None] * streams  # the state of the last token that the target has read
-        self._length = [0] * streams  # slots that hold committed tokens
-        self._slot: list[dict[int, int]] = [{} for _ in range(streams)]  # of places fed this round
-        self._states: dict[tuple[int, int], Tensor] = {}  # by stream and place
+        super().reserve(streams, tokens)
+        shape, slots, weight = self._network.shape, tokens + self._extra_slots, self._network.before
+        if self._cache.shape[2] <= slots or self._cache.shape[1] != streams:
+            heads = shape.attention_heads
+            # Keys and values [2, S, slots + 1, heads, d]; padding of short streams is written to the last slot.
+            self._cache = weight.new_zeros(2, streams, slots + 1, heads, shape.hidden // heads)
+            self._rotation = self._network.rotations(slots + 1, self._device, weight.dtype)
+        self._unread_tokens: list[list[int]] = [[] for _ in range(streams)]
+        self._unread_states: list[list[Tensor]] = [[] for _ in range(streams)]  # [n, H], of the tokens before
+        self._last: list[Tensor | None] = [None] * streams  # [1, H], of the last token that the target has read
+        self._length = [0] * streams  # slots of committed tokens
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        self._unread[stream], self._last[stream], self._length[stream], self._slot[stream] = [], None, 0, {}
-        self._cache.clear(stream)
+        self._unread_tokens[stream], self._unread_states[stream] = [], []
+        self._last[stream], self._length[stream] = None, 0
+        self._cache[:, stream] = 0  # masked values are multiplied by 0, but NaN would stay
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         assert states is not None
-        states = states.clone()  # a recorded call of the target writes over its states
-        last = self._last[stream]
-        # The first token of a text has no state before it and is never read: there the states are one fewer than the tokens.
-        befores = [*([] if last is None else [last]), *states[:-1]]
-        self._unread[stream] += zip(tokens[len(tokens) - len(befores) :], befores, strict=True)
-        self._last[stream] = states[-1]
-        self._slot[stream] = {}
+        states = states.clone()  # CUDA graphs of the target overwrite their outputs
+        if (last := self._last[stream]) is not None:
+            self._unread_states[stream].append(last)
+        else:
+            tokens = tokens[1:]  # the first token of a text has no state before it
+        self._unread_tokens[stream].extend(tokens)
+        self._unread_states[stream].append(states[:-1])
+        self._last[stream] = states[-1:]
 
     def backlog(self) -> Array:
         """See `Drafter`."""
-        return np.array([len(unread) + 1 for unread in self._unread])
+        return np.array([len(tokens) + 1 for tokens in self._unread_tokens])
 
-    def _take_unread(self, stream: int) -> list[Row]:
-        """Return the committed tokens that are to be read, and begin a round."""
-        first, unread = self._length[stream], self._unread[stream]
-        self._unread[stream], self._slot[stream] = [], {}
-        self._length[stream] += len(unread)
-        return [Row(token, state, at, at, at, (at,)) for at, (token, state) in enumerate(unread, first)]
+    def _read_anchors(self, round: RoundState, rows: Rows) -> Tensor:
+        """Read the backlogs and the anchors; return the states [S, H] after the anchors."""
+        tokens, states, slots, visible = [], [], [], []
+        for stream, _ in rows:
+            last, first, unread = self._last[stream], self._length[stream], self._unread_tokens[stream]
+            assert last is not None
+            tokens.append([*unread, int(round.tokens[stream, 0])])
+            states.append(torch.cat([*self._unread_states[stream], last]))
+            slots.append(list(range(first, first + len(tokens[-1]))))
+            visible.append(np.tri(len(tokens[-1]), slots[-1][-1] + 1, first, dtype=bool))
+            self._length[stream] += len(unread)
+            self._unread_tokens[stream], self._unread_states[stream] = [], []
+        out = self._run([stream for stream, _ in rows], self._embed(tokens), states, slots, slots, visible)
+        last_rows = [len(own) - 1 for own in tokens]
+        return out[0, -1:] if len(rows) == 1 else out[range(len(rows)), last_rows]
 
-    def _row(self, stream: int, here: Candidates, place: int) -> Row:
-        """Return the row of a candidate, in the next slot: it sees the text and its path."""
-        base, fed = self._length[stream], self._slot[stream]
-        # Candidates of one depth share a position, but each has a slot of its own.
-        fed[place] = slot = base + len(fed)
-        depth, parent = here.depth[place], here.parent[place]
-        # Of what the target has not read there is only the layer's own state.
-        state = self._last[stream] if parent < 0 else self._states[stream, parent]
-        assert state is not None
-        path = tuple(fed[before] for before in here.path(place))
-        return Row(here.tokens[place], state, slot, base + depth, base, path)
+    def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        embedded: Tensor = self._embedding(upload(_padded(tokens, 0), self._device))
+        return embedded
 
-    def _read_places(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> tuple[list[Tensor], list[list[Row]]]:
-        """Read places, at the roots what is unread of the text before them; return their states [n, H] and rows by stream."""
-        read, fed = [], []
-        for stream, here, places in zip(streams, found, feeding, strict=True):
-            read.append([] if here.depth[places[0]] else self._take_unread(stream))
-            fed.append([self._row(stream, here, place) for place in places])
-        states = self._read([[*before, *rows] for before, rows in zip(read, fed, strict=True)], streams)
-        # Rows of the backlog come first: nothing is proposed after them.
-        last = [
-            states[at, len(before) : len(before) + len(rows)]
-            for at, (before, rows) in enumerate(zip(read, fed, strict=True))
-        ]
-        return last, fed
+    def _run(
+        self,
+        streams: Sequence[int],
+        embedded: Tensor,
+        states: Sequence[Tensor],
+        slots: Sequence[Sequence[int]],
+        positions: Sequence[Sequence[int]],
+        visible: Sequence[Array],
+    ) -> Tensor:
+        """Run the layer and return its states [S, n, H], of which the last ones of short streams are padding.
 
-    def _read(self, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> Tensor:
-        """Return [S, n, H], the states of rows."""
-        most = max(map(len, rows))
-        # What fills a short stream up writes to the slot that is nobody's (`LayerCache.place`).
-        full = [[*some, *[some[-1]] * (most - len(some))] for some in rows]
-        tokens = upload([[row.token for row in some] for some in full], self._device)
-        states = torch.stack([row.state for some in full for row in some]).unflatten(0, tokens.shape)
-        return self._run(self._embedding(tokens), states, rows, streams)
+        Args:
+            streams: S, ascending.
+            embedded: [S, n, H] embeddings of the tokens.
+            states: by stream [rows, H], those of the tokens before.
+            slots, positions: by stream and row.
+            visible: by stream [rows, slots] bool, the slots that a row attends to.
+        """
+        keys, values = self._cache
+        scratch, end = keys.shape[1] - 1, max(mask.shape[1] for mask in visible)
+        mask = np.zeros((len(streams), embedded.shape[1], end), dtype=bool)
+        mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other rows
+        for own, part in zip(mask, visible, strict=True):
+            own[: len(part), : part.shape[1]] = part
+        attention_mask = None if mask.all() else torch.from_numpy(mask).to(self._device)[:, None]
+        at, rotary = upload(_padded(slots, scratch), self._device), upload(_padded(positions, 0), self._device)
+        index = upload(list(streams), self._device)
+        is_batch = list(streams) == list(range(self._streams))  # then attention reads the cache without a copy
 
-    def _run(self, embedded: Tensor, states: Tensor, rows: Sequence[Sequence[Row]], streams: Sequence[int]) -> Tensor:
-        """Return [S, n, H] from embeddings and states [S, n, H] of rows, the last one of a stream repeated."""
-        most = embedded.shape[1]
-        positions = [[*(row.position for row in some), *[0] * (most - len(some))] for some in rows]
-        at = upload(positions, self._device)
-        self._cache.place(rows, streams)
-        out: Tensor = self._network(
-            embedded, states, (self._rotation[0][at], self._rotation[1][at]), self._cache.attend
-        )
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[index[:, None], at] = k
+            values[index[:, None], at] = v
+            k, v = ((cache if is_batch else cache[index])[:, :end].transpose(1, 2) for cache in (keys, values))
+            with without_cudnn(q.device):
+                out = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attention_mask)
+            return out.transpose(1, 2)
+
+        cos, sin = self._rotation
+        out: Tensor = self._network(embedded, pad_sequence(list(states), True), (cos[rotary], sin[rotary]), attend)
         return out
 
 
 class LayerDrafter(LayerReader):
-    """Proposes what the target's own output layer says of the layer's states, depth by depth; see `LayerReader`."""
+    """Proposes by the target's own output layer on the layer's states; see `LayerReader`."""
 
     _keeps = False
 
     def keep_states(self) -> int:
-        """See `hidden.KeepsStates`."""
+        """Return the hidden states with every proposal from now on; the result is their width H."""
         self._keeps = True
         return self._network.shape.hidden
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        last, _ = self._read_places(streams, found, feeding)
-        for stream, places, some in zip(streams, feeding, last, strict=True):
-            self._states |= {(stream, place): state for place, state in zip(places, some, strict=True)}
-        new = last[0] if len(last) == 1 else torch.cat(last)
-        return Proposal(scores(self._output(new)), None, new if self._keeps else None)
+        if depth == 0:
+            states = self._read_anchors(round, rows)
+            self._slots = {stream: {0: self._length[stream]} for stream, _ in rows}  # by stream and row
+            self._states: dict[tuple[int, int], Tensor] = {}  # by stream and row
+        else:
+            states = self._read_candidates(round, depth, rows)
+        fed = [(stream, row) for stream, own in rows for row in own]
+        self._states |= zip(fed, states, strict=True)
+        return Proposal(self._output(states).to(self._dtype), None, states if self._keeps else None)
+
+    def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
+        """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""
+        slots, states, visible, tree = [], [], [], round.topology
+        for stream, own in rows:
+            base, by_row = self._length[stream], self._slots[stream]
+            by_row |= zip(own, range(base + len(by_row), base + len(by_row) + len(own)), strict=True)
+            slots.append([by_row[row] for row in own])
+            mask = np.zeros((len(own), base + len(by_row)), dtype=bool)
+            mask[:, :base] = True
+            for at, row in enumerate(own):
+                mask[at, [by_row[ancestor] for ancestor in tree.paths[row]]] = True
+            visible.append(mask)
+            states.append(torch.stack([self._states[stream, tree.parent[row]] for row in own]))
+        positions = [[self._length[stream] + depth] * len(own) for stream, own in rows]
+        embedded = self._embed([round.tokens[stream, own].tolist() for stream, own in rows])
+        out = self._run([stream for stream, _ in rows], embedded, states, slots, positions, visible)
+        return torch.cat([part[: len(own)] for part, (_, own) in zip(out, rows, strict=True)])
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
+    longest = max(map(len, rows))
+    return [[*row, *[fill] * (longest - len(row))] for row in rows]

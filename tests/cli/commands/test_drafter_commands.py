@@ -106,7 +106,7 @@ def test_rounds_that_stay_shorter_than_asked_are_told_of(place: Path, tmp_path: 
     answer = cli("train-drafter", *target, *fit, "--prompts", place / "train.jsonl", "--out", tmp_path / "heads")
     assert answer.code == 0, answer.err
     short = f"{' '.join(heads)}: proposes 2 tokens at most, so that rounds of 3 stay shorter; give --depth 2"
-    cut = "--tree 2,1: has nodes down to depth 2, of which those deeper than 1 are left out; give --depth 2 for all"
+    cut = "--tree 2,1: nodes deeper than 1 are left out; give --depth 2 for all"
     for number, (asked, told) in enumerate({"2": [], "3": [short], "1 --tree 2,1": [cut]}.items()):
         options = (*target, *heads, "--depth", *asked.split(), "--prompts", place / "test.jsonl")
         few = ("--limit", "2", "--max-new-tokens", "6")

@@ -18,8 +18,8 @@ from specstop.collect.explore import exploring
 from specstop.collect.live import LiveCollector
 from specstop.collect.schema import Header, chain
 from specstop.collect.work import Work
+from specstop.decode.engines.drafters import ModelRows
 from specstop.decode.engines.drafting import Drafting, Options
-from specstop.decode.engines.models import ModelRows
 from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import cli
 from specstop.collect.engines.vllm_profile import StepScript, StepTimer, measure_vllm
-from specstop.decode.engines.rounds import Heard, Sent
+from specstop.decode.engines.drafting import Heard, Sent
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
 from specstop.policies.latency.measurements import Key

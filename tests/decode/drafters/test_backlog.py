@@ -10,12 +10,13 @@ import pytest
 from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.decode.candidates import Candidates
-from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
+from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
+from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.packing import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
+from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.latency.profile import Profile
@@ -33,10 +34,10 @@ class Spy(ModelDrafter):
         super().__init__(pair)
         self.read: dict[int, int] = {}
 
-    def _part(self, stream: int, here: Candidates, places: Sequence[int]) -> Part:
+    def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
         before = self._model.lengths[stream]
-        part = super()._part(stream, here, places)
-        if here.depth[places[0]] == 0:
+        part = super()._part(round, depth, stream, rows)
+        if depth == 0:
             self.read[stream] = self._model.lengths[stream] - before + len(part.tokens)
         return part
 
@@ -56,23 +57,19 @@ class Lengths(StopPolicy):
         return state + outcome.active * 13
 
 
-class Watch:
+class Watch(Hook):
     """Compares the backlog of each round with what was read in it."""
 
     def __init__(self, spy: Spy) -> None:
         self.spy, self.free, self.backlogs = spy, 0, list[int]()
 
-    def level(self, *args: Any) -> None:
-        pass
-
-    def round(self, seen: Any) -> None:
-        record: Round = seen.record
-        read = self.spy.read.pop(seen.stream, 0)
-        if record.drafted:
-            roots = len(seen.found.depth) - sum(depth > 0 for depth in seen.found.depth)
-            assert record.backlog == (read - roots + 1 if read else 0)
-            self.free += not read
-            self.backlogs.append(record.backlog)
+    def on_round_end(self, round: RoundState) -> None:
+        for stream, record in round.records.items():
+            read = self.spy.read.pop(stream, 0)
+            if record.drafted:
+                assert record.backlog == read
+                self.free += not read
+                self.backlogs.append(record.backlog)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -82,10 +79,10 @@ def test_a_round_reads_its_backlog(
     pair: Pair, prompt_ids: list[list[int]], tree: str | None, temperature: float, batch: int, three: bool
 ) -> None:
     spy = Spy(pair)
-    other = EitherDrafter(pair, LookupDrafter(pair), spy, 0.9) if three else spy
-    drafter, watch = EitherDrafter(pair, SuffixDrafter(pair), other, 0.4), Watch(spy)
+    other = FallbackDrafter(pair, LookupDrafter(pair), spy, 0.9) if three else spy
+    drafter, watch = FallbackDrafter(pair, SuffixDrafter(pair), other, 0.4), Watch(spy)
     settings = Settings(temperature, NEW, DEPTH, tree=tree)
-    run = Speculator(pair, Lengths(), settings, drafter=drafter, observer=watch, batch=batch)
+    run = Speculator(pair, Lengths(), settings, drafter=drafter, hooks=[watch], batch=batch)
     run.run([Request([*ids, *ids], key * 31) for key, ids in enumerate(prompt_ids)])
     assert watch.free > 3 and max(watch.backlogs) > 10 and len(set(watch.backlogs)) > 4
 

@@ -12,12 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 from attack_families import family
-from small_drafters import CLASSES, TRAINED, small_network
+from small_drafters import CLASSES, TRAINED, new_round, proposed, small_network
 from specstop.decode import Settings, decode
 from specstop.decode.drafters import find_drafter, with_drafter
-from specstop.decode.drafters.depths import tell_if_cut
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
+from specstop.decode.drafters.spec import load_trained, warn_depth_limited
 from specstop.decode.models.pair import Pair, join, load_pair
+from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.safe_loading import digest
@@ -72,19 +73,16 @@ def test_an_engine_with_reordered_weights_has_the_same_drafter(pair_folder: Path
         for kind in TRAINED:
             drafter: Any = find_drafter(f"{kind}:{tmp_path / kind}", pair)
             drafter.reserve(1, 32)
-            rows[kind].append(_first_row(drafter, pair))
+            rows[kind].append(_first_row(drafter))
     for some in rows.values():
         for other in some[1:]:
             torch.testing.assert_close(some[0], other, atol=2e-4, rtol=0)
 
 
 @torch.inference_mode()
-def _first_row(drafter: Any, pair: Pair) -> torch.Tensor:
-    from specstop.decode.candidates import Candidates
-    from specstop.decode.topology import chain
-
+def _first_row(drafter: Any) -> torch.Tensor:
     drafter.committed(0, [5, 6, 7], torch.linspace(-1.0, 1.0, 48).view(3, 16))
-    row: torch.Tensor = drafter.propose([0], [Candidates.at([9], chain(2))], [[0]]).dense(pair.vocabulary)
+    row: torch.Tensor = proposed(drafter, new_round([9], chain(2)), 0)
     return row.nan_to_num(neginf=-9.0)
 
 
@@ -113,7 +111,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another schema": (lambda f: edit(f, lambda r: r.update(schema=2)), "it has schema 2, but this specstop reads 1"),
     "a lost key": (lambda f: edit(f, lambda r: r.pop("target")), "keys missing or unknown: 'target'"),
     "a key too many": (lambda f: edit(f, lambda r: r.update(auto_map=1)), "keys missing or unknown: 'auto_map'"),
-    "another type": (lambda f: edit(f, lambda r: r.update(shape=[4])), "shape: '[4]' is not what is expected there"),
+    "another type": (lambda f: edit(f, lambda r: r.update(shape=[4])), "shape: expected a dict, not '[4]'"),
     "an edit": (lambda f: edit(f, lambda r: r.update(target="x"), False), "its checksum differs"),
     "an unknown kind": (lambda f: edit(f, lambda r: r.update(kind="eagle")), "kind: expected one of medusa, hydra,"),
     "a huge shape": (lambda f: edit(f, lambda r: r["shape"].update(hidden=10**9)), "hidden: expected a whole number"),
@@ -153,7 +151,7 @@ def test_loops_share_a_network_as_long_as_its_folder_says_the_same(
     plain_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    monkeypatch.setattr("specstop.decode.drafters.shared.load_drafter", lambda p: read.append(p) or load_drafter(p))
+    monkeypatch.setattr("specstop.decode.drafters.spec.load_trained", lambda k, p: read.append(p) or load_trained(k, p))
     save_drafter(trained(plain_pair), tmp_path / "d")
     pair = with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}")
     for _ in range(2):  # the first loop is gone when the second is made
@@ -169,12 +167,10 @@ def test_loops_share_a_network_as_long_as_its_folder_says_the_same(
 
 def test_of_two_drafters_the_second_one_is_told_to_make_short_rounds(plain_pair: Pair, tmp_path: Path) -> None:
     save_drafter(trained(plain_pair), tmp_path / "d")
-    with pytest.warns(SpecstopWarning, match="proposes 3 tokens at most, so that rounds of 5 stay shorter"):
-        tell_if_cut(with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}"), 5)
-    with pytest.warns(
-        SpecstopWarning, match="the second one proposes 3 tokens at most, so that its rounds of 5 stay"
-    ) as told:
-        tell_if_cut(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
+    with pytest.warns(SpecstopWarning, match="proposes 3 tokens at most"):
+        warn_depth_limited(with_drafter(plain_pair, f"medusa:{tmp_path / 'd'}"), 5)
+    with pytest.warns(SpecstopWarning, match="the second drafter proposes 3 tokens") as told:
+        warn_depth_limited(with_drafter(plain_pair, f"suffix+medusa:{tmp_path / 'd'}"), 5)
     assert "depth" not in told[0].message.command_line, "the first one goes as deep as it is asked to"
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
-from specstop.decode.candidates import Candidates
+from small_drafters import new_round, proposed
 from specstop.decode.drafters import LookupDrafter, ModelDrafter, Proposal, find_drafter
-from specstop.decode.drafters.known import BUILTINS, TRAINED, paths_of, read_known, with_full_paths
+from specstop.decode.drafters.spec import BUILTINS, TRAINED, parse_spec, paths_of, with_full_paths
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
+from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
@@ -37,12 +38,8 @@ def looked_up(pair: Pair, text: list[int], longest: int = 3, anchor: int | None 
     drafter.reserve(1, 64)
     whole = text if anchor is None else [*text, anchor]
     drafter.committed(0, whole[:-1], None)
-    row = proposed(drafter, Candidates.at(whole[-1:], chain(3)), [0])[0]
+    row = proposed(drafter, new_round(whole[-1:], chain(3)), 0)[0]
     return {t: float(row[t].exp()) for t in torch.isfinite(row).nonzero()[:, 0].tolist()}
-
-
-def proposed(drafter: LookupDrafter, found: Candidates, places: list[int]) -> Tensor:
-    return drafter.propose([0], [found], [places]).dense(VOCABULARY)
 
 
 def generate(
@@ -83,16 +80,15 @@ def test_lookup_follows_each_branch_of_a_tree_by_its_own_tokens(pair: Pair) -> N
     drafter = LookupDrafter(pair)
     drafter.reserve(1, 64)
     drafter.committed(0, text[:6], None)
-    found = Candidates.at([5], parse_tree("2,2"))
-    rows = proposed(drafter, found, [0])
+    round = new_round([5], parse_tree("2,2"), {1: 9, 2: 8})
+    rows = proposed(drafter, round, 0)
     assert torch.isfinite(rows[0]).nonzero()[:, 0].tolist() == [8, 9]
-    places = [found.add(0, 1, 9), found.add(0, 2, 8)]
-    rows = proposed(drafter, found, places)
+    rows = proposed(drafter, round, 1, 2)
     assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[31], [30]]
     drafter.committed(0, [5, 9], None)
-    assert not torch.isfinite(proposed(drafter, Candidates.at([44], parse_tree("2,2")), [0])).any()
+    assert not torch.isfinite(proposed(drafter, new_round([44], parse_tree("2,2")), 0)).any()
     drafter.reserve(1, 64)
-    assert not torch.isfinite(proposed(drafter, Candidates.at([5], chain(1)), [0])).any(), "a new text"
+    assert not torch.isfinite(proposed(drafter, new_round([5], chain(1)), 0)).any(), "a new text"
 
 
 def test_lookup_knows_each_text_of_a_batch_by_itself(pair: Pair) -> None:
@@ -101,15 +97,15 @@ def test_lookup_knows_each_text_of_a_batch_by_itself(pair: Pair) -> None:
     drafter.reserve(3, 64)
     for stream, text in enumerate(texts):
         drafter.committed(stream, text[:-1], None)
-    found = [Candidates.at(text[-1:], chain(2)) for text in texts]
-    sparse = drafter.propose([0, 1, 2], found, [[0], [0], [0]])
+    round = new_round([text[-1] for text in texts], chain(2))
+    sparse = drafter.propose(round, 0, [(stream, [0]) for stream in range(3)])
     assert sparse.ids is not None and sparse.ids.shape == sparse.scores.shape == (3, 2)
     rows = sparse.dense(VOCABULARY)
     assert [torch.isfinite(row).nonzero()[:, 0].tolist() for row in rows] == [[8, 9], [7], []]
     alone = LookupDrafter(pair)
     alone.reserve(1, 64)
     alone.committed(0, texts[0][:-1], None)
-    assert torch.equal(proposed(alone, Candidates.at([5], chain(2)), [0])[0], rows[0])
+    assert torch.equal(proposed(alone, new_round([5], chain(2)), 0)[0], rows[0])
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
@@ -208,15 +204,13 @@ class Heads:
         self.hidden = states[-1:]
         self.seen.append((list(self.text[-len(tokens) :]), list(self.text), states.clone()))
 
-    def propose(
-        self, streams: Sequence[int], found: Sequence[Candidates], feeding: Sequence[Sequence[int]]
-    ) -> Proposal:
-        assert list(streams) == [0]
-        depth = found[0].depth[feeding[0][0]]
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        ((stream, fed),) = rows
+        assert stream == 0
         if depth == 0:
             self.passes += 1
             self.rows = [torch.nn.functional.linear(self.hidden, head) for head in self.heads]
-        return Proposal(self.rows[depth].expand(len(feeding[0]), -1))
+        return Proposal(self.rows[depth].expand(len(fed), -1))
 
 
 class Half(StopPolicy):
@@ -286,7 +280,7 @@ def test_one_drafter_may_serve_one_loop_after_the_other(pair: Pair, prompt_ids: 
 
 def test_vocabulary_of_lookup_is_the_pairs(pair: Pair) -> None:
     drafter = LookupDrafter(pair)
-    assert proposed(drafter, Candidates.at([5], chain(1)), [0]).shape == (1, VOCABULARY)
+    assert proposed(drafter, new_round([5], chain(1)), 0).shape == (1, VOCABULARY)
 
 
 class Layers(Heads):
@@ -333,7 +327,7 @@ def test_names_are_known_without_what_makes_drafters() -> None:
     ],
 )  # fmt: skip
 def test_kinds_are_those_of_what_is_read(spec: str) -> None:
-    assert kinds_of(spec) == "+".join(part.kind for part in read_known(spec).parts())
+    assert kinds_of(spec) == "+".join(part.kind for part in parse_spec(spec).parts())
 
 
 def test_paths_of_a_spec_are_made_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEW, VOCABULARY
-from small_drafters import small_drafter
-from specstop.decode.candidates import Candidates
+from conftest import NEW
+from small_drafters import new_round, proposed, small_drafter
 from specstop.decode.drafters import (
-    EitherDrafter,
+    FallbackDrafter,
     LookupDrafter,
     ModelDrafter,
     SuffixDrafter,
     find_drafter,
     with_drafter,
 )
-from specstop.decode.drafters.known import needs_draft, paths_of
+from specstop.decode.drafters.spec import needs_draft, paths_of
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -40,24 +39,21 @@ def pair(plain_pair: Pair) -> Pair:
 def test_the_first_drafts_where_it_is_sure_and_the_other_elsewhere(pair: Pair) -> None:
     """Alone and in a batch, in which the rows of both stand in the order of the streams."""
 
-    def rows(drafter: EitherDrafter | SuffixDrafter | ModelDrafter, texts: list[list[int]]) -> list[torch.Tensor]:
+    def rows(drafter: FallbackDrafter | SuffixDrafter | ModelDrafter, texts: list[list[int]]) -> list[torch.Tensor]:
         drafter.reserve(len(texts), 40)
         for stream, text in enumerate(texts):
             drafter.committed(stream, text[:-1], None)
-        found = [Candidates.at(text[-1:], chain(2)) for text in texts]
-        one = drafter.propose(range(len(texts)), found, [[0]] * len(texts)).dense(VOCABULARY)
-        places = [[here.add(0, 1, 30)] for here in found]
-        two = drafter.propose(range(len(texts)), found, places).dense(VOCABULARY)
-        return [torch.stack(both) for both in zip(one, two, strict=True)]
+        round = new_round([text[-1] for text in texts], chain(2), {1: 30})
+        return [*torch.stack([proposed(drafter, round, row) for row in (0, 1)], 1)]
 
     (suffix,), (model,) = rows(SuffixDrafter(pair), [REPEATS]), rows(ModelDrafter(pair), [NEW_TEXT])
     chance = float(suffix[0].softmax(-1).max())
     assert int(suffix[0].argmax()) == 30 and 0.4 < chance < 1.0
     for texts in ([REPEATS], [NEW_TEXT], [NEW_TEXT, REPEATS, NEW_TEXT]):
-        drafter = EitherDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), chance)
+        drafter = FallbackDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), chance)
         for text, made in zip(texts, rows(drafter, texts), strict=True):
             torch.testing.assert_close(made, suffix if text is REPEATS else model, atol=1e-9, rtol=0)
-    (made,) = rows(EitherDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), chance + 1e-3), [REPEATS])
+    (made,) = rows(FallbackDrafter(pair, SuffixDrafter(pair), ModelDrafter(pair), chance + 1e-3), [REPEATS])
     torch.testing.assert_close(made, *rows(ModelDrafter(pair), [REPEATS]), atol=1e-9, rtol=0)
 
 
@@ -67,7 +63,7 @@ def test_text_is_the_targets_alone_and_in_a_batch(pair: Pair, prompt_ids: list[l
     keys = [stream_key(0, f"p{i}") for i in range(len(prompts))]
     expected = plain_texts(pair, prompts, keys, NEW, temperature).tokens
     for batch, other in ((1, ModelDrafter(pair)), (3, ModelDrafter(pair)), (3, small_drafter("layer", pair))):
-        drafter = EitherDrafter(pair, SuffixDrafter(pair), other, 0.4)
+        drafter = FallbackDrafter(pair, SuffixDrafter(pair), other, 0.4)
         speculator = Speculator(
             pair,
             FixedLength(3),
@@ -82,10 +78,10 @@ def test_text_is_the_targets_alone_and_in_a_batch(pair: Pair, prompt_ids: list[l
 
 def test_they_are_found_by_name(pair: Pair) -> None:
     found = find_drafter("suffix?sure=0.75+model", pair)
-    assert isinstance(found, EitherDrafter) and isinstance(found._first, SuffixDrafter)
-    assert isinstance(found._other, ModelDrafter) and found._least == pytest.approx(0.75, abs=1e-5)
+    assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
+    assert isinstance(found._other, ModelDrafter) and found._min_confidence == 0.75
     three = find_drafter("suffix+lookup+model", pair)
-    assert isinstance(three, EitherDrafter) and isinstance(three._other, EitherDrafter)
+    assert isinstance(three, FallbackDrafter) and isinstance(three._other, FallbackDrafter)
     names = ("suffix+model", "suffix?sure=0.5+model", "suffix?sure=0.6+model", "suffix+lookup", "lookup+model", "model")
     hashes = [with_drafter(pair, name).fingerprint["draft"] for name in names]
     assert hashes[0] == hashes[1] and len(set(hashes)) == len(names) - 1
@@ -109,9 +105,9 @@ def test_the_first_has_options_of_its_own(pair: Pair, tmp_path: Path) -> None:
     file = tmp_path / "c++.txt"
     file.write_text("w7 w8 w11")
     found = find_drafter(f"suffix:{file}?keep=1&sure=0.7+lookup:4+model", pair)
-    assert isinstance(found, EitherDrafter) and isinstance(found._first, SuffixDrafter)
-    assert (found.carries, len(found._first._file), found._least) == (True, 3, pytest.approx(0.7, abs=1e-5))
-    assert isinstance(found._other, EitherDrafter) and isinstance(found._other._first, LookupDrafter)
+    assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
+    assert (found.carries, len(found._first._file), found._min_confidence) == (True, 3, 0.7)
+    assert isinstance(found._other, FallbackDrafter) and isinstance(found._other._first, LookupDrafter)
     assert (found._other._first._longest, found._other.carries) == (4, False)
     assert isinstance(find_drafter(f"suffix:{file}", pair), SuffixDrafter)
     assert paths_of(f"suffix:{file}?keep=1+medusa:a+b") == [str(file), "a+b"]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
-from small_drafters import DRAFTERS, small_drafter
-from specstop.decode.candidates import Candidates
-from specstop.decode.drafters.heads.ctc import Prefixes, first_positions, tokens_said
-from specstop.decode.drafters.heads.layer_network import LayerNetwork
+from small_drafters import DRAFTERS, new_round, proposed, small_drafter
+from specstop.decode.drafters.heads.ctc import Prefixes, collapsed_length, first_positions
+from specstop.decode.drafters.heads.networks import LayerNetwork
 from specstop.decode.loop import Speculator
 from specstop.decode.models.outputs import hidden_width
 from specstop.decode.models.pair import Pair
@@ -64,7 +63,7 @@ def test_text_is_the_targets(
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_other_modes_take_them_too(pair: Pair, prompt_ids: list[list[int]], kind: str) -> None:
-    for mode, tree in (("rejection", "2,2"), ("block", None), ("target_init", "2,2"), ("typical", "2,1")):
+    for mode, tree in (("rejection", "2,2"), ("block", None), ("typical", "2,1")):
         settings = Settings(0.7, NEW, tree=tree, max_depth=3, verification=mode)
         made = Speculator(pair, FixedLength(3), settings, drafter=small_drafter(kind, pair)).generate(prompt_ids[4], 9)
         assert sum(r.drafted for r in made.rounds) > 0
@@ -86,25 +85,21 @@ def test_streams_of_a_batch_are_proposed_for_as_if_alone(pair: Pair, plain_pair:
         for at, number in enumerate(streams):
             drafter.committed(at, texts[number], states_of(plain_pair, texts[number]))
         for end in (20, 21):
-            found = [Candidates.at([end], tree) for _ in streams]
-            feeding = [[0] for _ in streams]
+            round = new_round([end] * len(streams), tree)
+            for row in range(1, len(tree)):
+                round.tokens[:, row] = [9 + number + tree.depth[row] + 2 * row for number in streams]
+            fed = [(at, [0]) for at in range(len(streams))]
             for depth in range(3):
-                rows = (
-                    drafter.propose(range(len(found)), found, feeding)
-                    .dense(VOCABULARY)
-                    .split([len(places) for places in feeding])
-                )
-                for own, some in zip(out, rows, strict=True):
-                    own.append(some)
-                for at, (number, here) in enumerate(zip(streams, found, strict=True)):
-                    grown = [
-                        here.add(place, row, 10 + number + depth + 2 * row)
-                        for place in feeding[at] for row in tree.children[here.rows[place]]
-                    ]  # fmt: skip
-                    feeding[at] = grown[: 1 + number % 2]
+                scores = drafter.propose(round, depth, fed).dense(VOCABULARY).split([len(rows) for _, rows in fed])
+                for own, part in zip(out, scores, strict=True):
+                    own.append(part)
+                fed = [
+                    (at, [child for row in rows for child in tree.children[row]][: 1 + streams[at] % 2])
+                    for at, rows in fed
+                ]
             for at, number in enumerate(streams):
-                path = [end, found[at].tokens[1]]
-                texts_now = [*texts[number], *([20, found[at].tokens[1]] if end == 21 else []), *path]
+                path = [end, int(round.tokens[at, 1])]
+                texts_now = [*texts[number], *([20, path[1]] if end == 21 else []), *path]
                 drafter.committed(at, path, states_of(plain_pair, texts_now)[-2:])
         return out
 
@@ -121,25 +116,16 @@ def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair: Pair, plain_
     for kind in ("medusa", "hydra"):
         drafter = small_drafter(kind, pair)
         drafter.committed(0, text, states_of(plain_pair, text))
-        found = Candidates.at([3], tree)
-        drafter.propose([0], [found], [[0]])
-        places = [found.add(0, 1, 30), found.add(0, 2, 31)]
-        rows = drafter.propose([0], [found], [places]).dense(VOCABULARY)
+        round = new_round([3], tree, {1: 30, 2: 31})
+        proposed(drafter, round, 0)
+        rows = proposed(drafter, round, 1, 2)
         network, embed = drafter._network, pair.target.get_input_embeddings()
         for row, token in zip(rows, (30, 31), strict=True):
             path = embed(torch.tensor([[3, token]])) if kind == "hydra" else None
             torch.testing.assert_close(row, network.logits(1, network.state(1, hidden, path))[0], **SAME)
         assert torch.equal(rows[0], rows[1]) == (kind == "medusa")
-        assert not torch.isfinite(drafter.propose([0], [_deep(4)], [[4]]).dense(VOCABULARY)).any(), (
-            "there are three heads"
-        )
-
-
-def _deep(depth: int) -> Candidates:
-    found = Candidates.at([3], chain(depth))
-    for node in range(depth):
-        found.add(node, node + 1, 5)
-    return found
+        deep = new_round([3], chain(4), dict.fromkeys(range(1, 5), 5))
+        assert not torch.isfinite(proposed(drafter, deep, 4)).any(), "there are three heads"
 
 
 def by_the_book(network: LayerNetwork, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -166,13 +152,11 @@ def test_the_layer_goes_on_from_the_targets_states_and_then_from_its_own(pair: P
         text = [*old, *new]
         known = states_of(plain_pair, text)
         drafter.committed(0, new, known[len(old) :])
-        found = Candidates.at([3], tree)
+        round = new_round([3], tree, {1: 30, 2: 31, 5: 12, 6: 13})
         assert drafter.backlog().tolist() == [len(new) + (0 if not old else 1)]
-        drafter.propose([0], [found], [[0]])
-        first = [found.add(0, 1, 30), found.add(0, 2, 31)]
-        drafter.propose([0], [found], [first])
-        second = [found.add(first[1], 5, 12), found.add(first[1], 6, 13)]
-        rows = drafter.propose([0], [found], [second]).dense(VOCABULARY)
+        proposed(drafter, round, 0)
+        proposed(drafter, round, 1, 2)
+        rows = proposed(drafter, round, 5, 6)
         for row, token in zip(rows, (12, 13), strict=True):
             read, states = [*text[1:], 3], known
             for following in (31, token):
@@ -180,30 +164,6 @@ def test_the_layer_goes_on_from_the_targets_states_and_then_from_its_own(pair: P
                 read.append(following)
             expected = head(by_the_book(network, embed(torch.tensor(read)), states))
             torch.testing.assert_close(row, expected, **SAME)
-
-
-def test_ctc_has_a_slot_for_every_position_of_every_root(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    """Sixteen roots of six positions, up to the end of the longest text: as with room for all of them from the start."""
-    settings = Settings(0.7, NEW, tree="16,1", max_depth=2, verification="target_init", ignore_eos=True)
-    made = []
-    for beyond in (6, 16 * 6):
-        drafter = small_drafter("ctc", pair, depth=6)
-        assert drafter.beyond == 6
-        drafter.beyond = beyond
-        made.append(Speculator(pair, FixedLength(2), settings, drafter=drafter).generate(prompt_ids[4], 9).tokens)
-    assert made[0] == made[1] and len(made[0]) == NEW
-
-
-def test_a_text_may_be_longer_than_the_one_before_whose_roots_took_many_slots(
-    pair: Pair, prompt_ids: list[list[int]]
-) -> None:
-    """The cache has room already then; positions have to be there as well."""
-    drafter = small_drafter("ctc", pair, depth=6)
-    made = []
-    for new in (6, 30, 6):
-        settings = Settings(0.7, new, tree="16,1", max_depth=2, verification="target_init", ignore_eos=True)
-        made.append(Speculator(pair, FixedLength(2), settings, drafter=drafter).generate(prompt_ids[4], 9).tokens)
-    assert made[0] == made[2] == made[1][:6] and len(made[1]) == 30
 
 
 def collapsed(alignment: Sequence[int], blank: int) -> tuple[int, ...]:
@@ -244,7 +204,7 @@ def test_positions_that_were_not_drawn_change_no_chance() -> None:
             (Prefixes.empty(few).extended(token, few).next(few), Prefixes.empty(more).extended(token, more).next(more)),
         ):
             torch.testing.assert_close(one, other)
-    assert [tokens_said(symbols, 9) for symbols in ([], [9], [1, 1], [1, 9, 1], [9, 1, 2, 2])] == [0, 0, 1, 2, 2]
+    assert [collapsed_length(symbols, 9) for symbols in ([], [9], [1, 1], [1, 9, 1], [9, 1, 2, 2])] == [0, 0, 1, 2, 2]
 
 
 @torch.inference_mode()
@@ -253,33 +213,32 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair, plain_pair: Pair
     drafter = small_drafter("ctc", pair, depth=4)
     drafter.reserve(1, 40)
     drafter.committed(0, text, states_of(plain_pair, text))
-    found, blank = Candidates.at([3], parse_tree("2,2,1")), pair.vocabulary
-    first, place, drawn = drafter.propose([0], [found], [[0]]), 0, [drafter._said[0].best.shape[1]]
+    round, blank = new_round([3], parse_tree("2,2,1"), {2: 32, 5: 35}), pair.vocabulary
+    first, drawn = drafter.propose(round, 0, [(0, [0])]), [len(drafter._best[0])]
     assert first.ids is not None and first.ids.shape == (1, 32)
-    begun = drafter._said[0].symbols
-    for row in (2, 5):  # after a second candidate too
-        place = found.add(place, row, 30 + row)
-        deeper = drafter.propose([0], [found], [[place]])
-        drawn.append(drafter._said[0].best.shape[1])
-    said, symbols = drafter._said[0].best[0].tolist(), drafter._said[0].symbols
+    begun = drafter._positions[0][None]
+    for depth, row in ((1, 2), (2, 5)):  # after a second candidate too
+        deeper = drafter.propose(round, depth, [(0, [row])])
+        drawn.append(len(drafter._best[0]))
+    said, symbols = drafter._best[0], drafter._positions[0][None]
     for depth, count in enumerate(drawn, 1):
         # As many as say so many tokens, if that many do; not one more.
-        assert count == 4 or tokens_said(said[:count], blank) >= depth
-        assert tokens_said(said[: count - 1], blank) < depth
+        assert count == 4 or collapsed_length(said[:count], blank) >= depth
+        assert collapsed_length(said[: count - 1], blank) < depth
     prefix = Prefixes.empty(symbols)
     for token in (32, 35):
         prefix = prefix.extended(torch.tensor([token]), symbols)
     assert deeper.ids is not None
     torch.testing.assert_close(deeper.scores[0], prefix.next(symbols)[0][deeper.ids[0]].log(), **SAME)
-    while drafter._said[0].best.shape[1] < 4:
-        drafter._go_on([0])
+    while len(drafter._best[0]) < 4:
+        drafter._add_position([0])
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     read, states = [*text[1:], 3], states_of(plain_pair, text)
     for position in range(4):
         embedded = network.embed(torch.tensor(read), embed)
         state = by_the_book(network, embedded, states)
         symbols = network.with_blank(head(state)[None], state[None])[0].softmax(-1)
-        torch.testing.assert_close(drafter._said[0].symbols[0, position], symbols, **SAME)
+        torch.testing.assert_close(drafter._positions[0][position], symbols, **SAME)
         states, read = torch.cat([states, state[None]]), [*read, int(symbols.argmax())]
     assert hidden_width(pair.target) == state.shape[-1]
     expected = Prefixes.empty(begun).next(begun)[0]

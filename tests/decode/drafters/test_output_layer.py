@@ -7,7 +7,7 @@ import torch
 from conftest import build_model
 from scaled_models import CAP, FACTOR, SCALED, scaled_model
 from small_drafters import small_drafter
-from specstop.decode.drafters.heads.output_layer import OutputTransform, output_layer
+from specstop.decode.drafters.heads.networks import OutputTransform, output_layer
 from specstop.decode.models.pair import join
 from transformers import GPT2Config, PreTrainedConfig
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from commands import cli
-from specstop.decode.drafters import EitherDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.known import listed_drafters, needs_draft, reading_of
+from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
+from specstop.decode.drafters.spec import listed_drafters, needs_draft, reading_of
 from specstop.decode.models.pair import Pair
 from specstop.policies import plugins as specs
 from specstop.policies.drafter_names import PLUGINS
@@ -72,7 +72,7 @@ def test_they_are_named_as_policies_are(pair: Pair) -> None:
     made = find_drafter("copycat?longest=5&share=0.5", pair)
     assert (made._longest, made.share) == (5, 0.5)
     both = find_drafter("copycat?longest=5&sure=0.7+model", pair)
-    assert isinstance(both, EitherDrafter) and both._first._longest == 5 and isinstance(both._other, ModelDrafter)
+    assert isinstance(both, FallbackDrafter) and both._first._longest == 5 and isinstance(both._other, ModelDrafter)
     assert isinstance(find_drafter("suffix+copycat?longest=3", pair)._other, LookupDrafter)
 
 
@@ -89,7 +89,7 @@ def test_they_are_named_as_policies_are(pair: Pair) -> None:
         ),
         ("gone", "loading the plugin 'gone' (no_such_module:X) failed: ModuleNotFoundError"),
         ("nothing", "is a int, which lacks layers, readable, reserve, begin, committed, backlog, propose of a Drafter"),
-        ("unsure", "drafting_plugin:Unsure: expected for needs_draft True or False, not 'yes'"),
+        ("unsure", "drafting_plugin:Unsure: expected for needs_draft False, True, not 'yes'"),
         (
             "second+model",
             "expected first one that reads neither hidden states nor a draft model, such as suffix, not second",

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEW, VOCABULARY
+from conftest import NEW
+from small_drafters import new_round, proposed
 from specstop.decode.benchmark import run_alternating
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import SuffixDrafter, find_drafter
-from specstop.decode.drafters.automaton import START, SuffixAutomaton
-from specstop.decode.drafters.suffix import mixed
+from specstop.decode.drafters.suffix import START, SuffixAutomaton
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -35,9 +34,7 @@ def test_every_substring_is_known_with_how_often_it_came(seed: int) -> None:
     texts = [[chance.randrange(2 + seed % 3) for _ in range(chance.randint(1, 14))] for _ in range(1 + seed % 3)]
     automaton = SuffixAutomaton()
     for text in texts:
-        automaton.begin()
-        for token in text:
-            automaton.append(token)
+        automaton.add_text(text)
     assert len(automaton.next) <= 2 * sum(map(len, texts)) + 1
     parts = {tuple(t[i:j]) for t in texts for i in range(len(t)) for j in range(i + 1, len(t) + 1)}
     for part in parts:
@@ -75,34 +72,29 @@ def test_frequencies_are_mixed_by_the_escape_estimate() -> None:
     expected = {token: share * times / (9 + 4) for token, times in single.items()}
     expected[9] += 1 / 2 + 0.5 * 2 / 5
     expected[8] += 0.5 * 1 / 5
-    weights = mixed(automaton, state)
+    weights = automaton.followers(state)
     assert weights == pytest.approx(expected)
     assert next(iter(weights)) == 9, "the likeliest first"
-
-
-def proposed(drafter: SuffixDrafter, found: Candidates, places: list[int]) -> torch.Tensor:
-    return drafter.propose([0], [found], [places]).dense(VOCABULARY)
 
 
 def test_each_branch_goes_on_from_its_own_tokens(pair: Pair) -> None:
     drafter = SuffixDrafter(pair)
     drafter.reserve(1, 64)
     drafter.committed(0, [5, 8, 30, 5, 9, 31], None)
-    found = Candidates.at([5], parse_tree("2,2"))
-    first = proposed(drafter, found, [0])[0]
+    round = new_round([5], parse_tree("2,2"), {1: 9, 2: 8})
+    first = proposed(drafter, round, 0)[0]
     assert set(first.topk(2).indices.tolist()) == {8, 9}
-    places = [found.add(0, 1, 9), found.add(0, 2, 8)]
-    assert proposed(drafter, found, places).argmax(-1).tolist() == [31, 30]
+    assert proposed(drafter, round, 1, 2).argmax(-1).tolist() == [31, 30]
     drafter.committed(0, [5, 9], None)
-    assert not torch.isfinite(proposed(drafter, Candidates.at([44], chain(1)), [0])).any(), "44 was never seen"
+    assert not torch.isfinite(proposed(drafter, new_round([44], chain(1)), 0)).any(), "44 was never seen"
     drafter.reserve(1, 64)
-    assert not torch.isfinite(proposed(drafter, Candidates.at([5], chain(1)), [0])).any(), "a new text"
+    assert not torch.isfinite(proposed(drafter, new_round([5], chain(1)), 0)).any(), "a new text"
 
 
 def test_earlier_texts_are_searched_if_asked(pair: Pair, tmp_path: Path) -> None:
     def best(drafter: SuffixDrafter, text: list[int]) -> int | None:
         drafter.committed(0, text[:-1], None)
-        row = proposed(drafter, Candidates.at(text[-1:], chain(1)), [0])[0]
+        row = proposed(drafter, new_round(text[-1:], chain(1)), 0)[0]
         return int(row.argmax()) if torch.isfinite(row).any() else None
 
     for keep, expected in ((0, None), (1, 9)):
@@ -143,7 +135,7 @@ def test_what_is_learned_of_one_text_leaves_the_ends_of_the_others_right(pair: P
         new = [chance.randrange(3) for _ in range(chance.randint(1, 4))]
         drafter.committed(stream, new, None)
         texts[stream] += new
-        for text, (_, length) in zip(texts, drafter._elsewhere, strict=True):
+        for text, (_, length) in zip(texts, drafter._shared_match, strict=True):
             longest = max(n for n in range(len(text) + 1) if n == 0 or occurrences(ended, tuple(text[len(text) - n :])))
             assert length == longest
 
@@ -172,13 +164,12 @@ def test_a_batch_of_texts_is_proposed_for_as_if_alone(pair: Pair) -> None:
     drafter.reserve(3, 64)
     for stream, text in enumerate(texts):
         drafter.committed(stream, text[:-1], None)
-    found = [Candidates.at(text[-1:], chain(2)) for text in texts]
-    together = drafter.propose([0, 1, 2], found, [[0], [0], [0]]).dense(VOCABULARY)
+    together = proposed(drafter, new_round([text[-1] for text in texts], chain(2)), 0)
     for row, text in zip(together, texts, strict=True):
         alone = SuffixDrafter(pair)
         alone.reserve(1, 64)
         alone.committed(0, text[:-1], None)
-        assert torch.equal(proposed(alone, Candidates.at(text[-1:], chain(2)), [0])[0], row)
+        assert torch.equal(proposed(alone, new_round(text[-1:], chain(2)), 0)[0], row)
 
 
 def test_a_warm_up_is_forgotten(pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from specstop.decode.engines.drafting import Drafting, Options
-from specstop.decode.engines.source import DraftRows
+from specstop.decode.engines.drafting import Drafting, DraftRows, Options
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import StopPolicy

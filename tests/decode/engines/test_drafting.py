@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from simulated_engine import PLACES, Asked, K, Request, requests_of
-from specstop.decode.engines import models
-from specstop.decode.engines.drafting import Drafting, Options
-from specstop.decode.engines.models import ModelRows
-from specstop.decode.engines.rounds import Heard, Sent
+from specstop.decode.engines import drafters
+from specstop.decode.engines.drafters import ModelRows
+from specstop.decode.engines.drafting import Drafting, Heard, Options, Sent
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import RoundOutcome, State, StopPolicy
 from specstop.policies.errors import SpecstopWarning
@@ -203,7 +202,7 @@ def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> 
 def test_a_cache_that_grows_reads_its_texts_again(
     pair: Pair, plain_pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "_LEAST", 4)
+    monkeypatch.setattr(drafters, "_LEAST", 4)
     tool = of_model(pair, load_policy("fixed:3"), 2, requests[:6], True)
     tool.engine.run(tool.propose)
     assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3

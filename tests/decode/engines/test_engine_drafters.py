@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from simulated_engine import PLACES, Asked, K, Request, requests_of
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import Drafter, find_drafter
 from specstop.decode.engines import drafters
 from specstop.decode.engines.drafters import DrafterRows, load_rows
 from specstop.decode.models.pair import Pair
+from specstop.decode.round_state import RoundState
 from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.registry import load_policy
@@ -34,15 +35,17 @@ def alone(drafter: Drafter, text: list[int], vocabulary: int) -> list[int]:
     drafter.reserve(1, 128)
     drafter.begin(0)
     drafter.committed(0, text[:-1], None)
-    found = Candidates.at(text[-1:], chain(K))
+    none = np.zeros(1, dtype=np.int64)
+    round = RoundState(chain(K), none == 0, none, none)
+    round.tokens[0, 0] = text[-1]
     for depth in range(K):
-        scores = drafter.propose([0], [found], [[depth]]).dense(vocabulary)[0]
+        scores = drafter.propose(round, depth, [(0, [depth])]).dense(vocabulary)[0]
         if not torch.isfinite(scores).any():
             break
-        found.add(depth, depth + 1, int(scores.argmax()))
+        round.tokens[0, depth + 1] = int(scores.argmax())
         if scores.softmax(-1).max() < LEAST:
             break
-    return found.tokens[1:]
+    return [token for token in round.tokens[0, 1:].tolist() if token >= 0]
 
 
 @pytest.mark.parametrize("spec", DRAFTERS)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.decode.engines.policies import check_engine_policy, missing_in_engines
-from specstop.decode.engines.settings import EngineSettings, read_settings
+from specstop.decode.engines.settings import EngineSettings, check_engine_policy, missing_in_engines, read_settings
 from specstop.decode.engines.vllm import Proposer, find_names
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PairError, PolicyError

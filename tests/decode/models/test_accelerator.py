@@ -15,7 +15,7 @@ from specstop.decode.models.device import download, upload
 from specstop.decode.models.pair import Pair
 from specstop.policies import FixedLength
 
-MODES = ("match", "rejection", "rejection_replace", "block", "target_init", "typical")
+MODES = ("match", "rejection", "rejection_replace", "block", "typical")
 PROMPT = [3, 4, 5]
 
 
@@ -42,8 +42,7 @@ def test_a_chain_waits_once_a_token_and_twice_a_round(pairs: tuple[Pair, Pair], 
     assert generation.tokens == expected.tokens
     rounds, drafted = len(generation.rounds), sum(r.drafted for r in generation.rounds)
     assert drafted >= 2 * rounds
-    each = 3 if mode == "target_init" else 2  # its roots are drawn one by one
-    assert device.count["reads"] <= 3 + drafted + each * rounds
+    assert device.count["reads"] <= 3 + drafted + 2 * rounds
     assert device.count["uploads"] <= 1, "the stream's key"
 
 

@@ -11,10 +11,10 @@ import torch
 from accelerator import Accelerator, to_device
 from conftest import VOCABULARY, build_draft, build_model
 from specstop.decode import Settings, Speculator
+from specstop.decode.hooks import Timer
 from specstop.decode.models.device import wide_linear, widen
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.profile import add_decisions, decisions as decisions_module
-from specstop.decode.settings import Stopwatch
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
@@ -54,9 +54,9 @@ def test_laps_on_a_gpu_are_read_from_its_stream_and_waited_for_once(monkeypatch:
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
-    watch = Stopwatch(torch.device("cuda:1"))
+    watch = Timer(torch.device("cuda:1"))
     for phase in ("draft", "verify", "draft"):
-        watch.timed(phase, lambda: None)()
+        watch.add(phase, watch.mark())
     assert stream.waits == 0
     assert watch.laps == {"draft": [2.0, 2.0], "verify": [2.0]}
     assert watch.laps["draft"] == [2.0, 2.0] and stream.waits == 1

@@ -32,7 +32,6 @@ MODES = {
     "rejection_replace": Settings(0.7, NEW, ignore_eos=True, verification="rejection_replace", tree="2,2"),
     "block": Settings(0.7, NEW, ignore_eos=True, verification="block"),
     "typical": Settings(0.7, NEW, ignore_eos=True, verification="typical"),
-    "target_init": Settings(0.7, NEW, ignore_eos=True, verification="target_init", tree="2,2"),
 }
 HARMLESS = ("match", "match, sampled", "match, a tree", "typical")
 """What the draft says has no weight in these."""

@@ -158,7 +158,7 @@ def test_the_text_is_the_targets(pair: Pair, prompt_ids: list[list[int]], policy
     assert len(lengths) > 4
 
 
-@pytest.mark.parametrize("verification", ["rejection", "target_init", "typical"])
+@pytest.mark.parametrize("verification", ["rejection", "typical"])
 def test_every_verification_shows_them(pair: Pair, prompt_ids: list[list[int]], verification: str) -> None:
     """PRE and ANCHOR values: a trimming policy may read them under rejection too."""
     policy = ReadsDraftStates() if verification == "rejection" else ReadsStates()
@@ -229,7 +229,7 @@ def test_a_failing_policy_is_replaced(pair: Pair, prompt_ids: list[list[int]]) -
     with pytest.warns(SpecstopWarning, match="failed"):
         speculator.generate(prompt_ids[1])
     assert isinstance(speculator.policy, FixedLength)
-    speculator.renew()
+    speculator.reset()
     assert isinstance(speculator.policy, Fails)
 
 
@@ -262,7 +262,7 @@ def test_renewed_is_as_newly_made(pair: Pair, prompt_ids: list[list[int]]) -> No
 
     first, second = play(), play()
     assert first != second
-    speculator.renew()
+    speculator.reset()
     assert play() == first
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from specstop.decode.loop import Stopwatch
+from specstop.decode.hooks import Timer
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
@@ -40,7 +40,7 @@ def known_clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         now[0] += ROUND
         return commit(self, *args)
 
-    monkeypatch.setattr(Stopwatch, "now", lambda self: now[0])
+    monkeypatch.setattr(Timer, "now", lambda self: now[0])
     monkeypatch.setattr(CachedModel, "read", timed_read)
     monkeypatch.setattr(Sampler, "__call__", timed_call)
     monkeypatch.setattr(ModelSource, "commit", timed_commit)
@@ -51,9 +51,9 @@ def ticking_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return a clock that goes on by `TICK` with each look at it, as a real one does however short the work."""
     now = [0.0]
 
-    def look(self: Stopwatch) -> float:
+    def look(self: Timer) -> float:
         now[0] += TICK
         return now[0]
 
-    monkeypatch.setattr(Stopwatch, "now", look)
+    monkeypatch.setattr(Timer, "now", look)
     return now

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contract_policies import TEST_POLICIES
-from specstop.decode.loop import Request, Settings, Speculator, Stopwatch
+from specstop.decode.hooks import Timer
+from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.packing import Part
@@ -61,7 +62,7 @@ def clock(pair: Pair, patched: pytest.MonkeyPatch) -> list[float]:
         now[0] += ROUND
         return commit(self, *args)
 
-    patched.setattr(Stopwatch, "now", lambda self: now[0])
+    patched.setattr(Timer, "now", lambda self: now[0])
     patched.setattr(CachedModel, "_read_packed", timed_packed)
     patched.setattr(CachedModel, "_read_alone", timed_alone)
     patched.setattr(ModelSource, "commit", timed_commit)

@@ -29,7 +29,8 @@ from known_costs import (
     known_clock,
     ticking_clock,
 )
-from specstop.decode.loop import Settings, Speculator, Stopwatch
+from specstop.decode.hooks import Timer
+from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.device import Recorded
 from specstop.decode.models.pair import Pair
@@ -40,7 +41,7 @@ from specstop.decode.profile.measuring import Effort
 from specstop.decode.profile.script import TWICE, Scripted
 from specstop.decode.profile.trees import RandomTree, _is_whole
 from specstop.decode.records import Generation
-from specstop.decode.verify.base import Turn
+from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.verify.match import Match
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome
@@ -70,13 +71,15 @@ def known(pair: Pair) -> Profile:
         return measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE)
 
 
-def test_a_stopwatch_adds_up_what_the_clock_says(ticking: list[float]) -> None:
-    watch = Stopwatch(torch.device("cpu"))
+def test_a_timer_adds_up_what_the_clock_says(ticking: list[float]) -> None:
+    watch = Timer(torch.device("cpu"))
     for phase, spent in (("draft", 3.0), ("verify", 0.0), ("draft", 4.0)):
-        watch.timed(phase, lambda seconds: ticking.__setitem__(0, ticking[0] + seconds))(spent)
+        mark = watch.mark()
+        ticking[0] += spent
+        watch.add(phase, mark)
     assert watch.laps == {"draft": pytest.approx([3.0 + TICK, 4.0 + TICK]), "verify": pytest.approx([TICK])}
     watch.restart()
-    assert watch.laps == {"draft": [], "verify": []}
+    assert watch.laps == {}
 
 
 def test_known_costs_are_found_again(known: Profile) -> None:
@@ -276,10 +279,10 @@ def test_what_rounds_cost_that_branch_is_not_told_by_those_that_do_not(
 ) -> None:
     accept, branching = Match.accept, 3e-4
 
-    def timed(self: Match, turns: Sequence[Turn], sampled: Any) -> Any:
-        ((found, sent),) = [(turn.found, turn.places) for turn in turns]
-        clock[0] += branching if max(found.fed()) > 1 or len(sent) > found.depth[sent[-1]] + 1 else 0.0
-        return accept(self, turns, sampled)
+    def timed(self: Match, round: RoundState, rows: Rows, sampled: Any) -> Any:
+        ((_, sent),) = rows
+        clock[0] += branching if round.steps.max() > 1 or len(sent) > round.topology.depth[sent[-1]] + 1 else 0.0
+        return accept(self, round, rows, sampled)
 
     monkeypatch.setattr(Match, "accept", timed)
     profile = measure_profile(pair, PROMPTS, depth=DEPTH, new_tokens=60, effort=THRICE, tree="3,2,1,1")

@@ -172,7 +172,7 @@ def test_decisions_about_trees_are_priced_in_rounds_of_the_tree(ticking: list[fl
     found = price(measure_decision(policy, VOCABULARY, 0.7, tree=parse_tree("4,2,1")), policy)
     assert set(policy.branches) == {4, 8} and set(policy.nodes) == {4 + 8, 4 + 8 + 8}
     # One decision reads 4 branches, two 4 and 8, and nodes are chosen once.
-    assert (found.each, found.opening) == pytest.approx((TICK + 3e-5 * 8, 2 * TICK + 1e-3 - 3e-5 * 4))
+    assert (found.each, found.opening) == pytest.approx((TICK + 3e-5 * 8, TICK + 1e-3 - 3e-5 * 4))
     chains = price(measure_decision(_OfTrees(ticking), VOCABULARY, 0.7), policy)
     assert chains.each == pytest.approx(TICK + 3e-5)
 

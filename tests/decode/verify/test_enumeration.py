@@ -111,16 +111,8 @@ def test_later_rounds_draft_and_accept() -> None:
     assert proof.later > 100
 
 
-def test_target_init_with_one_root_is_exact() -> None:
-    for tree in ("chain:2", "chain:3", "1,2"):
-        check(Case("target_init", tree, "fixed", "mixed", 1), LEAVES // 3)
-        check(Case("target_init", tree, "fixed", "mixed", 2, eos=True), LEAVES // 3)
-
-
-@pytest.mark.parametrize("mode", ["target_init", "typical"])
-def test_lossy_modes_are_far_from_the_target(mode: str) -> None:
-    new = 2 if mode == "target_init" else 3
-    far = [prove(Case(mode, "2,1", "fixed", "dense", seed, new=new)).distance for seed in range(3)]
+def test_a_lossy_mode_is_far_from_the_target() -> None:
+    far = [prove(Case("typical", "2,1", "fixed", "dense", seed, new=3)).distance for seed in range(3)]
     assert sum(far) / len(far) > LOSSY
 
 

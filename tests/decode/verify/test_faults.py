@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +14,12 @@ import torch
 from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
-from specstop.decode import loop, model_source
-from specstop.decode.candidates import Candidates, draft_tree
+from specstop.decode import loop
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models import cache as cache_module
-from specstop.decode.stream import Text
+from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
-from specstop.decode.verify import modes, rejection
-from specstop.decode.verify.base import Turn
-from specstop.decode.verify.lossy import TargetInit
+from specstop.decode.verify import rejection
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
@@ -56,34 +54,39 @@ def test_a_residual_left_out(case: Case, monkeypatch: Patch) -> None:
     assert is_seen(case, monkeypatch, (rejection, "residual", whole))
 
 
-Rows = dict[int, Tensor]
+Scores = dict[int, Tensor]
+Tried = tuple[RoundState, int, Scores]
 
 
-def of_parents(found: Candidates, rows: Rows) -> Rows:
-    """Return by place the row of its parent."""
-    return {place: rows[max(found.parent[place], 0)] for place in rows}
+def of_parents(round: RoundState, rows: Scores) -> Scores:
+    """Return by row what belongs to its parent."""
+    return {row: rows[max(round.topology.parent[row], 0)] for row in rows}
 
 
-def tried_with(shown: Callable[[Candidates, Rows], tuple[Candidates, Rows]]) -> list[tuple[Any, str, Any]]:
+def tried_with(shown: Callable[[RoundState, int, Scores], Tried]) -> list[tuple[Any, str, Any]]:
     """Return the faults that have candidates tried with other rows than the round's."""
     ratios, shipped = rejection.first_ratios, Rejection._try
 
-    def tried(self: Rejection, found: Candidates, place: int, probs: Rows, known: Any, choices: Choices) -> Any:
-        found, probs = shown(found, probs)
-        return shipped(self, found, place, probs, known, choices)
+    def tried(self: Rejection, round: RoundState, stream: int, row: int, probs: Scores, *more: Any) -> Any:
+        round, _, probs = shown(round, stream, probs)
+        return shipped(self, round, stream, row, probs, *more)
 
     return [(rejection, "first_ratios", lambda *given: ratios(*shown(*given))), (Rejection, "_try", tried)]
 
 
 @pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
 def test_the_targets_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    assert is_seen(case, monkeypatch, *tried_with(lambda found, probs: (found, of_parents(found, probs))))
+    faults = tried_with(lambda round, stream, probs: (round, stream, of_parents(round, probs)))
+    assert is_seen(case, monkeypatch, *faults)
 
 
 @pytest.mark.parametrize("case", [LONG_CHAIN, LONG_TREE], ids=str)
 def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    def shifted(found: Candidates, probs: Rows) -> tuple[Candidates, Rows]:
-        return replace(found, drawn_from=of_parents(found, found.drawn_from)), probs
+    def shifted(round: RoundState, stream: int, probs: Scores) -> Tried:
+        moved = copy.copy(round)
+        own = {row: q for (other, row), q in round.draft_probs.items() if other == stream}
+        moved.draft_probs = {(stream, row): q for row, q in of_parents(round, own).items()}
+        return moved, stream, probs
 
     assert is_seen(case, monkeypatch, *tried_with(shifted))
 
@@ -91,8 +94,8 @@ def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) ->
 def test_the_row_before_the_one_where_a_block_ends(monkeypatch: Patch) -> None:
     shipped = Block.accept_one
 
-    def shifted(self: Block, turn: Turn, sampled: Tensor) -> tuple[list[int], list[int]]:
-        return shipped(self, turn, torch.cat([sampled[:1], sampled[:-1]]))
+    def shifted(self: Block, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Any:
+        return shipped(self, round, stream, sent, torch.cat([sampled[:1], sampled[:-1]]))
 
     assert is_seen(BLOCK, monkeypatch, (Block, "accept_one", shifted))
 
@@ -128,7 +131,8 @@ class SelectsEven(StopPolicy):
 
 def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
     monkeypatch.setitem(DECIDERS, "selects-even", SelectsEven)
-    shown = (model_source, "draft_tree", lambda found, sent, hide_tokens=False: draft_tree(found, sent))
+    shipped = RoundState.draft_tree
+    shown = (RoundState, "draft_tree", lambda round, hide_tokens=False: shipped(round))
     assert is_seen(replace(TREE, decider="selects-even"), monkeypatch, shown)
 
 
@@ -143,26 +147,19 @@ def test_trimming_that_spares_what_ends_a_text(monkeypatch: Patch) -> None:
     assert is_exact(case)
     shipped = ModelSource.__init__
 
-    def spares(self: ModelSource, *args: Any) -> None:
-        shipped(self, *args)
+    def spares(self: ModelSource, *args: Any, **more: Any) -> None:
+        shipped(self, *args, **more)
         self.asks_ended = False
 
     monkeypatch.setattr(ModelSource, "__init__", spares)
     assert prove(case).distance > SEEN
 
 
-def test_a_root_that_is_chosen_by_how_its_branch_went(monkeypatch: Patch) -> None:
-    case = Case("rejection", "2,1", kind="dense", seed=1, new=2)
-    assert is_exact(case)
-    monkeypatch.setitem(modes.MODES, "rejection", TargetInit)
-    assert prove(case).distance > SEEN
-
-
 def test_roots_drawn_from_a_sharper_distribution(monkeypatch: Patch) -> None:
     shipped = Rejection.start
 
-    def sharper(self: Rejection, sampled: Tensor, count: int, choices: Choices) -> list[int]:
-        return shipped(self, 1.1 * sampled, count, choices)
+    def sharper(self: Rejection, sampled: Tensor, choices: Choices) -> int:
+        return shipped(self, 1.1 * sampled, choices)
 
     assert is_seen(CHAIN, monkeypatch, (Rejection, "start", sharper))
 
@@ -181,13 +178,12 @@ def test_acceptance_and_residual_that_share_a_number(monkeypatch: Patch) -> None
 
 def test_rounds_that_share_their_numbers(monkeypatch: Patch) -> None:
     """All choices of a round after the first are made by the numbers of round 1."""
-    shipped = Text.choices
+    shipped = Choices.__init__
 
-    def stuck(self: Text, position: int, greedy: bool) -> Choices:
-        self.round = min(self.round, 1)
-        return shipped(self, position, greedy)
+    def stuck(self: Choices, source: Any, round: int, position: int, greedy: bool) -> None:
+        shipped(self, source, min(round, 1), position, greedy)
 
-    assert is_seen(CHAIN, monkeypatch, (Text, "choices", stuck))
+    assert is_seen(CHAIN, monkeypatch, (Choices, "__init__", stuck))
 
 
 def test_siblings_tried_against_a_draft_that_is_not_reduced(monkeypatch: Patch) -> None:
@@ -200,12 +196,9 @@ def test_siblings_tried_against_a_draft_that_is_not_reduced(monkeypatch: Patch) 
 
 
 def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
-    shipped = Rejection._try
-
-    def backwards(self: Rejection, found: Candidates, *args: Any) -> Any:
-        return shipped(self, replace(found, children=[below[::-1] for below in found.children]), *args)
-
-    assert is_seen(replace(TREE, tree="2"), monkeypatch, (Rejection, "_try", backwards))
+    shipped = RoundState.drawn_below
+    backwards = (RoundState, "drawn_below", lambda round, stream, row: shipped(round, stream, row)[::-1])
+    assert is_seen(replace(TREE, tree="2"), monkeypatch, backwards)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +206,7 @@ def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:
     [
         (cache_module.KVCache, "move", lambda self, stream, slots, to: None),
         (Topology, "sees", property(lambda self: torch.ones(len(self), len(self), dtype=torch.bool).tril())),
-        (Candidates, "tokens_to", lambda self, place: self.tokens[: place + 1]),
+        (RoundState, "path_tokens", lambda self, stream, row: self.tokens[stream, : row + 1].tolist()),
     ],
     ids=["a path that is not compacted", "siblings that see each other", "processors that see siblings"],
 )

@@ -68,7 +68,7 @@ def test_stopping_by_what_was_drawn_is_accepted(mode: str) -> None:
     build(StopsAfter("drawn_prob", "path_logprob"), mode)
 
 
-@pytest.mark.parametrize("mode", ["rejection", "typical", "target_init"])
+@pytest.mark.parametrize("mode", ["rejection", "typical"])
 def test_noisy_features_belong_to_match(mode: str) -> None:
     with pytest.raises(PolicyError, match=r"noisy_margin.*match"):
         build(StopsAfter("noisy_margin"), mode, "2,1")

@@ -12,10 +12,9 @@ import pytest
 import torch
 from conftest import make_prompts
 from scaled_models import SCALED, scaled_model
-from small_drafters import TRAINED, small_drafter, small_network
+from small_drafters import TRAINED, new_round, proposed, small_drafter, small_network
 from specstop.cli.commands.train_drafter import show_drafter
 from specstop.collect.prompts.read import Prompt
-from specstop.decode.candidates import Candidates
 from specstop.decode.drafters import find_drafter, load_drafter
 from specstop.decode.drafters.heads.ctc import Prefixes
 from specstop.decode.loop import Speculator
@@ -94,18 +93,17 @@ def test_positions_of_a_text_are_asked_what_they_would_be_asked_live(pair: Pair,
     for at in (1, 3, 5):  # the target has read so many tokens and one more
         drafter.reserve(1, 32)
         drafter.committed(0, text[: at + 1], states[0, : at + 1])
-        found = Candidates.at([text[at + 1]], chain(DEPTH))
-        place = 0
+        round = new_round([text[at + 1]], chain(DEPTH))
         for depth in range(DEPTH):
             if at + 2 + depth == len(text):
                 break
-            row = drafter.propose([0], [found], [[place]])
+            round.tokens[0, depth] = text[at + 1 + depth]
+            row = proposed(drafter, round, depth)[0]
             if kind == "ctc":
-                known = drafter._said[0].symbols[0].log()
+                known = drafter._positions[0].log()
                 torch.testing.assert_close(known, symbols[at, : len(known)], atol=1e-9, rtol=0)
             else:
-                torch.testing.assert_close(row.dense(pair.vocabulary)[0], rows[depth][0, at], atol=1e-9, rtol=0)
-            place = found.add(place, depth + 1, text[at + 2 + depth])
+                torch.testing.assert_close(row, rows[depth][0, at], atol=1e-9, rtol=0)
 
 
 @torch.inference_mode()

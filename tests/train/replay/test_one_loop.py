@@ -54,7 +54,7 @@ POLICY = Confidence(0.4, DEPTH)
 def test_live_rounds(pair: Pair, prompt_ids: list[list[int]], played: Counter[str]) -> None:
     count = 0
     for tree in (None, "2,2,1"):
-        for mode in ("match", "rejection", "target_init"):
+        for mode in ("match", "rejection"):
             settings = Settings(0.7, NEW, tree=tree, verification=mode)
             count += len(Speculator(pair, POLICY, settings).generate(prompt_ids[2]).rounds)
     assert played == {"play_round": count}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ....decode.benchmark import Ratio
-from ....decode.drafters.known import needs_draft, read_known, reads_states
+from ....decode.drafters.spec import needs_draft, parse_spec, reads_states
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
@@ -80,7 +80,7 @@ def choose_both(
         InputError: the first drafter is none that may be asked in every round, or two policies have one name.
     """
     names = [str(arrays.header.facts.get("drafter", "model")) for arrays in fit]
-    if reads_states(names[0]) or needs_draft(names[0]) or len(list(read_known(names[0]).parts())) > 1:
+    if reads_states(names[0]) or needs_draft(names[0]) or len(list(parse_spec(names[0]).parts())) > 1:
         raise InputError(
             f"--first: expected traces of a drafter that reads neither hidden states nor a draft model, such as suffix, "
             f"not of {names[0]}"

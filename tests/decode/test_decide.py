@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from specstop.collect.explore import exploring
-from specstop.decode.candidates import Candidates
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.decode.policy.reader import Level, Reader
+from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.bandit import Bandit
 from specstop.policies.baselines.fixed import Confidence, FixedLength
@@ -41,13 +40,13 @@ def test_tokens_that_no_decision_looks_at_are_not_read(
     tree: str | None,
 ) -> None:  # fmt: skip
     seen: set[int] = set()
-    level = Reader.level
+    read_tokens = RoundState.drawn_tokens
 
-    def noted(self: Reader, turns: Sequence[tuple[int, Candidates, Sequence[int]]], *more: Any) -> Level:
-        seen.update(found.depth[places[0]] for _, found, places in turns)
-        return level(self, turns, *more)
+    def noted(self: RoundState, scores: DraftScores) -> Any:
+        seen.update(1 + self.topology.depth[rows[0]] for _, rows in scores.rows)
+        return read_tokens(self, scores)
 
-    monkeypatch.setattr(Reader, "level", noted)
+    monkeypatch.setattr(RoundState, "drawn_tokens", noted)
     Speculator(pair, policy, Settings(0.0, 30, tree=tree, ignore_eos=True)).generate(prompt_ids[0])
     assert seen == read
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from specstop.decode.policy import on_device as module
-from specstop.decode.policy.on_device import KEPT, largest, on_device
+from specstop.decode import summaries as module
+from specstop.decode.summaries import KEPT, largest, on_device
 from specstop.policies.features import Columns, DrawnTokens, summarise
 from tape import Graphs, recorder, simulate_graphs
 

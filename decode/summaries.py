@@ -1,7 +1,7 @@
-"""Row summaries of logits on a device: recorded, so that a decision takes one launch and one wait.
+"""Row summaries of logits: by the compiled kernel on the host, by recorded operations on a device.
 
-Reading a row is a dozen small operations. One by one the host takes longer to launch them than a small draft takes for a
-token, and what a decision costs is what stopping early has to save.
+Reading a row is a dozen small operations. Launched one by one they take longer than a small draft takes for a token, so they
+are recorded: a decision takes one launch and one wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...policies.errors import PolicyError
-from ...policies.features import NO_SCORES, TOP, DrawnTokens, Needs, RowSummary
-from ...policies.typing import Array
-from ..models.device import Recorded, Recorder, filled_up, fused, upload
+from ..policies.errors import PolicyError
+from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
+from ..policies.typing import Array
+from .models.cuda.recorder import Recorder, filled_up
+from .models.device import Recorded, fused, upload
 
 LEAST = -87.0
 """As in `kernels.rows`: what a masked token counts as below the largest."""
@@ -230,3 +232,103 @@ def _ranks(values: Array, width: int) -> Array:
     out = np.full((len(values), width), -np.inf, dtype=np.float32)
     out[:, : values.shape[1]] = values
     return out
+
+
+def summarise(
+    needs: Needs,
+    logits: Tensor,
+    drawn: DrawnTokens,
+    temperature: float,
+    sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+    best: Sequence[Sequence[float]] | Tensor | None = None,
+) -> RowSummary:
+    """Return the summary of rows of logits [R, V] for these features; see `policies.features.summarise`.
+
+    Args:
+        needs, logits, drawn, temperature, sampled, scores: as there.
+        best: [R, m] the largest scores in falling order, where they are known.
+
+    Raises:
+        PolicyError: noisy scores are needed, and there are none.
+    """
+    arrays = _arrays(needs, logits, sampled, scores, best)
+    if arrays is None:
+        return on_device(needs, logits, drawn, temperature, sampled, scores, _ranked(needs, best))
+    rows, *others = arrays
+    return summarise_arrays(needs, rows, drawn, temperature, *others)
+
+
+def read_columns(
+    columns: Columns,
+    logits: Tensor,
+    drawn: DrawnTokens,
+    temperature: float,
+    out: Array,
+    sampled: Tensor | None = None,
+    scores: Tensor | None = None,
+    best: Sequence[Sequence[float]] | Tensor | None = None,
+) -> Array:
+    """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path (`Columns.read`).
+
+    Args:
+        columns: of the features.
+        logits, drawn, temperature, sampled, scores, best: see `summarise`.
+
+    Raises:
+        PolicyError: noisy scores are needed, and there are none.
+    """
+    arrays = _arrays(columns.needs, logits, sampled, scores, best)
+    if arrays is None:
+        ranked = _ranked(columns.needs, best)
+        summary = on_device(columns.needs, logits, drawn, temperature, sampled, scores, ranked)
+        columns.write(summary, drawn, temperature, out)
+        return summary.path
+    rows, *others = arrays
+    return columns.read(rows, drawn, temperature, out, *others)
+
+
+def _arrays(
+    needs: Needs,
+    logits: Tensor,
+    sampled: Tensor | None,
+    scores: Tensor | None,
+    best: Sequence[Sequence[float]] | Tensor | None,
+) -> tuple[Array, Array | None, Array | None, Array | None] | None:
+    """Return logits on the host, sampled, scores and best as arrays, as far as they are wanted; None on a device."""
+    if not logits.is_cpu:
+        return None
+    rows = _array(logits)
+    shaped = None if sampled is None or not needs.sampled else _array(sampled)
+    if not needs.noisy:
+        return rows, shaped, None, None
+    # The very same array where scores are the logits: then one ranking serves both (`features.summary.wanted`).
+    noisy = None if scores is None else rows if scores is logits else _array(scores)
+    return rows, shaped, noisy, _ranked(needs, best)
+
+
+def _ranked(needs: Needs, best: Sequence[Sequence[float]] | Tensor | None) -> Array | None:
+    if best is None or not needs.noisy:
+        return None
+    return _array(best) if isinstance(best, Tensor) else np.array(best, dtype=np.float32)
+
+
+def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: DrawnTokens) -> Array:
+    """Return [B] float64, the lead of each drawn token over the likeliest token that was left out; infinite where none was.
+
+    Args:
+        untruncated: [R, V] log-weights before tokens were left out for being unlikely.
+        sampled: [R, V] after it, -inf where a token was left out.
+    """
+    best = untruncated.masked_fill(sampled > -torch.inf, -torch.inf).amax(-1)  # [R], -inf where none was left out
+    ids = torch.from_numpy(drawn.ids).to(sampled.device)
+    lead: Array = (untruncated[ids[:, 0], ids[:, 1]] - best[ids[:, 0]]).double().cpu().numpy()
+    return lead
+
+
+def _array(values: Tensor) -> Array:
+    """Return a tensor as float32 numbers in one piece on the host; without a copy where it is that already."""
+    if values.dtype is not torch.float32 or not values.is_contiguous() or values.requires_grad:
+        values = values.detach().float().cpu().contiguous()
+    array: Array = values.numpy()
+    return array

@@ -167,7 +167,7 @@ def test_a_policy_that_failed_can_be_asked_again(pair: Pair, prompt_ids: list[li
     for _ in range(2):
         found += texts(speculator, prompt_ids[:2])
         assert speculator.policy.name == "fixed:4"
-        speculator.renew()
+        speculator.reset()
         assert (speculator.policy.name, speculator.policy.first) == ("plugin", 1)
     assert found[:2] == found[2:]
 

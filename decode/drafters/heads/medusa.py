@@ -1,0 +1,65 @@
+"""Candidates from heads on the target's last hidden state: Medusa and Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...models.device import upload
+from ...models.pair import Pair
+from ...models.view import layer_view
+from ...round_state import RoundState, Rows
+from ..base import READS_NOTHING, Drafter, Proposal
+from .networks import Heads
+
+
+class HeadsDrafter(Drafter):
+    """Head j scores the tokens of depth j + 1, from the hidden state that the anchor was drawn from.
+
+    A head is evaluated when its depth is proposed. Below the last head nothing is proposed.
+
+    Args:
+        pair: target that the heads were trained for.
+        network: heads on the target's device.
+    """
+
+    layers = (-1,)
+    reading = READS_NOTHING
+
+    def __init__(self, pair: Pair, network: Heads) -> None:
+        self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
+        self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
+        self._keeps, self.max_depth = False, network.shape.depth
+        self._last: dict[int, Tensor] = {}  # by stream [1, H], the state of the last token that the target has read
+
+    def keep_states(self) -> int:
+        """Return the hidden states with every proposal from now on; the result is their width H."""
+        self._keeps = True
+        return self._network.shape.hidden
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        """See `Drafter`."""
+        assert states is not None
+        self._last[stream] = states[-1:].clone()  # CUDA graphs of the target overwrite their outputs
+
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        """See `Drafter`."""
+        counts = [len(own) for _, own in rows]
+        if depth >= self._network.shape.depth:
+            return Proposal.of_weights([{}] * sum(counts), self._dtype, self._device)
+        hidden = torch.cat([self._last[stream] for stream, _ in rows])  # [S, H]
+        repeat = None  # [R] index into the streams
+        if sum(counts) > len(counts):
+            repeat = upload(np.repeat(np.arange(len(counts)), counts), self._device)
+        path: Tensor | None = None
+        if self._network.reads_path:
+            paths = [round.path_tokens(stream, row) for stream, own in rows for row in own]
+            path, hidden = self._embedding(upload(paths, self._device)), hidden if repeat is None else hidden[repeat]
+        states = self._network.state(depth, hidden, path)
+        logits = self._network.logits(depth, states)
+        if path is None and repeat is not None:  # the same for all rows of a stream
+            logits, states = logits[repeat], states[repeat]
+        return Proposal(logits.to(self._dtype), None, states if self._keeps else None)

@@ -1,0 +1,90 @@
+"""What observes the loop: hooks, which collectors, benchmarks and tests implement, and the timer of its phases."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from .round_state import RoundState
+
+
+class Hook:
+    """Observes the rounds of a loop, to which it is given at construction; override what is needed.
+
+    Tensors of a round may be kept, not changed. The clock of a round includes `on_draft_step` and `on_verified`, so they must
+    be short; it has stopped before `on_round_end`.
+    """
+
+    def on_draft_step(self, round: RoundState, depth: int) -> None:
+        """Observe candidates of a depth that were just drawn, from `round.levels[depth - 1]`."""
+
+    def on_verified(self, round: RoundState) -> None:
+        """Observe the accepted paths, before they are committed."""
+
+    def on_round_end(self, round: RoundState) -> None:
+        """Observe a round whose tokens are committed and whose `records` are written."""
+
+
+class Timer:
+    """Seconds by phase of a round: draft, verify, policy.
+
+    On CUDA a lap is the time between two events in the stream: the host does not wait, and what it does while the device is
+    busy counts for nothing.
+
+    Args:
+        device: whose work is timed; None = nothing is timed.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device, self._on_cuda = device, device is not None and device.type == "cuda"
+        self._laps: defaultdict[str, list[float]] = defaultdict(list)
+        self._pending: list[tuple[str, Any, Any]] = []
+        self._begun = 0.0
+
+    def now(self) -> float:
+        """Return the clock, once the device has finished."""
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def mark(self) -> Any:
+        """Return the beginning of a lap, for `add`."""
+        return self._event() if self._on_cuda else self.now()
+
+    def add(self, phase: str, mark: Any) -> None:
+        """Add the lap since `mark` to a phase."""
+        if self._on_cuda:
+            self._pending.append((phase, mark, self._event()))
+        elif self._device is not None:
+            self._laps[phase].append(self.now() - mark)
+
+    def restart(self) -> None:
+        """Forget all laps and begin a round."""
+        self._pending.clear()
+        self._laps.clear()
+        self._begun = self.now()
+
+    def elapsed(self) -> float:
+        """Return the seconds since `restart`."""
+        return self.now() - self._begun
+
+    @property
+    def laps(self) -> defaultdict[str, list[float]]:
+        """Seconds of each lap since `restart`, by phase."""
+        if self._pending:
+            self._pending[-1][2].synchronize()  # events of a stream complete in order
+        for phase, begin, end in self._pending:
+            self._laps[phase].append(begin.elapsed_time(end) * 1e-3)
+        self._pending.clear()
+        return self._laps
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+NO_TIMER = Timer()

@@ -1,0 +1,211 @@
+"""`RoundState`: one round of S streams over a topology, from the first draft step to the committed tokens.
+
+The source of a round fills it, policies see views of it, verification marks the accepted path, and records and traces are
+written from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from ..policies.contract import Array, DraftTree, State
+from ..policies.features import DrawnTokens
+from ..policies.kernels import on_first_use
+from .topology import Topology
+
+if TYPE_CHECKING:
+    from .records import Round
+    from .texts import Anchor, Text
+    from .verify.noise import Choices
+
+Rows = Sequence[tuple[int, Sequence[int]]]
+"""(stream, rows of the topology), both ascending: the order of the R rows of scores [R, V]."""
+
+kernels = on_first_use("rounds")
+
+
+@dataclass(slots=True)
+class DraftScores:
+    """What the candidates of one depth were drawn from.
+
+    Attributes:
+        rows: the fed rows, R in total, all of one depth.
+        counts: by fed row, how many candidates were drawn below it.
+        raw: [R, V] logits of the draft.
+        sampled: [R, V] log-weights; None where they are raw / T.
+        untruncated: [R, V] `sampled` before a filter (top-k, a nucleus) removed tokens; None without one.
+        scores: [R, V] that `match` took the largest of; None under other modes.
+        best: by fed row the largest of these scores in descending order, one more than candidates, where they are known.
+        states: [R, H] last hidden states of the draft, where they are kept.
+    """
+
+    rows: Rows
+    counts: list[int]
+    raw: Tensor
+    sampled: Tensor | None = None
+    untruncated: Tensor | None = None
+    scores: Tensor | None = None
+    best: list[list[float]] | None = None
+    states: Tensor | None = None
+
+    def part(self, stream: int) -> DraftScores | None:
+        """Return the scores of one stream; None if none of its rows was fed."""
+        first = 0
+        for own, rows in self.rows:
+            if own == stream:
+                break
+            first += len(rows)
+        else:
+            return None
+        part = slice(first, first + len(rows))
+        cut = (None if x is None else x[part] for x in (self.sampled, self.untruncated, self.scores))
+        sampled, untruncated, scores = cut
+        best = None if self.best is None else self.best[part]
+        states = None if self.states is None else self.states[part]
+        return DraftScores(
+            [(stream, rows)], self.counts[part], self.raw[part], sampled, untruncated, scores, best, states
+        )
+
+
+class RoundState:
+    """A round of S streams over a topology of N rows, K deep.
+
+    Args:
+        topology: of the round.
+        active: [S] bool, streams that have a round; the other rows are undefined.
+        context: [S] int64, committed tokens before the round.
+        backlog: [S] int64, those of them that the draft has not read; 0 where the drafter of the round reads nothing.
+        limit: [S] int64, the depth at which a length limit ends drafting; None = no limit applies.
+
+    Attributes:
+        drawn, dropped, fed, asked: [S, N] bool: a candidate was drawn there; the policy left it out; the draft read it, to
+            draw below it; the policy was asked whether to extend it.
+        sent: [S, N] bool, rows that the target reads: row 0, and what was drawn and not dropped below such rows.
+        on_path: [S, N] bool, the accepted path, row 0 included. Of chains in replay `accepted` says it, and this is unset.
+        drafted, verified, decisions: [S] int64, candidates drawn, candidates sent, depths at which the policy was asked.
+        accepted, committed: [S] int64, min(A, k); tokens added to the text.
+        hit_limit: [S] bool, an end of text or a length limit ended drafting.
+        ended: [S] bool, the text has ended.
+        seconds: [S] float64, modelled by the latency profile; 0 without one.
+        steps: [S, K] int64, rows fed at each depth; one column at least.
+        levels: by depth of the fed rows, what was drawn from; None where nothing was drawn. Live rounds only, as the rest.
+        draft_probs: by (stream, fed row), the distribution [V] that its candidates were drawn from, under rejection.
+        ended_rows: (stream, row) of the candidates that end a text.
+        choices: by stream, its random choices in this round.
+        texts, anchors: by stream, the text and what its anchor was drawn from.
+        target_rows: the rows that the target has read.
+        target_raw, target_sampled: [R, V] logits of the target after these rows, as they are and processed.
+        next_tokens: by stream, the target's own token after the accepted path.
+        records: by stream, the public record of the round.
+        policy_state: the policy's state after the round.
+    """
+
+    sent: Array
+    drafted: Array
+    verified: Array
+    decisions: Array
+    steps: Array
+    accepted: Array
+    committed: Array
+    ended: Array
+    choices: Sequence[Choices | None] = ()
+    texts: Sequence[Text | None] = ()
+    anchors: Sequence[Anchor | None] = ()
+    target_rows: Rows = ()
+    target_raw: Tensor
+    target_sampled: Tensor
+    next_tokens: dict[int, int]
+    records: dict[int, Round]
+    policy_state: State = None
+
+    def __init__(
+        self, topology: Topology, active: Array, context: Array, backlog: Array, limit: Array | None = None
+    ) -> None:
+        self.topology, self.active, self.context, self.backlog, self.limit = topology, active, context, backlog, limit
+        # One block [5, S, N], which the counting kernel takes as one argument.
+        self._marks = np.zeros((5, len(active), len(topology)), dtype=bool)
+        self.drawn, self.dropped, self.fed, self.asked, self.on_path = self._marks
+        self.hit_limit = np.zeros(len(active), dtype=bool)
+        self.seconds = np.zeros(len(active))
+        self.levels: list[DraftScores | None] = []
+        self.draft_probs: dict[tuple[int, int], Tensor] = {}
+        self.ended_rows: set[tuple[int, int]] = set()
+
+    @cached_property
+    def tokens(self) -> Array:
+        """[S, N] int64, -1 where nothing was drawn; column 0 has the anchors."""
+        return np.full(self.drawn.shape, -1, dtype=np.int64)
+
+    def count(self) -> None:
+        """Compute `sent`, the sums and the steps."""
+        tree, streams = self.topology, len(self.active)
+        self.sent, counts = np.empty_like(self.drawn), np.empty((3, streams), dtype=np.int64)
+        self.steps = np.empty((streams, max(tree.deepest, 1)), dtype=np.int64)
+        kernels().count_round(tree.parents, tree.depths, self._marks, self.sent, counts, self.steps)
+        self.drafted, self.verified, self.decisions = counts
+
+    @property
+    def fed_by_step(self) -> Array | None:
+        """`steps` of a tree; None for a chain, where the number of tokens determines it."""
+        return None if self.topology.is_chain else self.steps
+
+    @property
+    def cut(self) -> Array:
+        """[S] bool, the round met an end of text or a length limit."""
+        out: Array = self.hit_limit | self.ended
+        return out
+
+    def draft_tree(self, hide_tokens: bool = False) -> DraftTree:
+        """Return the candidates [S, N - 1] as a policy sees them; those to be sent are `drawn`."""
+        tree, drawn = self.topology, self.sent[:, 1:]
+        # Copies: compiled policies take contiguous arrays.
+        parent, depth = (values[None, 1:].repeat(len(drawn), 0) for values in (tree.parents - 1, tree.depths))
+        tokens = np.full(drawn.shape, -1) if hide_tokens else np.where(drawn, self.tokens[:, 1:], -1)
+        return DraftTree(tokens, parent, depth, drawn.copy())
+
+    def path(self, stream: int) -> list[int]:
+        """Return the rows of the accepted path, row 0 first."""
+        rows: list[int] = np.flatnonzero(self.on_path[stream]).tolist()
+        return rows
+
+    def path_tokens(self, stream: int, row: int) -> list[int]:
+        """Return the tokens from the anchor down to a row, both included."""
+        tokens: list[int] = self.tokens[stream, self.topology.paths[row]].tolist()
+        return tokens
+
+    def drawn_below(self, stream: int, row: int) -> list[int]:
+        """Return the children of a row that were drawn, in order."""
+        children = self.topology.children[row]
+        if not children:
+            return []
+        return children[: int(np.count_nonzero(self.drawn[stream, children[0] : children[-1] + 1]))]
+
+    def numbers(self, stream: int) -> list[int]:
+        """Return by row its number in the order of drawing, 0 for the anchor: the key of random choices."""
+        numbers: list[int] = self.drawn[stream].cumsum().tolist()
+        return numbers
+
+    def next_number(self, stream: int) -> int:
+        """Return the number of the candidate that is drawn next."""
+        return 1 + int(np.count_nonzero(self.drawn[stream]))
+
+    def drawn_tokens(self, level: DraftScores) -> tuple[DrawnTokens, list[int], list[int]]:
+        """Return the candidates of a level for the features, and the stream and row of each."""
+        tree, ids, streams, out, counts = self.topology, [], [], [], iter(level.counts)
+        index = 0  # of the fed row
+        for stream, rows in level.rows:
+            tokens = self.tokens[stream].tolist()
+            for row in rows:
+                count = next(counts)
+                for rank, child in enumerate(tree.children[row][:count]):
+                    ids.append((index, tokens[child], tokens[row], rank, count, tree.depth[child]))
+                    streams.append(stream)
+                    out.append(child)
+                index += 1
+        return DrawnTokens.of(ids), streams, out
