@@ -26,18 +26,18 @@ import torch
 import xgboost as xgb
 from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
-from specstop.decode.policy.reader import Logits, Reader
+from specstop.decode.policy.reader import Reader
+from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.topology import chain
-from specstop.decode.verify.given_text import Candidates
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
-from specstop.policies.features.history import History
-from specstop.policies.heads.build import build_head
+from specstop.policies.heads import build_head
+from specstop.policies.history import History
 from specstop.policies.host import PolicyHost
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Derived
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten
@@ -141,16 +141,17 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int,
     scratch = torch.ones(512 * megabytes, 512) if megabytes else None
     seconds = []
     for i in range(count):
-        found = Candidates.at([0], tree)
+        one_stream = np.ones(1, dtype=np.int64)
+        round = RoundState(tree, one_stream > 0, one_stream, one_stream)
         if scratch is not None:
             scratch @ scratch[:8].T
         row = rows[i % 8]
         scores = torch.log_softmax(row / temperature, -1) + noise if temperature else row
-        place = found.add(0, 1, int(scores.argmax(-1)))  # the loop draws right before it asks
+        round.tokens[0, :2] = 0, int(scores.argmax(-1))  # the loop draws right before it asks
         base = reader.base(history, temperature, row, [(0, 0)])
         begin = time.perf_counter()
-        logits = Logits(row, [(0, found.tokens[place], 0, 0, 1, 1)], None, scores)
-        level = reader.level([(0, found, [place])], logits, temperature, base, None)
+        drawn = DraftScores([(0, [0])], [1], row, scores=scores)
+        level = reader.level(round, drawn, temperature, base, None)
         host.keep(reader.step(1, base, level, tree, one))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)

@@ -27,8 +27,7 @@ from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
-from ..policies.features import ANCHOR_FEATURES, Columns, Need
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.validation import with_costs
@@ -137,7 +136,8 @@ class Recorder(Hook):
 
     def _measure(self, row: Row, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> None:
         """Fill in features and probabilities of the drawn candidates."""
-        index, path, parent = {at: i for i, at in enumerate(sent)}, {}, round.topology.parent
+        index, parent = {at: i for i, at in enumerate(sent)}, round.topology.parent
+        path: dict[int, float] = {}
         for level in round.levels:
             scores = None if level is None else level.part(stream)
             if scores is None or not any(scores.counts):
@@ -145,9 +145,9 @@ class Recorder(Hook):
             check_rows(scores.raw, "draft")
             drawn, _, rows = round.drawn_tokens(scores)
             drawn.parent_path = np.array([path.get(parent[at], 0.0) for at in rows])  # 0 below the anchor
-            drawn.lead = lead(scores, drawn) if self._columns.plan.noisy else None
+            drawn.lead = lead(scores, drawn) if self._columns.needs.noisy else None
             summary = summarise(
-                self._columns.plan | (Need.PATH | Need.SAMPLED), scores.raw, drawn, self.temperature, scores.sampled,
+                self._columns.needs | (PATH | SAMPLED), scores.raw, drawn, self.temperature, scores.sampled,
                 scores.scores, scores.best,
             )  # fmt: skip
             path |= dict(zip(rows, summary.path.tolist(), strict=True))

@@ -18,7 +18,7 @@ from ..policies.arguments import check_token_ids
 from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.host import PolicyHost
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
@@ -278,11 +278,16 @@ class Speculator:
         draft = laps["draft"]
         # The first draft step reads the backlog, so it is counted and priced separately.
         phases = (draft[0] if draft else 0.0, sum(draft[1:]), sum(laps["verify"]), sum(laps["policy"]), seconds)
-        shares = [part / together for part in phases]
+        first_s, draft_s, verify_s, policy_s, whole_s = (part / together for part in phases)
         columns = (
             round.context, round.drafted, round.verified, round.accepted, round.committed, round.decisions, round.backlog,
-            round.cut,
         )  # fmt: skip
-        rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        depth = round.topology.depth
-        return {s: Round(anchors[s], *rows[s], *shares, together, depth[sent[-1]]) for s, sent in round.target_rows}
+        context, drafted, verified, accepted, committed, decisions, backlog = (column.tolist() for column in columns)
+        cut, depth = round.cut.tolist(), round.topology.depth
+        return {
+            s: Round(
+                anchors[s], context[s], drafted[s], verified[s], accepted[s], committed[s], decisions[s], backlog[s], cut[s],
+                first_s, draft_s, verify_s, policy_s, whole_s, together, depth[sent[-1]],
+            )
+            for s, sent in round.target_rows
+        }  # fmt: skip

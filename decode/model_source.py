@@ -6,6 +6,7 @@ S texts are decoded side by side; each model reads for all of them in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.history import History
+from ..policies.history import History
 from .drafters import Drafter, FallbackDrafter
 from .hooks import Hook, Timer
 from .models.cuda.graph import open_cache
@@ -291,8 +292,8 @@ class ModelSource:
             round.backlog = np.where(reads, 0, round.backlog)
         rows: list[tuple[int, list[int]]] = []
         for stream in np.flatnonzero(round.active).tolist():
-            is_chain, sent = tree.is_chain, int(round.verified[stream])
-            rows.append((stream, tree.paths[sent] if is_chain else np.flatnonzero(round.sent[stream]).tolist()))
+            of_chain = tree.is_chain and tree.paths[int(round.verified[stream])]
+            rows.append((stream, of_chain or np.flatnonzero(round.sent[stream]).tolist()))
         round.target_rows = rows
         raw, finite = self.read(round)
         sampled, _ = process(round, rows, raw)
@@ -347,12 +348,12 @@ class ModelSource:
         for stream, sent in round.target_rows:
             text, path = round.texts[stream], round.path(stream)
             assert text is not None
-            at = path if self.topology.is_chain else [sent.index(row) for row in path]
+            indices = path if self.topology.is_chain else [sent.index(row) for row in path]
             slot, tokens = _slot(text), round.tokens[stream, path].tolist()
-            self.target.keep(slot, [slot + row for row in at], stream)
-            kept = None if states is None else states[0, [first + row for row in at]]  # [path, layers x H]
+            self.target.keep(slot, [slot + index for index in indices], stream)
+            kept = None if states is None else states[0, [first + index for index in indices]]  # [path, layers x H]
             self.drafter.committed(stream, tokens, self._drafter_states(kept))
-            text.anchor = Anchor(raw, first + at[-1], self._anchor_state(kept))
+            text.anchor = Anchor(raw, first + indices[-1], self._anchor_state(kept))
             first += len(sent)
             round.committed[stream] = self._extend(text, [*tokens[1:], round.next_tokens[stream]])
             round.ended[stream] = text.ended
@@ -375,12 +376,12 @@ def process(round: RoundState, rows: Rows, raw: Tensor) -> tuple[Tensor, Tensor 
     own = [(stream, some, text) for stream, some in rows if (text := round.texts[stream]) is not None]
     if len(own) == 1:
         stream, some, text = own[0]
-        return text.sampler(raw, lambda: _prefixes(round, text, stream, some)), text.sampler.untruncated
+        return text.sampler(raw, partial(_prefixes, round, text, stream, some)), text.sampler.untruncated
     if not any(text.sampler.reads_prefix for _, _, text in own):
         return own[0][2].sampler(raw, list), None  # only the temperature, which all streams share
     out, before = [], []
     for (stream, some, text), scores in zip(own, raw.split([len(some) for _, some in rows]), strict=True):
-        out.append(text.sampler(scores, lambda at=(text, stream, some): _prefixes(round, *at)))  # type: ignore[misc]
+        out.append(text.sampler(scores, partial(_prefixes, round, text, stream, some)))
         before.append(text.sampler.untruncated)
     if all(kept is None for kept in before):
         return torch.cat(out), None

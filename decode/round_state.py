@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from ..policies.contract import Array, DraftTree, State
-from ..policies.features import Drawn
+from ..policies.features import DrawnTokens
 from ..policies.kernels import on_first_use
 from .topology import Topology
 
@@ -195,17 +195,17 @@ class RoundState:
         """Return the number of the candidate that is drawn next."""
         return 1 + int(np.count_nonzero(self.drawn[stream]))
 
-    def drawn_tokens(self, level: DraftScores) -> tuple[Drawn, list[int], list[int]]:
+    def drawn_tokens(self, level: DraftScores) -> tuple[DrawnTokens, list[int], list[int]]:
         """Return the candidates of a level for the features, and the stream and row of each."""
-        tree, ids, streams, out = self.topology, [], [], []
-        scored, counts = 0, iter(level.counts)
+        tree, ids, streams, out, counts = self.topology, [], [], [], iter(level.counts)
+        index = 0  # of the fed row
         for stream, rows in level.rows:
+            tokens = self.tokens[stream].tolist()
             for row in rows:
                 count = next(counts)
                 for rank, child in enumerate(tree.children[row][:count]):
-                    before, token = self.tokens[stream, row], self.tokens[stream, child]
-                    ids.append((scored, token, before, rank, count, tree.depth[child]))
+                    ids.append((index, tokens[child], tokens[row], rank, count, tree.depth[child]))
                     streams.append(stream)
                     out.append(child)
-                scored += 1
-        return Drawn.of(ids), streams, out
+                index += 1
+        return DrawnTokens.of(ids), streams, out

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     )
     from .latency.profile import Profile as Profile
     from .latency.tables import CostTable as CostTable
-    from .learned.policy import LearnedPolicy as LearnedPolicy
+    from .learned import LearnedPolicy as LearnedPolicy
     from .storage.folder import (
         from_pretrained as from_pretrained,
         load_policy_folder as load_policy_folder,
@@ -44,7 +44,7 @@ __getattr__, __all__ = attach(
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
         "latency.profile": "Profile",
         "latency.tables": "CostTable",
-        "learned.policy": "LearnedPolicy",
+        "learned": "LearnedPolicy",
         "storage.folder": "from_pretrained load_policy_folder save_policy save_pretrained",
         "storage.registry": "load_policy",
     },

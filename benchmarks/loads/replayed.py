@@ -16,7 +16,7 @@ from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE, achievable_in_batches
 from specstop.train.fit.rates import Part

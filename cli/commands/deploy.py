@@ -136,8 +136,8 @@ def _named(policy: str | None, to: str) -> str:
 def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     """Write the ONNX model and say how it was checked."""
     from ...policies.files import prepare_output_file
-    from ...policies.learned.policy import LearnedPolicy
-    from ...policies.storage.onnx import PRODUCER, export_onnx
+    from ...policies.learned import LearnedPolicy
+    from ...policies.onnx import PRODUCER, export_onnx
     from ...policies.storage.registry import load_policy
 
     prepare_output_file(out, PRODUCER.encode(), overwrite=overwrite)

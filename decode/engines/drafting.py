@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import Array, RoundOutcome, StopPolicy
-from ...policies.features import Drawn, Layout
+from ...policies.features import DrawnTokens, Layout
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
 from ..hooks import Timer
@@ -203,7 +203,7 @@ class Drafting:
         anchors = np.array([(text[-1], text[-2]) for text in texts], dtype=np.int64)
         host, observer = self.host, self._observer
 
-        def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
+        def look(depth: int, at: Array, logits: Tensor, drawn: DrawnTokens) -> None:
             assert observer is not None
             observer.level(depth, here[at], logits, drawn)
 

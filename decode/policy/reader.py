@@ -9,9 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.features import Drawn, Layout
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.history import History
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, Layout
+from ...policies.history import History
 from ..models.hidden import seen
 from ..round_state import DraftScores, RoundState
 from ..topology import Topology
@@ -52,7 +51,7 @@ class Level:
         return [index[token] for token in tokens]
 
 
-def lead(scores: DraftScores, drawn: Drawn) -> Array | None:
+def lead(scores: DraftScores, drawn: DrawnTokens) -> Array | None:
     """Return [B], see `summaries.lead_over_truncated`; None where nothing was left out."""
     if scores.untruncated is None or scores.sampled is None:
         return None
@@ -78,7 +77,7 @@ class Reader:
         self.policy, self._streams = policy, streams
         self.layout = Layout(policy.features)
         self._columns, self._anchor = self.layout.node_columns, self.layout.anchor_columns
-        self.follows_path = self._columns.plan.path
+        self.follows_path = self._columns.needs.path
         self.reads_target = bool(self.layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._looks = bool(self.layout.node or policy.hidden)
         self._widths = dict(widths or {})
@@ -116,12 +115,12 @@ class Reader:
             self._batch[at] = 0
         features = np.zeros((self._streams, len(layout.names)), dtype=np.float32)
         if layout.anchor and rows is not None:
-            drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
+            drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
             known = features[at]  # a copy where `at` is a list, so it is put back
             read_columns(self._anchor, rows, drawn, temperature, known)
             features[at] = known
         if layout.history:
-            history.write(layout.history_columns, layout.history_at, features)
+            layout.write_history(history, features)
         if TARGET_HIDDEN not in self.policy.hidden or hidden is None:
             return Base(features)
         states = np.zeros((self._streams, hidden.shape[-1]), dtype=np.float32)
@@ -150,7 +149,7 @@ class Reader:
             elif not every:  # not everything of the level before was extended
                 parents = [(stream, tree.parent[row]) for stream, row in zip(streams, rows, strict=True)]
                 drawn.parent_path = before.path[before.index_of(parents)]
-        if self._columns.plan.noisy:
+        if self._columns.needs.noisy:
             drawn.lead = lead(scores, drawn)
         features = base.features.copy() if every else base.features[streams]  # [n, F]
         path = read_columns(

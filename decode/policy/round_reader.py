@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.features.history import History
+from ...policies.history import History
 from ..round_state import DraftScores, RoundState
 from ..topology import Topology
 from .reader import Base, Level, Reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,9 +12,8 @@ from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from ..errors import InputError, PolicyError
 from ..kernels import on_first_use
 from ..latency.profile import Profile
-from ..learned.policy import LearnedPolicy
-from ..rules.base import Rule
-from ..rules.chains import BatchRule
+from ..learned import LearnedPolicy
+from ..rules import BatchRule, Rule
 from .grid import Grid, Grids, grids_of, length_rates
 from .groups import Batches, batches_of
 
@@ -54,8 +53,8 @@ class BatchStop(LearnedPolicy):
     together, and plain decoding, which is a choice at depth 0, is left only for what is expected to beat it. Where the rule's
     `first` decision comes later, the tokens before it survive with the mean acceptance.
 
-    Costs are those of `facts.profile` (`profile`), acceptance is `facts.acceptance`. In a tree each branch counts as one
-    that draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
+    Costs are those of `metadata.profile` (`profile`), acceptance is `metadata.acceptance`. In a tree each branch counts as
+    one that draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
 
     Raises:
         PolicyError: the facts have no profile, or no acceptance as deep as the policy goes.
@@ -68,9 +67,9 @@ class BatchStop(LearnedPolicy):
     send: ClassVar[str] = "all"
     _trims_tokens: ClassVar[bool] = False
 
-    def _prepare(self) -> None:
-        """See `LearnedPolicy`."""
-        told, depth = self.facts, self.max_depth
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        told, depth = self.metadata, self.max_depth
         if len(told.acceptance) < depth:
             raise PolicyError(
                 f"{self.name}: rule batch: expected the mean acceptance at {depth} depths, got {len(told.acceptance)}; "
@@ -244,9 +243,9 @@ def for_batches(
         raise PolicyError(
             f"{policy.name}: rule batch needs a policy of chains that predicts survival, not {policy.rule.kind}"
         )
-    if not policy.facts.profile and profile is None:
+    if not policy.metadata.profile and profile is None:
         raise PolicyError(f"{policy.name}: rule batch needs a latency profile; give one (profile=FILE)")
-    facts = policy.facts
+    facts = policy.metadata
     if profile is not None:
         facts = dataclasses.replace(facts, profile=profile.record(policy.cost_name))
     if rule is None:

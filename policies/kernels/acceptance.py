@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .compiled import copy_row, exact, kernel
-from .history import known_depths
+from .features import known_depths
 
 
 @kernel("void(int64[::1], int64[::1], int64[::1], float64[:,::1], float64[:,::1])")

@@ -20,7 +20,7 @@ from ..errors import InputError, PolicyError, close_match
 from ..joint.survival import for_batches
 from ..latency.profile import Profile
 from ..lazy import modules
-from ..learned.policy import LearnedPolicy
+from ..learned import LearnedPolicy
 from ..validation import plugin_errors, validate_policy
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
 from .specs import Listed, Plugins, check_options, parameters, read_number, read_options

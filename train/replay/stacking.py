@@ -10,8 +10,8 @@ import numpy as np
 from ...policies.baselines.online import Online
 from ...policies.baselines.scores import AtLeast
 from ...policies.contract import Array, StopPolicy
-from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.base import Rule
+from ...policies.learned import LearnedPolicy
+from ...policies.rules import Rule
 from ...policies.validation import is_trusted
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..compiled import kernel
-from ..history import known_depths
+from ..features import known_depths
 
 
 @kernel(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..compiled import copy_row, exact, kernel
-from ..history import known_depths
+from ..features import known_depths
 
 _EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..compiled import copy_row, exact, kernel
-from ..history import known_depths
+from ..features import known_depths
 
 
 @kernel("void(float32[:,:,::1], boolean[:,::1], int64, float32[::1], float32[:,::1], boolean[:,::1], float32[:,::1])")

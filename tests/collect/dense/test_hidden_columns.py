@@ -30,7 +30,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, TraceError
-from specstop.policies.features.hidden_states import HIDDEN_STATES
+from specstop.policies.features import HIDDEN_STATES
 from trace_rows import numpy_rows
 
 TREE = "3,2,1,1,1"

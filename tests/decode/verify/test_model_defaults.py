@@ -26,8 +26,8 @@ from specstop.decode.verify.model_defaults import APPLIED, INERT, LEFT_OUT, REFU
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.conditions import Conditions
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.learned.conditions import Conditions
 from transformers import GenerationConfig
 
 GREEDY: dict[str, Any] = {

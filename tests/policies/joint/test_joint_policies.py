@@ -19,7 +19,8 @@ from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
 from specstop.policies.kernels.batches import best_budgets, draft_on
 from specstop.policies.latency.tables import Price
-from specstop.policies.rules.chains import BatchRule, build_rule
+from specstop.policies.learned import build_rule
+from specstop.policies.rules import BatchRule
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import TreePolicyTests
@@ -308,7 +309,12 @@ def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
     grid, streams = made._grids.of(4, 3), np.arange(5)
     assert (made._rate(grid)[:5] / policy._rate(grid)[:5])[1:] == pytest.approx([1.5, 1.5, 1.75, 2.0])
     assert policy.fixed_rate(streams)[0] == 0.0
-    assert for_batches(made).rule.to_dict() == {"kind": "batch", "send": "best", "rates": [[2, 1.5], [4, 2.0]]}
+    assert for_batches(made).rule.to_dict() == {
+        "kind": "batch",
+        "send": "best",
+        "rates": [[2, 1.5], [4, 2.0]],
+        "first": 0,
+    }
     assert build_rule(made.rule.to_dict()).to_dict() == made.rule.to_dict()
     short = BatchRule("best", rates, 1, [(2, 0), (8, 3)])
     assert build_rule(short.to_dict()).to_dict() == short.to_dict()
@@ -382,7 +388,7 @@ def test_a_folder_is_put_under_the_rule(tmp_path: Path) -> None:
     synthetic_profile(LINEAR).save(profile)
     save_policy(made, tmp_path / "mine")
     again = load_policy(tmp_path / "mine")
-    assert isinstance(again, BatchPolicy) and again.rule.to_dict() == {"kind": "batch", "send": "best"}
+    assert isinstance(again, BatchPolicy) and again.rule.to_dict() == BatchRule("best").to_dict()
     for options, kind in (("rule=batch", BatchPolicy), ("rule=batch&send=all", BatchStop)):
         policy = load_policy(f"{tmp_path / 'mine'}?{options}&profile={profile}")
         assert type(policy) is kind and policy.joint and policy.label.endswith(str(profile))
@@ -393,6 +399,6 @@ def test_a_folder_is_put_under_the_rule(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"adaptive-verification: .*nowhere.json"):
         load_policy("adaptive-verification?profile=nowhere.json")
     bare = for_batches(made)
-    bare.facts = type(bare.facts)(acceptance=(0.5,) * 3)
+    bare.metadata = type(bare.metadata)(acceptance=(0.5,) * 3)
     with pytest.raises(PolicyError, match="rule batch needs a latency profile"):
         for_batches(bare)

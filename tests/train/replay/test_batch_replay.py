@@ -28,7 +28,7 @@ from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
-from specstop.policies.rules.chains import BatchRule, Derived
+from specstop.policies.rules import BatchRule, Derived
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
 from specstop.train.replay.bounds.batch import batch_bound

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import PolicyError
-from ..kernels import on_first_use
-from ..latency.robust_fits import extended
-from .base import Array, Rule
+from .errors import PolicyError
+from .kernels import on_first_use
+from .latency.robust_fits import extended
+from .rules import Rule
+from .typing import Array
 
 MOST_NODES = 64
 """Values that the price of a further node is worked out from: those of the best nodes."""
