@@ -10,10 +10,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ..policies.contract import DraftStep, DraftTree
+from ..policies.contract import Array, DraftStep, DraftTree
 from ..policies.history import History
 from ..policies.host import PolicyHost
-from ..policies.typing import Array
 from .hooks import Timer
 from .round_state import RoundState
 

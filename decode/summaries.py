@@ -20,8 +20,7 @@ from torch.nn import functional
 from ..policies.errors import PolicyError
 from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
 from ..policies.typing import Array
-from .models.cuda.recorder import Recorder, filled_up
-from .models.device import Recorded, fused, upload
+from .models.device import Recorded, Recorder, filled_up, fused, upload
 
 LEAST = -87.0
 """As in `kernels.rows`: what a masked token counts as below the largest."""

@@ -23,8 +23,7 @@ from ...policies.errors import InputError, PolicyError
 from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
 from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
 from ...policies.text import markdown_cell
-from ..models.cpu import can_pack
-from ..models.engine import pack
+from ..models.cpu import can_pack, pack
 from ..models.outputs import hidden_width
 from ..models.pair import Pair
 from .heads.networks import CTCNetwork, HydraHeads, LayerNetwork, MedusaHeads, Shape

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from ...policies.typing import Array
+from ...policies.contract import Array
 from ..models.cuda import open_cache
 from ..models.long_rope import readable
 from ..models.outputs import check_rows, hidden_width

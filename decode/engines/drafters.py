@@ -20,7 +20,7 @@ from ..models.cuda import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model, load_tokenizer, open_checkpoint
 from ..models.long_rope import readable
-from ..models.packed import Part
+from ..models.packing import Part
 from ..models.pair import Pair
 from ..models.self_check import check_model
 from ..models.view import READS_ALL, Reading
@@ -52,7 +52,7 @@ def load_draft(name: str, device: torch.device, dtype: torch.dtype, vocabulary: 
         )
     model = load_model(checkpoint, device, dtype).eval()
     reading = check_model("draft", model)
-    return speed_up(model, choose_engine(model), reading), reading
+    return speed_up(model, choose_engine(model)), reading
 
 
 class ModelRows:

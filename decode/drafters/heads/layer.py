@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ....policies.typing import Array
+from ....policies.contract import Array
 from ...models.attention import without_cudnn
 from ...models.device import upload
 from ...models.pair import Pair
