@@ -41,7 +41,7 @@ from specstop.decode.profile import add_decisions, loop_decisions, measure_profi
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from specstop.train.fit.run import train
 from specstop.train.replay.traces.arrays import trace_arrays
 

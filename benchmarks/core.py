@@ -39,10 +39,10 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import AnyFork, Derived, Threshold
-from specstop.policies.rules.trees import TreeRule
-from specstop.policies.storage.registry import BUILTINS, load_policy
+from specstop.policies.tree_rules import TreeRule
 
 Array = np.ndarray[Any, Any]
 
@@ -233,7 +233,7 @@ def tree_policies(nodes: int) -> dict[str, StopPolicy]:
 def check_policies(bars: Bars, quick: bool) -> None:
     """Hold what policies decide, and learn, of many streams against what they do of each alone."""
     names = [name for name in BUILTINS if name != "fixed"] + ["bandit?kind=thompson"]
-    rules = {name: load_policy(name, plain="?" not in name).limited(DEPTH) for name in names}
+    rules = {name: load_policy(name).limited(DEPTH) for name in names}
     cases = [(f"{name}, chain", policy, chain(DEPTH)) for name, policy in rules.items()]
     for nodes, text in TREES.items():
         of_trees = {**{f"{name}, {nodes} nodes": p for name, p in rules.items()}, **tree_policies(nodes)}

@@ -30,15 +30,15 @@ from specstop.decode.candidates import Candidates
 from specstop.decode.policy.reader import Logits, Reader
 from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.topology import chain
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
 from specstop.policies.features.history import History
+from specstop.policies.fixed import Confidence
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules.chains import Derived
-from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten
 
@@ -209,7 +209,7 @@ def measure_rules(count: int, bars: Bars) -> dict[str, float]:
     """Return the microseconds by built-in rule of one `keep` and one `observe`, and print them."""
     found = {}
     for name in (*BUILTINS, "bandit?kind=thompson"):
-        found[name] = round_us(load_policy(name, plain="?" not in name and name != "fixed"), count)
+        found[name] = round_us(load_policy(name), count)
         print(f"{name:<30}{'keep, observe':>22}{found[name]:>9.1f}", flush=True)
         check(bars, f"{name}, keep and observe", found[name], ROUND_US)
     return found

@@ -141,7 +141,7 @@ def serve(
     waiting, running, texts, number = list(enumerate(prompts)), {}, {}, time.monotonic_ns()
     drafting = drafting_of(llm)
     if policy:
-        from specstop.policies.storage.registry import load_policy
+        from specstop.policies.registry import load_policy
 
         drafting.use(load_policy(policy))
     spent = drafting.spent if drafting else None

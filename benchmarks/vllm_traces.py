@@ -192,7 +192,7 @@ def predict(bench: Bench) -> None:
     """The engine's profile predicts tokens/s of three policies: at 1 request on a trace of `LLM`, at 8 on one of a server."""
     from specstop.collect import open_trace
     from specstop.policies.latency.profile import Profile
-    from specstop.policies.storage.registry import load_policy
+    from specstop.policies.registry import load_policy
     from specstop.train.export.serving import batch_profile
     from specstop.train.report.evaluate import evaluate
 
@@ -287,7 +287,7 @@ def achievable(bench: Bench) -> None:
     """
     from specstop.collect import open_trace
     from specstop.policies.latency.profile import Profile
-    from specstop.policies.storage.registry import load_policy
+    from specstop.policies.registry import load_policy
     from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
     from specstop.train.fit.rates import Part
     from specstop.train.fit.tuning.batches import batch_rate

@@ -16,14 +16,14 @@ from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
-from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
-from ..policies.storage.registry import PolicySpec, as_policy
+from ..policies.registry import PolicySpec, as_policy
 from ..policies.storage.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions

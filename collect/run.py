@@ -9,7 +9,7 @@ from ..decode.models.pair import Pair
 from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ..policies.latency.profile import Profile
 from ..policies.progress import Progress, shown
-from ..policies.storage.registry import PolicySpec
+from ..policies.registry import PolicySpec
 from .dense.completions import Completions
 from .plan import plan_run
 from .prompts.read import Prompt

@@ -12,7 +12,7 @@ from ..policies.arguments import as_list
 from ..policies.checking import with_costs
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.latency.profile import Profile
-from ..policies.storage.registry import PolicySpec, as_policy
+from ..policies.registry import PolicySpec, as_policy
 from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair

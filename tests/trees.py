@@ -9,7 +9,7 @@ from specstop.policies.features import feature
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
-from specstop.policies.rules.trees import TreeRule
+from specstop.policies.tree_rules import TreeRule
 
 FEATURES = ("mean_accepted", "top1", "drawn_prob", "noisy_margin", "noisy_lead", "branch_rank")
 FREE = ("top1", "entropy", "branch_rank", "depth", "mean_accepted")

@@ -33,7 +33,7 @@ from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import PolicyError
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 

@@ -15,7 +15,7 @@ from specstop.policies import DraftStep, FixedLength, StopPolicy
 from specstop.policies.contract import Array, State
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 

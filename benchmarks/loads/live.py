@@ -12,8 +12,8 @@ from specstop.decode import Pair, Settings, Speculator
 from specstop.decode.compare.alternate import TEXTS_A_PLACE, run_alternating
 from specstop.decode.compare.intervals import Resamples
 from specstop.decode.profile import CalibrationRun
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch

@@ -71,7 +71,7 @@ def bench(
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
     from ...policies.learned.conditions import sampling_text
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     rules = [load_policy(spec) for spec in policy]
     most = max((rule.max_depth for rule in rules), default=0) if depth is None else depth

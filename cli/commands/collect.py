@@ -207,7 +207,7 @@ def collect(
     from ...collect.prompts.read import apply_chat_template
     from ...collect.store.folder import PROMPTS_FILE
     from ...decode.settings import Settings
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     place = read_place(os.environ)
     if from_vllm is not None:

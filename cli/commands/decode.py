@@ -73,7 +73,7 @@ def decode(
     from ...decode.run import decode as run
     from ...decode.settings import Settings, stop_strings
     from ...decode.verify.modes import describe, resolve_mode
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     if text and prompts:
         raise InputError("expected prompts as arguments or --prompts, not both")

@@ -104,7 +104,7 @@ def _deploy(
     progress: Progress,
 ) -> dict[str, Any]:
     """Call the engine's function."""
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     if to == "hf" and (traces is None or profile is None):
         from ...decode.hf.export import deploy_hf
@@ -137,8 +137,8 @@ def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     """Write the ONNX model and say how it was checked."""
     from ...policies.files.outputs import claim_file
     from ...policies.learned.policy import LearnedPolicy
+    from ...policies.registry import load_policy
     from ...policies.storage.onnx import PRODUCER, export_onnx
-    from ...policies.storage.registry import load_policy
 
     claim_file(out, PRODUCER.encode(), overwrite=overwrite)
     chosen = load_policy(policy)

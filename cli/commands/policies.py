@@ -18,7 +18,7 @@ def policies(
     json: Json = False,
 ) -> None:
     """List built-in and installed policies, or drafters: their modules, and whether they load."""
-    from ...policies.storage.specs import SWITCH
+    from ...policies.plugins import SWITCH
 
     if no_plugins:
         os.environ[SWITCH] = "0"
@@ -27,7 +27,7 @@ def policies(
 
         title, found = "Drafters: a name as below", listed_drafters()
     else:
-        from ...policies.storage.registry import listed_policies
+        from ...policies.registry import listed_policies
 
         title, found = "Policies: a name as below, or the path of a policy folder", listed_policies()
     if json:

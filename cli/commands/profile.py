@@ -75,7 +75,7 @@ def profile(
     from ...decode.settings import Settings
     from ...policies.files.outputs import claim_file, refuse_inputs
     from ...policies.latency.profile import MARK
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     if add_policy:
         _add_policies(profile, add_policy, out, prompts, models, chat, long, overwrite, json, quiet)
@@ -154,7 +154,7 @@ def _add_policies(
     from ...policies.files.outputs import claim_file
     from ...policies.latency.profile import MARK, Profile
     from ...policies.learned.conditions import tell_other_drafter
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
 
     if known is None:
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")

@@ -42,7 +42,7 @@ def combine(
         raise InputError(f"{lacks}: expected test traces of both drafters, but only {given} was given")
     profiles = Profile.load(first_profile, "--first-profile"), Profile.load(other_profile, "--other-profile")
     from ...decode.drafters.known import needs_draft
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
     from ...train.replay.traces.arrays import TraceArrays, trace_arrays
     from ...train.replay.traces.checking import tell_other_rounds
     from ...train.report.checks import load_traces

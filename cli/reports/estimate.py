@@ -37,7 +37,7 @@ def estimate(
     from ...policies.latency.profile import Profile
 
     costs = Profile.load(profile)  # a mangled one is told of before torch is imported
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
     from ...train.off_policy.estimate import estimate_offline
     from ...train.report.checks import load_traces
 

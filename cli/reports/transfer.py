@@ -41,7 +41,7 @@ def transfer(
     from ...policies.latency.profile import Profile
 
     costs = [Profile.load(path) for path in profile]  # mangled ones are told of before torch is imported
-    from ...policies.storage.registry import load_policy
+    from ...policies.registry import load_policy
     from ...train.report.checks import load_traces
     from ...train.report.whatif.records import write_whatif
     from ...train.report.whatif.transfer import transfer as run

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...policies.arguments import check_token_ids
-from ...policies.baselines.fixed import FixedLength
 from ...policies.checking import with_costs
 from ...policies.errors import InputError
+from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.plugin_code import Failure
 from ...policies.progress import Progress, shown
-from ...policies.storage.registry import PolicySpec, as_policies
+from ...policies.registry import PolicySpec, as_policies
 from ..loop import Speculator
 from ..models.pair import Pair
 from ..records import Generation, Tally

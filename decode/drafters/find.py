@@ -7,8 +7,7 @@ from typing import Any
 
 from ...policies.errors import InputError
 from ...policies.plugin_code import loading
-from ...policies.storage.drafter_names import PLUGINS
-from ...policies.storage.specs import check_options, parameters, read_number
+from ...policies.plugins import DRAFTER_PLUGINS, check_options, parameters, read_number
 from ..models.pair import Pair
 from .base import Drafter, lacks
 from .either import EitherDrafter
@@ -73,7 +72,7 @@ def _alone(named: Named, pair: Pair) -> Drafter:
         if not named.value or named.options:
             raise unknown(named)
         return TRAINED[named.kind].build(pair, shared_network(named.kind, named.value, pair))
-    point = PLUGINS.find(named.kind)
+    point = DRAFTER_PLUGINS.find(named.kind)
     if named.kind in BUILTINS:
         build, options = BUILTINS[named.kind].build, _with_value(named, where)
         check_options(parameters(build, where), where, options, (pair,))
@@ -82,7 +81,7 @@ def _alone(named: Named, pair: Pair) -> Drafter:
         raise unknown(named)
     if named.value is not None:
         raise InputError(f"{where}: write the plugin's options as {named.kind}?key=value")
-    make = PLUGINS.load(point)
+    make = DRAFTER_PLUGINS.load(point)
     if takes_draft(named.kind):
         _ = pair.draft_model  # told by our own error where there is none
     check_options(parameters(make, where), where, named.options, (pair,))

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...policies.errors import InputError, PolicyError, close_match
-from ...policies.storage.drafter_names import PLUGINS, known_names, split_first
-from ...policies.storage.specs import Listed, parameters
+from ...policies.plugins import DRAFTER_PLUGINS, PluginInfo, known_names, parameters, split_first
 from ..models.pair import Pair
 from .base import READINGS, READS_PATH, Drafter
 from .heads.collapsed import ReleasedCTCDrafter
@@ -61,7 +60,7 @@ def check_drafter(name: str) -> None:
         found = (
             part.value and not part.options
             if part.kind in TRAINED
-            else part.kind in BUILTINS or PLUGINS.find(part.kind)
+            else part.kind in BUILTINS or DRAFTER_PLUGINS.find(part.kind)
         )
         if not found:
             raise unknown(part)
@@ -100,9 +99,9 @@ def reading_of(name: str) -> str:
     kind = [*read_known(name).parts()][-1].kind  # of several only the last one may have something to read
     if made := BUILTINS.get(kind) or TRAINED.get(kind):
         return str(getattr(made.build, "reading", READS_PATH))
-    if (point := PLUGINS.find(kind)) is None:
+    if (point := DRAFTER_PLUGINS.find(kind)) is None:
         return READS_PATH
-    says = getattr(PLUGINS.load(point), "reading", READS_PATH)
+    says = getattr(DRAFTER_PLUGINS.load(point), "reading", READS_PATH)
     if says not in READINGS:
         raise PolicyError(f"--drafter: {point.value}: expected for reading {', '.join(READINGS)}, not {says!r}")
     return str(says)
@@ -132,19 +131,19 @@ def _full(path: str) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
 
 
-def listed_drafters() -> list[Listed]:
+def listed_drafters() -> list[PluginInfo]:
     """Return the drafters that come with specstop, and the plugins with whether they load: this imports them."""
     own = {name: (made.build.__module__, made.usage) for name, made in BUILTINS.items()}
     trained = {
         name: (made.build.__module__, f"{name}:PATH of `specstop train-drafter --kind {made.network}`")
         for name, made in TRAINED.items()
     }
-    return PLUGINS.listed(own | trained, _usage)
+    return DRAFTER_PLUGINS.listed(own | trained, _usage)
 
 
 def _usage(point: EntryPoint) -> str:
     """Return how a plugin is written in a spec."""
-    takes = [*parameters(PLUGINS.load(point), f"{point.name!r}")][1:]
+    takes = [*parameters(DRAFTER_PLUGINS.load(point), f"{point.name!r}")][1:]
     draft = "; needs the draft model" if takes_draft(point.name) else ""
     return f"{point.name}?key=value{'; takes ' if takes else ''}{', '.join(takes)}{draft}"
 
@@ -158,9 +157,9 @@ def takes_draft(kind: str) -> bool:
     """Whether drafters of a name take the pair's draft model; `PolicyError` where a plugin does not load."""
     if kind in BUILTINS or kind in TRAINED:
         return kind == "model"
-    if (point := PLUGINS.find(kind)) is None:
+    if (point := DRAFTER_PLUGINS.find(kind)) is None:
         return False
-    says = getattr(PLUGINS.load(point), "needs_draft", False)
+    says = getattr(DRAFTER_PLUGINS.load(point), "needs_draft", False)
     if not isinstance(says, bool):
         raise PolicyError(f"--drafter: {point.value}: expected for needs_draft True or False, not {says!r}")
     return says
@@ -168,7 +167,7 @@ def takes_draft(kind: str) -> bool:
 
 def unknown(named: Named) -> InputError:
     """Return the error of a spec that names none of them."""
-    plugins = sorted(PLUGINS.usable())
+    plugins = sorted(DRAFTER_PLUGINS.usable())
     known = [*BUILTINS, *TRAINED, *plugins]
     more = f", or a plugin's ({', '.join(plugins)})" if plugins else ""
     meant = "" if named.kind in known else close_match(named.kind, known)

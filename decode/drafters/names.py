@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.storage.drafter_names import split_first
-from ...policies.storage.specs import read_options
+from ...policies.plugins import read_options, split_first
 from .either import SURE
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import numpy as np
 
 from ...policies import state
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import (
     Array,
     DraftStep,
@@ -24,6 +23,7 @@ from ...policies.contract import (
 )
 from ...policies.features import Layout
 from ...policies.features.history import History
+from ...policies.fixed import FixedLength
 from ...policies.plugin_code import Failure
 from ..policy.runner import warn_failed
 from ..topology import chain

@@ -23,7 +23,7 @@ from ...policies.checking import with_costs
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
-from ...policies.storage.registry import load_policy
+from ...policies.registry import load_policy
 from ..models.pair import check_dtype, end_tokens
 from .drafters import load_rows
 from .drafting import Drafting, Options

@@ -18,8 +18,8 @@ from pathlib import Path
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.registry import load_policy
 from ...policies.storage.folder import load_policy_folder
-from ...policies.storage.registry import load_policy
 from ...policies.storage.safe_loading import MOST_DATA
 from ..drafters.folder import TrainedDrafter
 from ..drafters.known import TRAINED, check_drafter, paths_of, read_known

@@ -23,8 +23,8 @@ from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage.folder import save_policy
-from ...policies.storage.registry import BUILTINS, load_policy
 from ..drafters.folder import save_drafter
 from ..drafters.known import BUILTINS as DRAFTERS, TRAINED, needs_draft, read_known
 from .carried import (

@@ -16,7 +16,7 @@ from ...policies.contract import Array, RoundOutcome, StopPolicy, checked_keep, 
 from ...policies.errors import PolicyError
 from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn
 from ...policies.features.history import History
-from ...policies.storage.registry import load_policy
+from ...policies.registry import load_policy
 from ..policy.reader import Reader, draft_step
 from ..policy.summaries import read_columns
 from ..verify.modes import is_trimming

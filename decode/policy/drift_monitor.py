@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...policies.batches import CostGrid, SingleStreamCosts, batch_costs
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
-from ...policies.joint.grid import SingleStreamCosts, batch_costs, length_rates
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.learned.trees import TreeGain
@@ -138,7 +138,7 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
     tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
     costs = SingleStreamCosts(profile) if streams == 1 else batch_costs(profile)
-    return int(length_rates(costs, profile.low.context, np.array([streams]), tokens).argmax())
+    return int(CostGrid(costs, profile.low.context).length_rates(np.array([streams]), tokens).argmax())
 
 
 def describe(policy: StopPolicy, band: Band) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 
 from ...policies import state
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import (
     Array,
     DraftStep,
@@ -23,6 +22,7 @@ from ...policies.contract import (
 )
 from ...policies.errors import SpecstopWarning
 from ...policies.features.history import HISTORY_FEATURES, History
+from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.plugin_code import Failure

@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any
 
 from ...policies.arguments import check_token_ids
-from ...policies.baselines.fixed import FixedLength
 from ...policies.errors import InputError
+from ...policies.fixed import FixedLength
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, shown
-from ...policies.storage.registry import PolicySpec, as_policies
+from ...policies.registry import PolicySpec, as_policies
 from ..drafters.depths import tell_if_cut
 from ..loop import Speculator
 from ..models.cuda.recorder import Recorded

@@ -10,7 +10,7 @@ from typing import Any
 from ..contract import StopPolicy
 from ..errors import SpecstopWarning
 from ..latency.profile import Profile
-from ..storage.drafter_names import kinds_of
+from ..plugins import kinds_of
 from .policy import LearnedPolicy
 
 _TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from ..errors import PolicyError
-from ..rules.trees import kernels
+from ..tree_rules import kernels
 from .calibration import Array, Calibrator
 
 

@@ -12,7 +12,7 @@ from ..errors import PolicyError
 from ..heads.base import NO_HIDDEN, Hidden
 from ..heads.build import Head
 from ..rules.base import Rule
-from ..rules.trees import TreeRule, kernels
+from ..tree_rules import TreeRule, kernels
 from .policy import Facts, LearnedPolicy
 from .tree_calibration import PathCalibrator
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..baselines.scores import check_whole
+from ..arguments import validate_int
 from ..errors import PolicyError
 from ..learned.calibration import Array
+from ..tree_rules import TreeRule
 from .base import ACCEPT, GAIN, SURVIVAL, Lengths, Rule, Times, checked_lengths, checked_times, times_at
-from .trees import TreeRule
 
 
 class Threshold(Rule):
@@ -116,7 +116,7 @@ class Continuation(Rule):
         if not isinstance(remembers, bool):
             raise PolicyError(f"rule continuation: expected true or false for remembers, not {remembers!r}")
         self.margin, self.remembers = float(margin), remembers
-        self.first = check_whole("rule continuation", "first", first, 0)
+        self.first = validate_int("rule continuation", "first", first, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rule as it is saved."""
@@ -144,7 +144,7 @@ class BatchRule(Rule):
         first: int = 0,
         lengths: Lengths = (),
     ) -> None:
-        self.first = check_whole("rule batch", "first", first, 0)
+        self.first = validate_int("rule batch", "first", first, 0)
         if send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {send!r}")
         self.send = send

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from ..batch_rules import BatchPolicy, BatchStop
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import feature
@@ -26,7 +27,6 @@ from ..files.atomic import write_atomic, write_json
 from ..files.outputs import RUN_FILE, staged_folder
 from ..files.text import markdown_cell
 from ..heads.build import build_head
-from ..joint.survival import BatchPolicy, BatchStop
 from ..learned.calibration import Calibrator
 from ..learned.conditions import sampling_text
 from ..learned.continuation import ContinuationPolicy, head_names
@@ -35,7 +35,7 @@ from ..learned.survival import SurvivalMaps
 from ..learned.tree_calibration import PathCalibrator
 from ..learned.trees import TreeGain
 from ..rules.chains import BatchRule, Continuation, build_rule
-from ..rules.trees import TreeRule
+from ..tree_rules import TreeRule
 from .safe_loading import (
     MOST_DATA,
     MOST_TEXT,

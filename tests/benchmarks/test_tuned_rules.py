@@ -11,7 +11,7 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.registry import BUILTINS
+from specstop.policies.registry import BUILTINS
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

@@ -321,7 +321,7 @@ def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specstop.policies.storage.registry.listed_policies", interrupt)
+    monkeypatch.setattr("specstop.policies.registry.listed_policies", interrupt)
     answer = cli("policies")
     assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
 

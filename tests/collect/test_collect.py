@@ -27,14 +27,14 @@ from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
 from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
-from specstop.policies.joint.lengths import SmartSpec
+from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import Facts
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.registry import load_policy
 from specstop.policies.storage.folder import load_policy_folder, save_policy
-from specstop.policies.storage.registry import load_policy
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}

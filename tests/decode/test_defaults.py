@@ -9,7 +9,7 @@ import pytest
 import torch
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 MATCH = ("fixed:3", "confidence:0.4", "roc:0.4", "bandit", "online", "eagle:8", "opt:0.5", "gain:0.1", "c2t:2")
 RUNS = [(spec, tree, "match") for spec in MATCH for tree in (None, "3,2,1")] + [("entropy:1", "2,2", "rejection")]

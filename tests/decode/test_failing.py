@@ -17,10 +17,10 @@ from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.fixed import FixedLength
+from specstop.policies.registry import load_policy
 
 
 @pytest.fixture(scope="module")

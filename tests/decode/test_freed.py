@@ -9,8 +9,8 @@ import pytest
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.weak import weak_method
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 
 
 class Looks:

@@ -16,10 +16,10 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.policy.reader import Reader
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, State, StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 

@@ -7,13 +7,13 @@ import pytest
 from contract_policies import TEST_POLICIES
 from head_tensors import knots
 from random_heads import RANDOM_HEADS, random_head
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.fixed import Confidence
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import AnyFork, Derived, Threshold
-from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 
 RULES: dict[str, Rule] = {

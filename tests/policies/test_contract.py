@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from asking import ask
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy, checked_keep, checked_select
 from specstop.policies.errors import PolicyFailure
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.state import put, take
 from specstop.policies.testing import make_tree, same
 

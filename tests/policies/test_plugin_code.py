@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import (
     Array,
     DraftStep,
@@ -29,7 +27,9 @@ from specstop.policies.contract import (
     checked_start,
 )
 from specstop.policies.errors import PolicyError, PolicyFailure
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.plugin_code import loading, own, reason
+from specstop.policies.published.bandit import Bandit
 from specstop.policies.testing import keys, make_outcome, make_step, make_tree
 
 

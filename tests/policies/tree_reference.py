@@ -10,7 +10,7 @@ import numpy as np
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.latency.robust_fits import extended
 from specstop.policies.learned.trees import TreeGain
-from specstop.policies.rules.trees import TreeRule
+from specstop.policies.tree_rules import TreeRule
 from trees import BELOW, make_tree_policy
 
 Array = np.ndarray[Any, Any]

@@ -27,11 +27,11 @@ from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
 from ...decode.settings import Settings
 from ...decode.verify.modes import find_mode
 from ...policies import kernels
-from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.files.atomic import sha256, write_json
 from ...policies.files.json_text import read_json
 from ...policies.files.outputs import beside, claim_folder, put_in_place, refuse_inputs
+from ...policies.fixed import Confidence, FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown

@@ -18,7 +18,7 @@ from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
-from ...policies.storage.registry import PolicySpec, as_policy, load_policy
+from ...policies.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values
 from .page import FIGURES
 

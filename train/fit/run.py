@@ -11,10 +11,10 @@ from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.arguments import as_list
+from ...policies.batch_rules import BatchStop
 from ...policies.errors import InputError, TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
-from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.baselines.fixed import FixedLength
+from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from .log import Rounds
 from .seconds import prompt_seconds

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...policies.baselines.online import Online
-from ...policies.baselines.scores import AtLeast
 from ...policies.contract import Array, StopPolicy
+from ...policies.fixed import FeatureThreshold
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.plugin_code import own
+from ...policies.published.online import Online
 from ...policies.rules.base import Rule
 
 
@@ -26,8 +26,8 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         return None
     if any(type(p) is not type(first) or p.max_depth != first.max_depth or p.first != first.first for p in policies):
         return None
-    if isinstance(first, AtLeast):
-        return _at_levels(first, [p.level for p in policies if isinstance(p, AtLeast)], streams, np.float32)
+    if isinstance(first, FeatureThreshold):
+        return _at_levels(first, [p.level for p in policies if isinstance(p, FeatureThreshold)], streams, np.float32)
     if isinstance(first, Online):
         online = [p for p in policies if isinstance(p, Online)]
         if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
@@ -46,7 +46,7 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
 
 
 def _at_levels(
-    policy: AtLeast | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
+    policy: FeatureThreshold | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
 ) -> StopPolicy:
     """Return the policy with a level for each stream [R, 1], in the type in which it compares."""
     made = copy.copy(policy)

@@ -15,14 +15,14 @@ from ...decode.compare.intervals import Resamples
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
-from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder
+from ...policies.fixed import Confidence, FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.progress import Progress, shown
-from ...policies.storage.registry import PolicySpec, as_policies
+from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once

@@ -15,7 +15,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 MODULE = """
 import numpy as np

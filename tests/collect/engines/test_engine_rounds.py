@@ -25,7 +25,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 K, NEW = 4, 20
 

@@ -15,7 +15,7 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 
 @pytest.mark.parametrize(

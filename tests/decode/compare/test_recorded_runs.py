@@ -21,8 +21,8 @@ from specstop.decode.models.cuda.recorder import Recorded
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.policies import FixedLength
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.fixed import Confidence
 from tape import Graphs, recorder, simulate_graphs
 
 NEW = 14

@@ -18,8 +18,8 @@ from specstop.decode.drafters import find_drafter, with_drafter
 from specstop.decode.drafters.depths import tell_if_cut
 from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedDrafter, load_drafter, save_drafter
 from specstop.decode.models.pair import Pair, join, load_pair
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.storage.safe_loading import digest
 
 

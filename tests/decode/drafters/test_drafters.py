@@ -21,10 +21,10 @@ from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
-from specstop.policies.storage.drafter_names import DRAFTERS, kinds_of
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.plugins import DRAFTERS, kinds_of
 from torch import Tensor
 
 TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]

@@ -18,7 +18,7 @@ from specstop.decode.engines.rounds import Heard, Sent
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import RoundOutcome, State, StopPolicy
 from specstop.policies.errors import SpecstopWarning
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from specstop.decode.engines.drafters import DrafterRows, load_rows
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 from torch import Tensor
 
 LEAST = 0.4

@@ -15,7 +15,7 @@ from specstop.decode.engines.vllm import Proposer, find_names
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PairError, PolicyError
 from specstop.policies.learned.policy import Facts, LearnedPolicy
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 
 def vllm_config(pair_folder: Path, vocabulary: int = 48, **settings: Any) -> SimpleNamespace:

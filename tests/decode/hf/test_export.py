@@ -22,8 +22,8 @@ from specstop.decode.hf.export import carried_policy, deploy_hf, generate_carrie
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy

@@ -29,8 +29,8 @@ from specstop.decode.models.cuda.recorder import Recorder, filled_up
 from specstop.decode.models.packed import Part, TreeRows
 from specstop.decode.models.pair import Pair, join
 from specstop.policies import FixedLength
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
+from specstop.policies.fixed import Confidence
 from tape import Graphs, recorder, simulate_graphs
 from transformers import PreTrainedModel
 from transformers.integrations import sdpa_attention

@@ -21,11 +21,11 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.features import hidden_states as features
 from specstop.policies.features.hidden_states import HIDDEN_STATES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from torch import Tensor
 

@@ -13,9 +13,9 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.policy.reader import Level, Reader
 from specstop.decode.topology import parse_tree
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.published.bandit import Bandit
 
 
 class Late(Confidence):

@@ -11,10 +11,10 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.trained_for import tell_if_unmeasured
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.registry import load_policy
 
 
 def told(profile: Profile | None, temperature: float, drafter: str, **more: Any) -> list[str]:

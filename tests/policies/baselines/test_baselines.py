@@ -13,18 +13,20 @@ import pytest
 import torch
 from asking import ask, tell
 from sklearn.metrics import roc_curve
-from specstop.policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.baselines.online import Online
-from specstop.policies.baselines.roc import Roc
-from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import StopPolicy
 from specstop.policies.counter_rng import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
+from specstop.policies.fixed import Confidence
+from specstop.policies.published.adaedl import AdaEDL
+from specstop.policies.published.bandit import Bandit
+from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
+from specstop.policies.published.kangaroo import MaxProb
+from specstop.policies.published.online import Online
+from specstop.policies.published.specdecpp import Product
+from specstop.policies.published.svip import EntropyBound
+from specstop.policies.registry import load_policy
 from specstop.policies.splitmix import mix, shift
 from specstop.policies.state import arrays, take
-from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5

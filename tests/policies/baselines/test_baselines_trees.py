@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from asking import ask, tell
-from specstop.policies.baselines.adaptive import Heuristic
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.baselines.gain import Gain
-from specstop.policies.baselines.trees import C2T, DDD, UNSEEN, Eagle, OptTree, best as best_of
 from specstop.policies.contract import DraftTree, StopPolicy
-from specstop.policies.storage.registry import load_policy
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.published.bandit import Bandit
+from specstop.policies.published.c2t import C2T
+from specstop.policies.published.ddd import DDD
+from specstop.policies.published.eagle import Eagle, OptTree, best as best_of
+from specstop.policies.published.hugging_face import Heuristic
+from specstop.policies.registry import load_policy
+from specstop.policies.tree_rules import UNSEEN, Gain
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""

@@ -13,10 +13,10 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.learned.tree_calibration import PathCalibrator
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.rules.chains import build_rule
-from specstop.policies.rules.trees import kernels
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.policies.storage.onnx import build_onnx
 from specstop.policies.testing import PolicyTests, TreePolicyTests
+from specstop.policies.tree_rules import kernels
 from tree_reference import (
     NEAR,
     OTHER,

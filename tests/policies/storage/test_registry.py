@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from benchmark_scripts import script
 from learned_policies import learned
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies import plugins as specs, registry
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
-from specstop.policies.storage import registry, specs
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.registry import listed_policies, load_policy, plugins
 from specstop.policies.storage.folder import save_policy
-from specstop.policies.storage.registry import listed_policies, load_policy, plugins
 
 PLUGIN = """
 import dataclasses

@@ -22,17 +22,17 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.build import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
 from specstop.policies.progress import silent
-from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.folder import load_policy_folder
+from specstop.policies.tree_rules import TreeRule
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import Trained, train
 from specstop.train.fit.trees.calibrate import fit_paths, fit_shares, path_chances
@@ -386,7 +386,7 @@ def test_networks_keep_a_folder_for_each_fold_pass_and_tree_and_go_on_from_it(
 def test_traces_that_cannot_be_replayed_are_refused(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
-    from specstop.policies.baselines.fixed import FixedLength
+    from specstop.policies.fixed import FixedLength
 
     live = collect(pair, prompts, tmp_path, tree=TREE, max_new_tokens=NEW, collector="live", policy=FixedLength(2))
     with pytest.raises(TraceError, match="rule gain"):

@@ -10,8 +10,8 @@ import pytest
 from contract_policies import DEPTH
 from learned_policies import Certain
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import PolicyError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy

@@ -15,10 +15,10 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads.build import TokenHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator

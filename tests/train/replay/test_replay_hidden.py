@@ -19,10 +19,10 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features.hidden_states import HIDDEN_STATES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy

@@ -15,8 +15,8 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.measurements import Key, collected
 from specstop.policies.latency.profile import Profile

@@ -14,7 +14,7 @@ from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
 from ....policies.progress import Progress, silent
-from ....policies.rules.trees import TreeRule
+from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits
 from ...heads.fitting import FitTask, fitter
 from ...heads.head_specs import usual_features

@@ -9,7 +9,7 @@ from typing import Any
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
 from ....policies.learned.trees import TreeGain
-from ....policies.rules.trees import MOST_NODES
+from ....policies.tree_rules import MOST_NODES
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates
 

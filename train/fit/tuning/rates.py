@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from ....policies.baselines.fixed import Confidence, FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
+from ....policies.fixed import Confidence, FixedLength
 from ....policies.heads.base import Array
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy

@@ -28,7 +28,7 @@ from ....policies.errors import InputError, SpecstopError
 from ....policies.latency.profile import Profile
 from ....policies.limits import check_limits
 from ....policies.progress import Progress, shown, silent
-from ....policies.storage.registry import load_policy
+from ....policies.registry import load_policy
 from ...heads.fitting import FitOptions
 from ...heads.head_specs import head_spec, read_hidden, usual_features
 from ...heads.rows import label_columns

@@ -7,9 +7,9 @@ import dataclasses
 from pathlib import Path
 
 from ....collect.store.folder import Trace
+from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
-from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts, LearnedPolicy
 from ....policies.storage.folder import load_policy_folder, save_policy

@@ -10,15 +10,15 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....decode.compare.intervals import FEWEST, Ratio, Resamples, Values
-from ....policies.baselines.fixed import FixedLength
+from ....policies.batch_rules import BatchStop
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
-from ....policies.joint.survival import BatchStop
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.registry import PolicySpec, as_policies
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled

@@ -11,15 +11,15 @@ import numpy as np
 from ....collect.store.folder import Trace
 from ....decode.compare.intervals import Resamples
 from ....policies.arguments import as_list
-from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.learned.conditions import other_conditions
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
-from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.registry import PolicySpec, as_policies
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

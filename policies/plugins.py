@@ -1,0 +1,197 @@
+"""Policies and drafters of installed packages, and the specs `name:value` and `name?key=value` that name them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from .errors import PolicyError, SpecstopWarning
+from .plugin_code import loading, reason
+
+SWITCH = "SPECSTOP_PLUGINS"
+"""Environment variable; 0 turns the discovery of plugins off."""
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """A row of `specstop policies`; `problem` says why the entry cannot be used, "" if it can."""
+
+    name: str
+    where: str
+    module: str
+    what: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """Entry points of one kind.
+
+    Attributes:
+        group: of the entry points.
+        kind, kinds: singular and plural, for messages.
+        builtin: names that no plugin may have.
+    """
+
+    group: str
+    kind: str
+    kinds: str
+    builtin: Collection[str]
+
+    def installed(self) -> dict[str, tuple[EntryPoint, str]]:
+        """Return the entry points by name, not imported, each with the reason why it cannot be used, or ""."""
+        found: dict[str, tuple[EntryPoint, str]] = {}
+        if os.environ.get(SWITCH) == "0":
+            return found
+        try:
+            points = list(entry_points(group=self.group))
+        except Exception as error:  # the metadata of any package may be damaged
+            text = f"installed {self.kinds} cannot be looked for: {reason(error)}"
+            warnings.warn(text, SpecstopWarning, stacklevel=2)
+            return found
+        for point in points:
+            problem, two = "", f"two {self.kinds} are called {point.name!r}: {_origin(point)}"
+            if not NAME.fullmatch(point.name):
+                problem = f"the {self.kind} {point.name!r} of {_origin(point)} needs a name of letters, digits, - and _"
+            elif point.name in self.builtin:
+                problem = f"{two} and a built-in; rename that entry point"
+            elif point.name in found:
+                problem = f"{two} and {_origin(found[point.name][0])}; uninstall one"
+            found[point.name] = point, problem
+        return found
+
+    def usable(self) -> dict[str, EntryPoint]:
+        """Return the entry points that can be used by name, not imported."""
+        return {name: point for name, (point, problem) in self.installed().items() if not problem}
+
+    def find(self, name: str) -> EntryPoint | None:
+        """Return the entry point of a name, not imported, or None.
+
+        Raises:
+            PolicyError: the name is ambiguous, as several packages, or a package and specstop, use it.
+        """
+        point, problem = self.installed().get(name, (None, ""))
+        if problem:
+            raise PolicyError(f"--{self.kind}: {problem}")
+        return point
+
+    def load(self, point: EntryPoint) -> Callable[..., Any]:
+        """Import the class or function of an entry point; a `PolicyError` if that fails."""
+        with loading(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
+            build: Callable[..., Any] = point.load()
+        if not callable(build):
+            raise PolicyError(
+                f"--{self.kind}: {point.value} is a {type(build).__name__}, no class or function that makes a {self.kind}"
+            )
+        return build
+
+    def listed(self, builtin: Mapping[str, tuple[str, str]], usage: Callable[[EntryPoint], str]) -> list[PluginInfo]:
+        """Return the built-ins and the plugins, which are imported.
+
+        Args:
+            builtin: module and usage by name.
+            usage: returns the usage of a plugin, or raises `PolicyError`.
+        """
+        installed = self.installed()
+        rows = [PluginInfo(name, "built in", *row, installed.get(name, ("", ""))[1]) for name, row in builtin.items()]
+        for name, (point, problem) in installed.items():
+            if name in builtin:
+                continue
+            what = f"{name}?key=value"
+            try:
+                what = what if problem else usage(point)
+            except PolicyError as error:
+                problem = " ".join(error.command_line.removeprefix(f"--{self.kind}: ").split())
+            rows.append(PluginInfo(name, _package(point), point.value.partition(":")[0], what, problem))
+        return rows
+
+
+def _package(point: EntryPoint) -> str:
+    try:
+        return f"{point.dist.name} {point.dist.version}" if point.dist else "?"
+    except Exception:  # its metadata may be damaged
+        return "?"
+
+
+def _origin(point: EntryPoint) -> str:
+    package = _package(point)
+    return point.value if package == "?" else f"{point.value} of {package}"
+
+
+def read_options(query: str, where: str) -> dict[str, Any]:
+    """Return the options of `key=value&key=value`, numbers as numbers; `where` begins the message of an error."""
+    options: dict[str, Any] = {}
+    for part in filter(None, query.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not key:
+            raise PolicyError(f"{where}: expected key=value after the question mark, not {part!r}")
+        if key in options:
+            raise PolicyError(f"{where}: {key} is given twice; give it once")
+        options[key] = read_number(value)
+    return options
+
+
+def read_number(value: str) -> int | float | str:
+    """Return a value as a number if it is one."""
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value
+
+
+def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class or function of a plugin."""
+    with loading(where, "reading what it takes"):
+        return inspect.signature(build).parameters
+
+
+def check_options(
+    takes: Mapping[str, inspect.Parameter], where: str, options: Mapping[str, Any], given: tuple[Any, ...] = ()
+) -> None:
+    """Raise `PolicyError` unless these parameters accept the options after the positional arguments `given`."""
+    try:  # before the call: a TypeError of a plugin's own code is not a wrong option
+        inspect.Signature([*takes.values()]).bind(*given, **options)
+    except TypeError as error:
+        raise PolicyError(f"{where}: {error}; it takes {', '.join([*takes][len(given) :]) or 'nothing'}") from None
+
+
+DRAFTERS = ("model", "lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer")
+"""Built-in drafters, which `decode.drafters` makes; traces and profiles compare their specs."""
+
+DRAFTER_PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", DRAFTERS)
+"""Classes or functions that make a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
+
+_FIRST = re.compile(rf"({NAME.pattern})(?:[:?+]|$)")
+
+
+def known_names(text: str) -> set[str]:
+    """Return the names of drafters that a spec may contain."""
+    return {*DRAFTERS, *(DRAFTER_PLUGINS.usable() if "+" in text else ())}
+
+
+def split_first(text: str, known: Collection[str]) -> tuple[str, str | None]:
+    """Return the first drafter of a spec such as `suffix:FILE?sure=0.6+hydra:PATH` and the rest, None if there is none."""
+    for sign in re.finditer(r"\+", text):
+        first, rest = text[: sign.start()], text[sign.end() :]
+        start = _FIRST.match(rest)
+        # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
+        if NAME.fullmatch(first) or (start and start[1] in known):
+            return first, rest
+    return text, None
+
+
+def kinds_of(text: str) -> str:
+    """Return the spec of a drafter without values and options, such as `suffix+hydra`."""
+    first, rest = split_first(text, known_names(text))
+    kind = re.split("[:?]", first, maxsplit=1)[0]
+    return kind if rest is None else f"{kind}+{kinds_of(rest)}"

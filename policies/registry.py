@@ -1,0 +1,157 @@
+"""Policies by name: `fixed:4`, `name?key=value`, a folder, `folder?rule=batch`, `hub:owner/name`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from .arguments import as_list
+from .batch_rules import for_batches
+from .checking import check_policy
+from .contract import StopPolicy
+from .errors import InputError, PolicyError, close_match
+from .latency.profile import Profile
+from .learned.policy import LearnedPolicy
+from .plugin_code import loading
+from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, read_options
+from .storage.folder import POLICY_FILE, from_pretrained, load_policy_folder
+
+GROUP = "specstop.policies"
+
+BUILTINS = {
+    name: EntryPoint(name, f"{__package__}.{value}", GROUP)
+    for name, value in {
+        "fixed": "fixed:FixedLength",
+        "confidence": "fixed:Confidence",
+        "heuristic": "published.hugging_face:Heuristic",
+        "heuristic-transient": "published.hugging_face:HeuristicTransient",
+        "roc": "published.hugging_face:Roc",
+        "entropy": "published.svip:EntropyBound",
+        "adaedl": "published.adaedl:AdaEDL",
+        "maxprob": "published.kangaroo:MaxProb",
+        "product": "published.specdecpp:Product",
+        "online": "published.online:Online",
+        "bandit": "published.bandit:make_bandit",
+        "ddd": "published.ddd:DDD",
+        "eagle": "published.eagle:Eagle",
+        "opt": "published.eagle:OptTree",
+        "c2t": "published.c2t:C2T",
+        "gain": "tree_rules:Gain",
+        "tetris": "published.tetris:Tetris",
+        "adaptive-verification": "published.adaptive_verification:AdaptiveVerification",
+        "load": "published.load:LoadLength",
+        "smartspec": "published.smartspec:SmartSpec",
+    }.items()
+}
+"""The policies of specstop, declared as the entry points of a plugin are. Each is imported when it is used."""
+
+_PLUGINS = Plugins(GROUP, "policy", "policies", BUILTINS)
+
+PolicySpec = StopPolicy | str | Path
+"""A policy, or what `load_policy` reads."""
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Return the installed plugins, not imported; none with `SPECSTOP_PLUGINS=0` in the environment."""
+    return _PLUGINS.usable()
+
+
+def listed_policies() -> list[PluginInfo]:
+    """Return the built-in policies and the plugins, all imported, with the reason where one does not load."""
+    builtin = {name: (point.value.partition(":")[0], _usage(point)) for name, point in BUILTINS.items()}
+    return _PLUGINS.listed(builtin, _usage)
+
+
+def load_policy(spec: str | Path) -> StopPolicy:
+    """Return the policy that `spec` names; the value after a colon sets its first parameter.
+
+    Raises:
+        PolicyError: no such policy, a wrong value, or a broken folder.
+    """
+    policy = _load(str(spec))
+    object.__setattr__(policy, "label", str(spec))  # a plugin may be a frozen dataclass
+    return policy
+
+
+def as_policy(policy: PolicySpec) -> StopPolicy:
+    """Return a policy, or the one that a spec or a folder names."""
+    return load_policy(policy) if isinstance(policy, str | Path) else policy
+
+
+def as_policies(policies: PolicySpec | Sequence[PolicySpec]) -> list[StopPolicy]:
+    """Return one policy or several, or those that specs or folders name, as a list."""
+    return [as_policy(policy) for policy in as_list(policies, StopPolicy)]
+
+
+def _load(text: str) -> StopPolicy:
+    name, _, query = text.partition("?")
+    where = f"--policy: {text!r}"
+    if _is_folder(text):
+        return load_policy_folder(Path(text).expanduser())
+    if query and _is_folder(name):
+        return _batch_policy(load_policy_folder(Path(name).expanduser()), read_options(query, where), where)
+    name, colon, value = name.partition(":")
+    point = _PLUGINS.find(name) or BUILTINS.get(name)
+    if point is None:
+        if text.startswith("hub:"):
+            return from_pretrained(text.removeprefix("hub:"))
+        if "/" in text or text.startswith("."):
+            raise PolicyError(f"--policy: the folder {text} does not exist; one on the hub is written hub:owner/name")
+        known = sorted([*BUILTINS, *plugins()])
+        raise PolicyError(
+            f"--policy: unknown policy {text!r}{close_match(name, known)}; expected a policy folder or one of "
+            f"{', '.join(known)}"
+        )
+    build, options = _PLUGINS.load(point), read_options(query, where)
+    takes = parameters(build, where)
+    if colon:
+        first = next(iter(takes), "value")
+        if first in options:
+            raise PolicyError(f"{where}: {first} is given twice; give it once")
+        options[first] = read_number(value)
+        if isinstance(options[first], str):
+            raise PolicyError(f"{where}: expected a number after the colon, not {value!r}")
+    check_options(takes, where, options)
+    return _build(build, options, where)
+
+
+def _is_folder(text: str) -> bool:
+    # A bare name is a folder only if a policy is in it: a folder `fixed` does not hide the built-in.
+    path = Path(os.path.expanduser(text))  # unlike that of `Path`, leaves an unknown user as it is
+    return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
+
+
+def _batch_policy(policy: LearnedPolicy, options: dict[str, Any], where: str) -> StopPolicy:
+    """Return the policy of a folder under the rule `batch`, the only one that needs no training of its own."""
+    rule, profile, send = (str(options.pop(name, "")) for name in ("rule", "profile", "send"))
+    if options or rule != "batch":
+        raise PolicyError(f"{where}: expected rule=batch after the folder, and perhaps profile=FILE or send=all")
+    try:
+        return for_batches(policy, send, Profile.load(profile) if profile else None)
+    except InputError as error:
+        raise PolicyError(f"{where}: {error.command_line.removeprefix('--profile: ')}") from None
+
+
+def _usage(point: EntryPoint) -> str:
+    """Return how a policy is written, its parameters and the first line of its docstring; checks its defaults."""
+    build, where = _PLUGINS.load(point), f"{point.name!r}"
+    takes = parameters(build, where)
+    if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values()):
+        _build(build, {}, where)
+    written = f"{point.name}:{next(iter(takes))}; takes {', '.join(takes)}" if takes else point.name
+    summary = (build.__doc__ or "").strip().partition("\n")[0]
+    return f"{written}. {summary}" if summary else written
+
+
+def _build(build: Callable[..., Any], options: dict[str, Any], where: str) -> StopPolicy:
+    with loading(where, "making it"):
+        policy = build(**options)
+    if not isinstance(policy, StopPolicy):
+        raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
+    try:
+        return check_policy(policy)
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error.command_line}") from None
