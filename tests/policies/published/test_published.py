@@ -108,7 +108,7 @@ def test_the_heuristic_adds_two_or_takes_one(kind: type[HeuristicTransient]) -> 
             assert r.verified == min(length, DEPTH - 1) or length == DEPTH
             if not r.cut:
                 length = min(length + 2, DEPTH) if r.accepted == r.verified else max(1, length - 1)
-    assert (kind().begin, kind().up, kind().down, kind().max_depth) == (20, 2, 1, 20)
+    assert (kind().first_length, kind().up, kind().down, kind().max_depth) == (20, 2, 1, 20)
     assert (Heuristic.carries, HeuristicTransient.carries) == (True, False)
 
 
@@ -127,7 +127,7 @@ def test_adaedl_moves_its_level_with_the_share_accepted() -> None:
                 levels.add(level)
     assert min(levels) < 0.45 < 0.55 < max(levels)
     policy = AdaEDL()
-    assert (policy.gamma, policy.alpha, policy.eps, policy.b1, policy.b2) == (0.2, 0.9, 0.01, 0.5, 0.9)
+    assert (policy.gamma, *policy._constants[:4]) == (0.2, 0.9, 0.01, 0.5, 0.9)
 
 
 def test_the_roc_threshold_is_that_of_hugging_face() -> None:

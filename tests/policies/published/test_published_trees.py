@@ -15,7 +15,7 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.published.c2t import C2T
 from specstop.policies.published.ddd import DDD
-from specstop.policies.published.eagle import Eagle, OptTree, best as best_of
+from specstop.policies.published.eagle import Eagle, OptTree, keep_best
 from specstop.policies.published.hugging_face import Heuristic
 from specstop.policies.registry import load_policy
 from specstop.policies.tree_rules import UNSEEN, Gain
@@ -209,7 +209,8 @@ def test_the_first_of_equals_are_the_best() -> None:
     values = np.array([[0.5, 2.0, 0.5, -np.inf, 2.0]], dtype=np.float32)
     order = [1, 4, 0, 2]
     for count in range(6):
-        kept = best_of(values, np.isfinite(values), count)
+        kept = np.zeros(values.shape, dtype=bool)
+        keep_best(values, np.isfinite(values), count, kept)
         assert kept[0].nonzero()[0].tolist() == sorted(order[:count])
 
 
