@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bars import Bars
-from specstop.decode.compare.intervals import Resamples
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import FixedLength
@@ -28,6 +27,7 @@ from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
 from specstop.train.report.batches import by_batch
+from specstop.train.statistics import Resamples
 
 CUDA_GRAPH = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has captured; others are filled up to the next of them."""

@@ -231,7 +231,7 @@ class CalibrationRun:
         return dataclasses.replace(
             made,
             facts=known,
-            shaping=self.settings.shaping.facts,
+            shaping=self.settings.shaping.to_dict(),
             verification=self._script.mode.name,
             carry_over=carried,
         )

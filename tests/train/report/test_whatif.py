@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import FEWEST, Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
@@ -22,6 +22,7 @@ from specstop.train.report.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW,
 from specstop.train.report.whatif.records import SweepLine, write_whatif
 from specstop.train.report.whatif.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif.transfer import transfer
+from specstop.train.statistics import FEWEST
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)
