@@ -24,7 +24,7 @@ from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
 from ..policies.registry import PolicySpec, as_policy
-from ..policies.storage.safe_loading import digest
+from ..policies.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .errors import PolicyError, SpecstopWarning
-from .plugin_code import loading, reason
+from .validation import error_text, plugin_errors
 
 SWITCH = "SPECSTOP_PLUGINS"
 """Environment variable; 0 turns the discovery of plugins off."""
@@ -54,7 +54,7 @@ class Plugins:
         try:
             points = list(entry_points(group=self.group))
         except Exception as error:  # the metadata of any package may be damaged
-            text = f"installed {self.kinds} cannot be looked for: {reason(error)}"
+            text = f"installed {self.kinds} cannot be looked for: {error_text(error)}"
             warnings.warn(text, SpecstopWarning, stacklevel=2)
             return found
         for point in points:
@@ -85,7 +85,7 @@ class Plugins:
 
     def load(self, point: EntryPoint) -> Callable[..., Any]:
         """Import the class or function of an entry point; a `PolicyError` if that fails."""
-        with loading(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
+        with plugin_errors(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
             build: Callable[..., Any] = point.load()
         if not callable(build):
             raise PolicyError(
@@ -151,7 +151,7 @@ def read_number(value: str) -> int | float | str:
 
 def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a class or function of a plugin."""
-    with loading(where, "reading what it takes"):
+    with plugin_errors(where, "reading what it takes"):
         return inspect.signature(build).parameters
 
 

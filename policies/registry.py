@@ -10,14 +10,13 @@ from typing import Any
 
 from .arguments import as_list
 from .batch_rules import for_batches
-from .checking import check_policy
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, close_match
 from .latency.profile import Profile
 from .learned.policy import LearnedPolicy
-from .plugin_code import loading
 from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, read_options
 from .storage.folder import POLICY_FILE, from_pretrained, load_policy_folder
+from .validation import plugin_errors, validate_policy
 
 GROUP = "specstop.policies"
 
@@ -136,10 +135,11 @@ def _batch_policy(policy: LearnedPolicy, options: dict[str, Any], where: str) ->
 
 
 def _usage(point: EntryPoint) -> str:
-    """Return how a policy is written, its parameters and the first line of its docstring; checks its defaults."""
+    """Return how a policy is written, with its parameters and summary; build it with its defaults if it is a plugin."""
     build, where = _PLUGINS.load(point), f"{point.name!r}"
     takes = parameters(build, where)
-    if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values()):
+    needed = [p for p in takes.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not needed and point.name not in BUILTINS:
         _build(build, {}, where)
     written = f"{point.name}:{next(iter(takes))}; takes {', '.join(takes)}" if takes else point.name
     summary = (build.__doc__ or "").strip().partition("\n")[0]
@@ -147,11 +147,11 @@ def _usage(point: EntryPoint) -> str:
 
 
 def _build(build: Callable[..., Any], options: dict[str, Any], where: str) -> StopPolicy:
-    with loading(where, "making it"):
+    with plugin_errors(where, "making it"):
         policy = build(**options)
     if not isinstance(policy, StopPolicy):
         raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
     try:
-        return check_policy(policy)
+        return validate_policy(policy)
     except PolicyError as error:
         raise PolicyError(f"{where}: {error.command_line}") from None

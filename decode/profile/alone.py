@@ -11,13 +11,13 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import HISTORY_FEATURES
+from ...policies.host import PolicyHost
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ..candidates import Candidates, draft_tree
 from ..drafted import Drafted, Finished
 from ..policy.reader import Base, Level, Logits, Reader
-from ..policy.runner import PolicyRunner
 from ..settings import Stopwatch
 from ..topology import Topology, chain
 from .measuring import Case, Effort, measure
@@ -115,15 +115,15 @@ class RoundAlone:
         self._reader = Reader(policy, widths=sizes, streams=streams)
         # As in the live loop, a round is priced for those alone who look at its seconds.
         looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
-        self._runner = PolicyRunner(policy, profile if looks else None, together=streams > 1)
-        self._runner.start(np.arange(streams))
+        self._host = PolicyHost(policy, profile=profile if looks else None, batch=streams)
+        self._host.start(np.arange(streams))
         self._every = [np.ones((streams, len(level)), dtype=bool) for level in tree.levels]
         # What the live loop leaves out for a policy that hears of nothing.
-        self._hears = self._runner.observes or any(name in HISTORY_FEATURES for name in policy.features)
+        self._hears = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
         self._watch = Stopwatch(self._scratch.device)
         self._ask, self._open, self._select, self._finish = (
             self._watch.timed("policy", call)
-            for call in (self._asked, self._opened, self._runner.select, self._runner.finished)
+            for call in (self._asked, self._opened, self._host.select, self._host.finished)
         )
 
     def _drawn(self, rows: int, width: int) -> Tensor:
@@ -143,7 +143,7 @@ class RoundAlone:
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T
             level = self._ask(depth, base, level)
-        if self._runner.selects:
+        if self._host.selects:
             self._select(draft_tree(self._found, made.found.sent))
         if self._hears:
             self._finish(made)
@@ -163,11 +163,11 @@ class RoundAlone:
         before = [(own.tokens[1], own.tokens[0]) for own in self._found]
         target = self._hidden.get(TARGET_HIDDEN)
         rows = self._logits[: len(before)]
-        return self._reader.base(self._runner.history, self._temperature, rows, before, target)
+        return self._reader.base(self._host.history, self._temperature, rows, before, target)
 
     def _asked(self, depth: int, base: Base, before: Level | None) -> Level | None:
         level = self._read(depth, base, before) if depth else None
-        self._runner.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
+        self._host.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
         return level
 
     def _read(self, depth: int, base: Base, before: Level | None) -> Level:

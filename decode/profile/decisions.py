@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
+from ...policies.validation import validate_policy
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..settings import Settings
@@ -122,7 +122,7 @@ def add_decisions(
     Arguments as of `measure_decision`.
     """
     for policy in policies:
-        check_policy(policy)
+        validate_policy(policy)
     sizes = streams_of(profile)
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, sizes)}
     for policy in missing.values():

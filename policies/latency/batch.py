@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..files.entries import Entries
+from .entries import Entries
 from .robust_fits import Points, along
 from .tables import LEAST_CALL_S, MOST_CONTEXT, MOST_S, at_context
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..files.atomic import write_atomic
-from ..files.entries import Entries
-from ..files.json_text import read_json
+from ..files import write_atomic
 from ..limits import LIMITS
-from ..storage.safe_loading import check_values, digest
+from ..safe_loading import check_values, digest
+from ..text import read_json
 from .batch import BatchCosts
 from .costs import Costs
+from .entries import Entries
 from .estimate import DECISIONS, VERIFY, check, decisions, estimate
 from .measurements import Measurements, Timings
 from .noise import Noise, judge

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..files.entries import Entries, check_number
+from ..arguments import check_number
+from .entries import Entries
 from .robust_fits import between
 
 Array = np.ndarray[Any, Any]

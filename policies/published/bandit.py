@@ -150,7 +150,7 @@ class Bandit(StopPolicy):
                 raise PolicyError(
                     f"bandit: the arm {arm.name} trims, selects, reads hidden states or the clock, or weighs streams"
                 )
-        self.arms, self.kind = tuple(arms), kind
+        self.parts, self.kind = tuple(arms), kind
         self.explore = validate_number("bandit", "explore", explore, 0.0)
         self.features = tuple(dict.fromkeys(name for arm in arms for name in arm.features))
         self._columns = [[self.features.index(name) for name in arm.features] for arm in arms]
@@ -163,20 +163,20 @@ class Bandit(StopPolicy):
         if self.max_depth <= depth:
             return self
         other = copy.copy(self)
-        other.arms = tuple(arm.limited(depth) for arm in self.arms)
-        other.max_depth = max(arm.max_depth for arm in other.arms)
+        other.parts = tuple(arm.limited(depth) for arm in self.parts)
+        other.max_depth = max(arm.max_depth for arm in other.parts)
         return other
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams that have tried nothing."""
-        shape, states = (streams, len(self.arms)), tuple(arm.start(streams, keys) for arm in self.arms)
+        shape, states = (streams, len(self.parts)), tuple(arm.start(streams, keys) for arm in self.parts)
         return BanditState(keys, np.zeros(streams, np.int64), np.zeros(shape), np.zeros((*shape, 5)), states)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep what the round's arm keeps."""
         kept, states, chosen = np.zeros_like(step.alive), list(state.arms), set(state.choice.tolist())
         for at in chosen:
-            arm = self.arms[at]
+            arm = self.parts[at]
             own = step.alive if len(chosen) == 1 else step.alive & (state.choice == at)[:, None]
             # The bandit is the arm's host: an arm is not called at its `max_depth` nor before its `first`.
             if step.depth >= arm.max_depth or (own is not step.alive and not own.any()):
@@ -191,7 +191,7 @@ class Bandit(StopPolicy):
     def _step_of(self, step: DraftStep, at: int, own: Array) -> DraftStep:
         """Return the step as an arm sees it: its own features, and only the streams that it decides."""
         features = step.features
-        if self.arms[at].features != self.features:
+        if self.parts[at].features != self.features:
             features = features.take(self._columns[at], 2)  # indexing by a list need not give C order
         if own is not step.alive:
             features = np.where(own[..., None], features, np.float32(0.0))
@@ -201,16 +201,16 @@ class Bandit(StopPolicy):
         """Return the state with the round's reward, and the next round's arm."""
         states = list(state.arms)
         for at in set(state.choice.tolist()):
-            if type(self.arms[at]).observe is not StopPolicy.observe:
+            if type(self.parts[at]).observe is not StopPolicy.observe:
                 own = replace(outcome, active=outcome.active & (state.choice == at))
-                states[at] = self.arms[at].observe(own, state.arms[at])
+                states[at] = self.parts[at].observe(own, state.arms[at])
         choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
         # A round whose tokens were all left out says nothing about the arm.
         counts = outcome.active & ~outcome.cut & ((outcome.verified > 0) | (outcome.drafted == 0))
         add_reward(counts, outcome.accepted, outcome.drafted, outcome.seconds, DRAFT_COST, choice, pulls, sums)
         normals = np.empty((len(choice), 0))
         if self.kind == "thompson":  # numbered by the rounds that count, so that replay equals the live loop
-            normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.arms))
+            normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.parts))
         choose(outcome.active, pulls, sums, self.explore, normals, choice)
         return BanditState(state.key, choice, pulls, sums, tuple(states))
 

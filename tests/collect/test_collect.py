@@ -28,7 +28,7 @@ from specstop.collect.store.folder import Trace, finished, open_trace, shard_pat
 from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import Facts

@@ -10,9 +10,9 @@ import numpy as np
 from ...policies.contract import Array, StopPolicy
 from ...policies.fixed import FeatureThreshold
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.plugin_code import own
 from ...policies.published.online import Online
 from ...policies.rules.base import Rule
+from ...policies.validation import is_trusted
 
 
 def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
@@ -22,7 +22,7 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         None where they differ in more than thresholds.
     """
     first = policies[0]
-    if not own(first):  # what decides there need not be the level
+    if not is_trusted(first):  # what decides there need not be the level
         return None
     if any(type(p) is not type(first) or p.max_depth != first.max_depth or p.first != first.first for p in policies):
         return None

@@ -29,15 +29,15 @@ from ...decode.profile import device_of, is_asked, measure_decision, streams_of
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files.atomic import cache_folder, write_json
-from ...policies.files.json_text import read_json
+from ...policies.files import cache_folder, write_json
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Measurements
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.safe_loading import digest
 from ...policies.storage.folder import content
-from ...policies.storage.safe_loading import digest
+from ...policies.text import read_json
 
 SCHEMA = 4
 FILE = "decisions.json"

@@ -15,7 +15,7 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy

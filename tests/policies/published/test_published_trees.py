@@ -281,7 +281,7 @@ def test_the_arm_of_the_round_decides_and_the_others_hear_nothing() -> None:
 def test_a_limited_bandit_limits_its_arms() -> None:
     limited = Bandit([FixedLength(8), Confidence(0.4)]).limited(3)
     assert isinstance(limited, Bandit)
-    assert ([arm.max_depth for arm in limited.arms], limited.max_depth) == ([3, 3], 3)
+    assert ([arm.max_depth for arm in limited.parts], limited.max_depth) == ([3, 3], 3)
     assert load_policy("bandit?kind=thompson").limited(3).shown_name == "bandit?kind=thompson"
 
 

@@ -17,7 +17,7 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy

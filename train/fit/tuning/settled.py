@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ....collect.store.folder import Trace
 from ....policies.batch_rules import BatchStop, for_batches
-from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts, LearnedPolicy
 from ....policies.storage.folder import load_policy_folder, save_policy
+from ....policies.validation import with_costs
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part
 from ..trees.solve import FIRST

@@ -10,7 +10,6 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
-from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
@@ -19,6 +18,7 @@ from ....policies.learned.conditions import other_conditions
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
+from ....policies.validation import with_costs
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

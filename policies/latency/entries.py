@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-_SHOWN, _MOST_TEXT = 40, 200
+from ..arguments import check_number, describe_value
+
+_MOST_TEXT = 200
 Default = TypeVar("Default", float, None)
 
 
@@ -25,7 +27,7 @@ class Entries:
     def __init__(self, values: Any, place: str = "") -> None:
         self.place = place
         if not isinstance(values, Mapping):
-            raise ValueError(f"{place or 'it'}: expected a JSON object, not {_shown(values)}")
+            raise ValueError(f"{place or 'it'}: expected a JSON object, not {describe_value(values)}")
         self.values = values
 
     def named(self, key: str) -> str:
@@ -53,7 +55,7 @@ class Entries:
         value = self.values[key]
         if not isinstance(value, str) or len(value) > _MOST_TEXT:
             raise ValueError(
-                f"{self.named(key)}: expected a text of at most {_MOST_TEXT} characters, not {_shown(value)}"
+                f"{self.named(key)}: expected a text of at most {_MOST_TEXT} characters, not {describe_value(value)}"
             )
         return value
 
@@ -75,41 +77,16 @@ class Entries:
         for at, pair in enumerate(values):
             _check_list(pair, f"{name}[{at}]", (2, 2))
             if type(pair[0]) is not int or not first <= pair[0] < 2**31:
-                raise ValueError(f"{name}[{at}]: expected a whole number above the one before, not {_shown(pair[0])}")
+                raise ValueError(
+                    f"{name}[{at}]: expected a whole number above the one before, not {describe_value(pair[0])}"
+                )
             out.append((pair[0], check_number(pair[1], f"{name}[{at}]", least, most)))
             first = pair[0] + 1
         return tuple(out)
-
-
-def check_number(value: Any, name: str, least: float = 0.0, most: float = math.inf) -> float:
-    """Return a finite number between `least` and `most`; anything else is a `ValueError` that names it."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
-        try:
-            number = float(value)
-        except OverflowError:  # a whole number beyond all floats
-            number = math.inf
-        if math.isfinite(number):
-            return number + 0.0  # no minus zero
-    span = f"of {least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
-    raise ValueError(f"{name}: expected a number {span}, not {_shown(value)}")
 
 
 def _check_list(values: Any, name: str, count: tuple[int, int]) -> None:
     least, most = count
     if not isinstance(values, Sequence) or isinstance(values, str) or not least <= len(values) <= most:
         span = f"{least}" if least == most else f"{least} to {most}"
-        raise ValueError(f"{name}: expected a list of {span}, not {_shown(values)}")
-
-
-def _shown(value: Any) -> str:
-    """Return a value as JSON has it, short enough for a line."""
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"a list of {len(value)}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    # Beyond some thousands of digits Python refuses to write a number.
-    if isinstance(value, int) and abs(value) >= 10**_SHOWN:
-        return "a number of more than 40 digits"
-    return repr(value)[:_SHOWN] if not isinstance(value, float) else f"{value:g}"
+        raise ValueError(f"{name}: expected a list of {span}, not {describe_value(values)}")
