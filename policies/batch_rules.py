@@ -146,7 +146,7 @@ class BatchStop(LearnedPolicy):
         if key not in self._cache:
             one, alive = Batches.of(np.zeros(size, dtype=np.int64), np.arange(size)), np.ones((size, 1), dtype=bool)
             kept = self._draft_on(one, alive, np.zeros((size, 0)), np.ones((size, 1)), 0, np.ones(self.max_depth))
-            self._cache[key] = kept.any(keepdims=True)
+            self._cache[key] = np.array(kept.any())
         return bool(self._cache[key])
 
     def latest(self, state: State) -> Array:
