@@ -30,18 +30,14 @@ import numpy as np
 from bars import NO_PAIR, Bars, arguments
 from random_rounds import draw_rounds, play
 from specstop.decode.topology import chain, parse_tree
+from specstop.policies.calibration import Calibrator, PathCalibrator
 from specstop.policies.contract import DraftStep, StopPolicy
-from specstop.policies.features import CHAIN_FEATURES, Columns, Drawn, feature
-from specstop.policies.features.summary import summarise
-from specstop.policies.heads.build import build_head
+from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, feature, summarise
+from specstop.policies.heads import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.learned.tree_calibration import PathCalibrator
-from specstop.policies.learned.trees import TreeGain
+from specstop.policies.learned import LearnedPolicy, TreeGain
 from specstop.policies.registry import BUILTINS, load_policy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import AnyFork, Derived, Threshold
+from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.tree_rules import TreeRule
 
 Array = np.ndarray[Any, Any]
@@ -59,7 +55,7 @@ RULES: dict[str, Callable[[], Rule]] = {
     "derived": lambda: Derived([0.3, 0.2, 0.25, 0.3, 0.1, 0.2]),
     "survival": lambda: Threshold("survival", 0.3),
     "step": lambda: Threshold("step", 0.5),
-    "any": lambda: AnyFork(0.5),
+    "any": lambda: Threshold("any", 0.5),
 }
 
 
@@ -83,8 +79,8 @@ def read(logits: Array, ids: Array, columns: Columns) -> Array:
     """Return [R, F] of the rows, read together."""
     own = ids.copy()
     own[:, 0] = np.arange(len(ids))
-    drawn = Drawn(own)
-    return columns(summarise(columns.plan, logits, drawn, 0.7, None, logits), drawn, 0.7)
+    drawn = DrawnTokens(own)
+    return columns(summarise(columns.needs, logits, drawn, 0.7, None, logits), drawn, 0.7)
 
 
 def in_parts(count: int, size: int, call: Callable[[slice], Array], threads: int = 1) -> Array:

@@ -29,16 +29,16 @@ from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
 from specstop.decode.policy.reader import Logits, Reader
 from specstop.decode.topology import chain
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
-from specstop.policies.features.history import History
 from specstop.policies.fixed import Confidence
-from specstop.policies.heads.build import build_head
+from specstop.policies.heads import build_head
+from specstop.policies.history import History
 from specstop.policies.host import PolicyHost
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.registry import BUILTINS, load_policy
-from specstop.policies.rules.chains import Derived
+from specstop.policies.rules import Derived
 from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten
 

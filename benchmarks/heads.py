@@ -37,11 +37,10 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import SpecstopError
-from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, TOKEN_FEATURES
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
@@ -178,7 +177,7 @@ def prepare(
 
 def selection(policy: LearnedPolicy, training: TraceArrays) -> TraceArrays:
     """Return the training prompts of selection, on which rates are solved: the head was not fitted on them."""
-    names = set(policy.facts.prompts["select"])
+    names = set(policy.metadata.prompts["select"])
     return training.subset([at for at, name in enumerate(training.clusters) if name in names])
 
 
@@ -188,7 +187,7 @@ def learn(place: Place, name: str, ours: Ours, training: TraceArrays) -> tuple[L
     profile = place.profile.with_measured_decisions(loop_decisions(place.pair, [policy], place.ids, place.settings))
     if policy.rule.kind in PRICED:
         select = selection(policy, training)
-        return solve_rate(policy, select, profile, policy.facts.acceptance, (policy.rule.first,))[0], profile
+        return solve_rate(policy, select, profile, policy.metadata.acceptance, (policy.rule.first,))[0], profile
     return ours.fitted(place.train, profile, name), profile
 
 
@@ -250,7 +249,7 @@ def free(policy: LearnedPolicy, training: TraceArrays, arrays: TraceArrays, prof
     """Return [S] seconds of a policy whose decisions cost nothing, its rule solved for that: what its knowledge is worth."""
     profile = profile.with_decisions({policy.cost_name: 0.0})
     if policy.rule.kind in PRICED:
-        policy = solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance)[0]
+        policy = solve_rate(policy, selection(policy, training), profile, policy.metadata.acceptance)[0]
     return replay(arrays, policy, profile).seconds
 
 
@@ -353,7 +352,7 @@ def _machines(
 def _settled(place: Place, policy: LearnedPolicy, training: TraceArrays, profile: Profile) -> LearnedPolicy:
     """Return a policy for another machine: its rule solved again, or, where the head itself knows prices, fitted again."""
     if policy.rule.kind in PRICED:
-        return solve_rate(policy, selection(policy, training), profile, policy.facts.acceptance)[0]
+        return solve_rate(policy, selection(policy, training), profile, policy.metadata.acceptance)[0]
     return OURS[policy.name].fitted(place.train, profile, policy.name)
 
 

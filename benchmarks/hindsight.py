@@ -18,8 +18,8 @@ from specstop.policies.contract import DraftStep
 from specstop.policies.heads.base import Array
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Derived, Threshold
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, Threshold
 from specstop.train.fit.continuation.values import LATEST, UNVISITED
 from specstop.train.heads.calibration.scores import Scored
 from specstop.train.heads.rows import Visits

@@ -44,7 +44,7 @@ from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
@@ -207,10 +207,10 @@ class Run:
             profile = profile.with_measured_decisions(self.decision(policy, None))
             arrays = trace_arrays(self.chains["train"], policy.features)
             _, left_out = split_report(arrays, REPORT_SHARE, 0)  # that `train` holds out
-            select = [at for at, name in enumerate(arrays.clusters) if name in set(policy.facts.prompts["select"])]
+            select = [at for at, name in enumerate(arrays.clusters) if name in set(policy.metadata.prompts["select"])]
             assert left_out is not None
             policy = solve_rate(
-                policy, arrays.subset(select), profile, policy.facts.acceptance, (policy.rule.first,)
+                policy, arrays.subset(select), profile, policy.metadata.acceptance, (policy.rule.first,)
             )[0]  # fmt: skip
             found.append((replay(left_out, policy, profile).rate, policy))
         return [policy for _, policy in sorted(found, key=lambda one: -one[0])], profile
@@ -228,7 +228,7 @@ class Run:
             )
             profile = profile.with_measured_decisions(self.decision(quick, subtree(arrays.tree, nodes).name))
             choice = choose_tree(plan, arrays, folds, profile, sizes, report=report)
-            if best is None or choice.policy.facts.rho > best.policy.facts.rho:
+            if best is None or choice.policy.metadata.rho > best.policy.metadata.rho:
                 best = choice
         assert best is not None
         profile = profile.with_measured_decisions(self.decision(best.policy, subtree(arrays.tree, best.nodes).name))

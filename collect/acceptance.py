@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from ..policies.typing import Array
 from .schema import NO_TOKEN, Header
-
-Array = np.ndarray[Any, Any]
 
 COLUMNS = ("accepted_length", "cut")
 LIVE_COLUMNS = ("accepted", "labelled", "drawn", "sent", "tokens", "explored")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..policies.contract import StopPolicy
 from ..policies.latency.profile import Profile
-from ..policies.learned.policy import LearnedPolicy
+from ..policies.learned import LearnedPolicy
 from ..policies.storage.folder import content
 from .dense.completions import Completions, find_completion
 from .prompts.read import Prompt

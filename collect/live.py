@@ -25,8 +25,16 @@ from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
-from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.features import (
+    ANCHOR_FEATURES,
+    DRAFT_HIDDEN,
+    PATH,
+    SAMPLED,
+    TARGET_HIDDEN,
+    Columns,
+    DrawnTokens,
+    check_hidden,
+)
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.validation import with_costs
@@ -142,11 +150,11 @@ class Recorder:
         path: dict[int, float] = {}
         for places, logits in levels:
             check_rows(logits.raw, "draft")
-            drawn = Drawn.of(logits.tokens)
+            drawn = DrawnTokens.of(logits.tokens)
             drawn.parent_path = np.array([path.get(found.parent[place], 0.0) for place in places])  # 0 at roots
-            drawn.lead = logits.lead(drawn) if self._columns.plan.noisy else None
+            drawn.lead = logits.lead(drawn) if self._columns.needs.noisy else None
             summary = summarise(
-                self._columns.plan | (Need.PATH | Need.SAMPLED), logits.raw, drawn, self.temperature, logits.sampled,
+                self._columns.needs | (PATH | SAMPLED), logits.raw, drawn, self.temperature, logits.sampled,
                 logits.scores, logits.best,
             )  # fmt: skip
             path |= dict(zip(places, summary.path.tolist(), strict=True))

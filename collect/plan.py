@@ -18,8 +18,7 @@ from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.features import ANCHOR_FEATURES
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits

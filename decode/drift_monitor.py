@@ -20,8 +20,7 @@ from ..policies.contract import Array, DraftStep, RoundOutcome, State, StopPolic
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
-from ..policies.learned.policy import LearnedPolicy
-from ..policies.learned.trees import TreeGain
+from ..policies.learned import LearnedPolicy, TreeGain
 
 MODES = ("off", "warn", "fallback")
 WINDOW, MIN_ROUNDS = 200, 60
@@ -182,10 +181,10 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
         otherwise: the answer where no profile was saved.
         streams: that are verified together.
     """
-    if not isinstance(policy, LearnedPolicy) or not policy.facts.profile:
+    if not isinstance(policy, LearnedPolicy) or not policy.metadata.profile:
         return otherwise
     try:
-        profile = Profile.from_dict(policy.facts.profile, "the policy's profile")
+        profile = Profile.from_dict(policy.metadata.profile, "the policy's profile")
     except InputError:
         return otherwise
     deepest = min(policy.max_depth, profile.max_depth)

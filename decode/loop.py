@@ -19,7 +19,7 @@ from ..policies import kernels
 from ..policies.arguments import check_token_ids
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost
 from ..policies.latency.profile import Profile

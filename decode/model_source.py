@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
-from ..policies.features.history import History
-from ..policies.features.summary import Token
+from ..policies.history import History
 from .candidates import draft_tree
 from .drafted import Drafted
 from .drafters import Drafter, Proposal
@@ -268,7 +267,7 @@ class ModelSource:
             [len(rows) for rows in below],
             [own.turn(some) for own, some in zip(asked, places, strict=True)],
         )
-        tokens: list[Token] = []
+        tokens: list[tuple[int, int, int, int, int, int]] = []
         row = 0
         for own, some in zip(asked, places, strict=True):
             found = own.found

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ..policies.contract import Array, DraftStep, DraftTree
-from ..policies.features.history import History
+from ..policies.history import History
 from ..policies.host import PolicyHost
 from .drafted import Drafted, Finished
 from .topology import Topology

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StopStringCriteria
 from ..policies.arguments import as_list
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.learned.trees import TreeGain
+from ..policies.learned import TreeGain
 from ..policies.limits import check_limits
 from .drift_monitor import check_drift
 from .models.pair import Pair
@@ -113,7 +113,7 @@ def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
 
     None of a policy of chains.
     """
-    name = policy.facts.metrics.get(key) if isinstance(policy, TreeGain) else None
+    name = policy.metadata.metrics.get(key) if isinstance(policy, TreeGain) else None
     return parse_tree(name) if isinstance(name, str) else None
 
 

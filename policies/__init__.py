@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from .latency.profile import Profile as Profile
     from .latency.tables import CostTable as CostTable
-    from .learned.policy import LearnedPolicy as LearnedPolicy
+    from .learned import LearnedPolicy as LearnedPolicy
     from .registry import load_policy as load_policy
     from .storage.folder import (
         from_pretrained as from_pretrained,
@@ -60,7 +60,7 @@ __getattr__, __all__ = attach(
         "kernels.compiled": "argsort_desc kernel kernel_part known_depths",
         "latency.profile": "Profile",
         "latency.tables": "CostTable",
-        "learned.policy": "LearnedPolicy",
+        "learned": "LearnedPolicy",
         "registry": "load_policy",
         "storage.folder": "from_pretrained load_policy_folder save_policy save_pretrained",
         "tree_rules": "append_level node_values",

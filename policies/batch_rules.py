@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,9 +13,8 @@ from .contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
 from .latency.profile import Profile
-from .learned.policy import LearnedPolicy
-from .rules.base import Rule
-from .rules.chains import BatchRule
+from .learned import LearnedPolicy
+from .rules import BatchRule, Rule
 
 kernels = on_first_use("batches")
 
@@ -52,11 +51,11 @@ class BatchStop(LearnedPolicy):
     left only for what is expected to be faster. If the rule's `first` decision comes later, the tokens before it survive with
     the mean acceptance.
 
-    Costs are `facts.profile`, acceptance is `facts.acceptance`. In a tree each branch counts as one that draws one token: it
-    is made for chains. Arguments as of `LearnedPolicy`.
+    Costs are `metadata.profile`, acceptance is `metadata.acceptance`. In a tree each branch counts as one that
+    draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
 
     Raises:
-        PolicyError: the facts have no profile, or no acceptance as deep as the policy drafts.
+        PolicyError: the metadata has no profile, or no acceptance as deep as the policy drafts.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -65,20 +64,21 @@ class BatchStop(LearnedPolicy):
     joint: ClassVar[bool] = True
     _trims_tokens: ClassVar[bool] = False
 
-    def _prepare(self) -> None:
-        facts, depth = self.facts, self.max_depth
-        if len(facts.acceptance) < depth:
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        metadata, depth = self.metadata, self.max_depth
+        if len(metadata.acceptance) < depth:
             raise PolicyError(
-                f"{self.name}: rule batch: expected the mean acceptance at {depth} depths, got {len(facts.acceptance)}; "
+                f"{self.name}: rule batch: expected the mean acceptance at {depth} depths, got {len(metadata.acceptance)}; "
                 "train the policy again"
             )
         try:
-            self.profile = Profile.from_dict(facts.profile, "the profile that the policy was trained with")
+            self.profile = Profile.from_dict(metadata.profile, "the profile that the policy was trained with")
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {error.command_line.removeprefix('--profile: ')}") from None
         self._grid = CostGrid.of_profile(self.profile, self.profile.decision(self.cost_name))
         self._undecided = CostGrid.of_profile(self.profile)  # fixed lengths take no decisions
-        self._acceptance: Array = np.array(facts.acceptance[:depth], dtype=np.float64)
+        self._acceptance: Array = np.array(metadata.acceptance[:depth], dtype=np.float64)
         self._means: Array = np.cumprod(self._acceptance)
         self._cache: dict[tuple[str, int, int], Array] = {}  # shared by `limited` copies, so keys contain `max_depth`
 
@@ -233,16 +233,16 @@ def for_batches(
         raise PolicyError(
             f"{policy.name}: rule batch needs a policy of chains that predicts survival, not {policy.rule.kind}"
         )
-    if not policy.facts.profile and profile is None:
+    if not policy.metadata.profile and profile is None:
         raise PolicyError(f"{policy.name}: rule batch needs a latency profile; give one (profile=FILE)")
-    facts = policy.facts
+    metadata = policy.metadata
     if profile is not None:
-        facts = dataclasses.replace(facts, profile=profile.record(policy.cost_name))
+        metadata = dataclasses.replace(metadata, profile=profile.record(policy.cost_name))
     if rule is None:
-        usual = BatchRule(send or ("best" if facts.verification in ("match", "point") else "all"))
+        usual = BatchRule(send or ("best" if metadata.verification in ("match", "point") else "all"))
         known = policy.rule if isinstance(policy.rule, BatchRule) else usual
         # Rates are relative to fixed lengths' and hold roughly elsewhere; whether decisions pay depends on the costs.
         rule = BatchRule(send or known.send, known.rates, known.first, known.lengths if profile is None else ())
     kind = BatchPolicy if rule.send == "best" else BatchStop
-    parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, facts, policy.survival
+    parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, metadata, policy.survival
     return kind(policy.name, policy.features, *parts)

@@ -13,12 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
+from .typing import Array as Array
 
 if TYPE_CHECKING:
     from .latency.profile import Profile
-
-Array = np.ndarray[Any, Any]
 
 State = Any
 """What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S.

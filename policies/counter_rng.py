@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
 from .kernels import on_first_use
-
-Array = np.ndarray[Any, Any]
+from .typing import Array
 
 kernels = on_first_use("counter_rng")
 

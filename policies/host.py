@@ -10,7 +10,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyFailure, SpecstopWarning
-from .features.history import History
+from .history import History
 from .latency.profile import Profile
 from .state import empty, join, put, take
 from .validation import Failure, is_trusted, plugin_errors

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .features import FEATURES, Kind, feature
-from .features.hidden_states import HIDDEN_STATES, check_hidden
+from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden, feature
 from .state import put, take
 
 STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests

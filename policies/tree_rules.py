@@ -15,7 +15,7 @@ from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPoli
 from .errors import PolicyError
 from .kernels import on_first_use
 from .latency.robust_fits import extended
-from .rules.base import Rule
+from .rules import Rule
 
 UNSEEN = 0.5
 """Probability of a node without a decision, as at the last depth, given its parent; half as much per better sibling."""

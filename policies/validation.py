@@ -14,8 +14,7 @@ from typing import Any
 
 from .contract import StopPolicy
 from .errors import PolicyError, PolicyFailure, SpecstopError, close_match
-from .features import FEATURES
-from .features.hidden_states import HIDDEN_STATES
+from .features import FEATURES, HIDDEN_STATES
 from .latency.profile import Profile
 
 _PACKAGE = __name__.partition(".")[0] + "."

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specstop.collect.prompts.read import Prompt
     from specstop.collect.store.folder import Trace
     from specstop.decode.models.pair import Pair
-    from specstop.policies.learned.policy import LearnedPolicy
+    from specstop.policies.learned import LearnedPolicy
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -7,18 +7,18 @@ from functools import partial
 
 import numpy as np
 from specstop.policies.batch_rules import BatchStop, for_batches
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import StopPolicy
 from specstop.policies.features import feature
-from specstop.policies.heads.build import build_head
+from specstop.policies.heads import build_head
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
-from specstop.policies.rules.chains import Derived
+from specstop.policies.rules import Derived
 
 MOST = 3
 LINEAR = tuple(1.0 + 0.08 * n for n in range(16))
@@ -51,7 +51,7 @@ def batch_policy(
             "bias": np.array([-1.0, -1.5, 0.4], dtype=np.float32),
         },
     )
-    facts = Facts(1.0, acceptance=(0.6,) * depth, profile=synthetic_profile(COSTS[costs]).to_dict())
+    facts = TrainingMetadata(1.0, acceptance=(0.6,) * depth, profile=synthetic_profile(COSTS[costs]).to_dict())
     maps = Calibrator(), Calibrator()
     return for_batches(LearnedPolicy("mine", names, head, *maps, Derived([0.1] * depth), depth, facts), send)
 

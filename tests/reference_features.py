@@ -9,9 +9,7 @@ import torch
 from specstop.decode.policy.on_device import on_device
 from specstop.decode.policy.summaries import summarise
 from specstop.policies.errors import PolicyError
-from specstop.policies.features import TOP, Columns, Drawn
-from specstop.policies.features.definitions import BOUND
-from specstop.policies.features.summary import NO_SCORES
+from specstop.policies.features import BOUND, NO_SCORES, TOP, Columns, DrawnTokens
 from torch import Tensor
 
 
@@ -183,7 +181,7 @@ def compute(names: Sequence[str], rows: Rows) -> Tensor:
     return torch.stack([FORMULAS[name](rows) for name in names], -1).float()
 
 
-def tokens_of(rows: Rows) -> Drawn:
+def tokens_of(rows: Rows) -> DrawnTokens:
     """Return the tokens of `rows`, one for each row, as the compiled code is told of them."""
     count = len(rows.logits)
 
@@ -193,12 +191,12 @@ def tokens_of(rows: Rows) -> Drawn:
     own, after = column(rows.tokens, 0), column(rows.parents, -1)
     rank, width = column(rows.rank, 0), column(rows.width, 1)
     path = None if rows.parent_logprob is None else rows.parent_logprob.double().numpy()
-    return Drawn.of([(i, own[i], after[i], rank[i], width[i], rows.depth) for i in range(count)], path)
+    return DrawnTokens.of([(i, own[i], after[i], rank[i], width[i], rows.depth) for i in range(count)], path)
 
 
 def compiled(names: Sequence[str], rows: Rows, device: bool = False) -> Tensor:
     """Return [R, F] float32 as the shipped code has them: by the kernel, or by what serves logits on a `device`."""
     columns, drawn = Columns(names), tokens_of(rows)
     read = on_device if device else summarise
-    summary = read(columns.plan, rows.logits, drawn, rows.temperature, rows.sampled, rows.scores)
+    summary = read(columns.needs, rows.logits, drawn, rows.temperature, rows.sampled, rows.scores)
     return torch.from_numpy(columns(summary, drawn, rows.temperature))

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.base import Rule
-
-Array = np.ndarray[Any, Any]
+from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Rule
+from specstop.policies.typing import Array
 
 EXACT = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))
 """Leaves probabilities as they are."""
 
 
-class ToldHead:
+class ToldHead(Head):
     """Its two features are accept and next."""
 
     kind = "told"
-    sizes: Mapping[str, int] = {}
-    lag = 0
 
-    def scores(self, features: Array, depth: int, hidden: object = None) -> Array:
+    def __init__(self) -> None:
+        self._tensors = {}
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         return features.astype(np.float64)
-
-    def tensors(self) -> dict[str, Array]:
-        return {}
 
 
 def biased(chance: np.ndarray, weight: float) -> np.ndarray:

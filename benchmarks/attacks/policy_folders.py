@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.features.hidden_states import check_sizes
-from specstop.policies.heads.build import build_head, with_ranges
+from specstop.policies.features import check_sizes
+from specstop.policies.heads import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import AnyFork, Derived, Threshold
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest
 from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.train.heads.exported import with_ranges
 
 COUNT, QUICK = 1000, 100
 """Damaged folders in a full run, and in a quick one."""
@@ -90,8 +90,8 @@ def good_policies() -> list[LearnedPolicy]:
         "mlp": (NAMES, {**base, **layers}, Threshold("survival", 0.3)),
         "xgboost": (NAMES, trees, Threshold("step", 0.4)),
         "resnet": (NAMES, resnet, Derived([0.1, 0.2, 0.3, 0.2])),
-        "dynasd-soft": ((), soft, AnyFork(0.4)),
-        "dynasd-hard": (HARD_FEATURES, hard, AnyFork(0.4)),
+        "dynasd-soft": ((), soft, Threshold("any", 0.4)),
+        "dynasd-hard": (HARD_FEATURES, hard, Threshold("any", 0.4)),
         "specdec": ((), specdec, Threshold("survival", 0.3)),
         "tokens": (("drawn_token", "top1", "depth"), tokens, Threshold("survival", 0.3)),
     }  # fmt: skip
@@ -106,7 +106,7 @@ def decisions(policy: LearnedPolicy) -> str:
     chance = np.random.default_rng(1)
     streams = 24
     alive, parent = np.ones((streams, 1), dtype=np.bool_), np.zeros((streams, 1), dtype=np.int64)
-    answers: list[Any] = [policy.name, policy.features, policy.max_depth, policy.first, str(policy.facts)]
+    answers: list[Any] = [policy.name, policy.features, policy.max_depth, policy.first, str(policy.metadata)]
     check_sizes(policy, dict.fromkeys(policy.hidden, HIDDEN))
     state = policy.start(streams, np.arange(streams))
     for depth in range(policy.first, min(policy.max_depth, 4)):

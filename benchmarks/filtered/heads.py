@@ -17,7 +17,7 @@ from specstop.decode.profile import add_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy
 from specstop.policies.errors import SpecstopError
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.progress import Progress
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
@@ -117,7 +117,7 @@ def alike(place: Place, plain: Sequence[LearnedPolicy], costs: Profile, bars: Ba
     heads = place.fitted(known, costs, ", filtered")
     if not heads or not plain:
         return {}
-    named = max(heads, key=lambda policy: policy.facts.metrics["held_out_ratio_to_best_fixed"])
+    named = max(heads, key=lambda policy: policy.metadata.metrics["held_out_ratio_to_best_fixed"])
     rivals: list[StopPolicy] = [*heads, *plain]
     costs = add_decisions(costs, [*heads, *plain], place.pair.vocabulary)
     told = len(place.test) >= ENOUGH

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from bars import Bars
 from specstop.collect.schema import Header, chain
-from specstop.policies.features import Kind, feature
-from specstop.policies.features.hidden_states import DRAFT_HIDDEN
+from specstop.policies.features import DRAFT_HIDDEN, Kind, feature
 from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable

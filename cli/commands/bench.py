@@ -69,7 +69,7 @@ def bench(
     from ...decode.models.pair import with_engine
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
-    from ...policies.learned.conditions import sampling_text
+    from ...policies.conditions import sampling_text
     from ...policies.registry import load_policy
 
     rules = [load_policy(spec) for spec in policy]

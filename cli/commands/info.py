@@ -95,7 +95,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     from ...collect.acceptance import LENGTHS
     from ...collect.store.card import balance_text, hidden_text, replay_text
     from ...decode.verify.modes import describe
-    from ...policies.learned.conditions import shaping_text
+    from ...policies.conditions import shaping_text
 
     header = trace.header
     columns = trace.table(["accepted_length", "cut", "prompt_id", "sample", "group"])
@@ -196,11 +196,11 @@ def _short(value: Any) -> str:
 
 
 def _policy(path: Path) -> dict[str, Any]:
-    from ...policies.learned.conditions import shaping_text
+    from ...policies.conditions import shaping_text
     from ...policies.storage.folder import load_policy_folder
 
     policy = load_policy_folder(path)
-    facts = policy.facts
+    facts = policy.metadata
     hidden = ", ".join(f"{name} ({size} numbers)" for name, size in policy.sizes.items())
     return {
         "kind": "policy",
@@ -257,7 +257,7 @@ def _model(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     from ...decode.verify.model_defaults import APPLIED, LEFT_OUT, model_defaults
-    from ...policies.learned.conditions import shaping_text
+    from ...policies.conditions import shaping_text
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

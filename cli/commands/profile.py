@@ -151,9 +151,9 @@ def _add_policies(
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
+    from ...policies.conditions import warn_other_profile
     from ...policies.files import prepare_output_file
     from ...policies.latency.profile import MARK, Profile
-    from ...policies.learned.conditions import tell_other_drafter
     from ...policies.registry import load_policy
 
     if known is None:
@@ -167,7 +167,7 @@ def _add_policies(
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         pair = models.open(found)
-        tell_other_drafter(costs, pair.drafter, "this pair plays")
+        warn_other_profile(costs, "this pair plays", drafter=pair.drafter)
         tokens = fitting(find_prompts(prompts, found.demo, "train", 32), pair, 1, chat, long)[1]
         timed = _decisions(costs, pair, found, rules, tokens)
     silent = {rule.name for rule in rules if not any(key.of == rule.cost_name for key in timed.series)}

@@ -17,9 +17,8 @@ from torch import Tensor
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.policy.summaries import summarise
-from ...policies.features import ANCHOR_FEATURES, Columns, Drawn
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.summary import Array
+from ...policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
+from ...policies.typing import Array
 from ..work import Work
 from .threads import map_threads
 from .unroll import Anchors, Unroller
@@ -138,6 +137,6 @@ def anchor_columns(rows: Tensor, text: Sequence[int], before: Sequence[int], at:
         at: [n] places of the anchors.
     """
     columns = Columns(ANCHOR_FEATURES)
-    drawn = Drawn.of([(row, text[place], before[place], 0, 1, 0) for row, place in enumerate(at)])
+    drawn = DrawnTokens.of([(row, text[place], before[place], 0, 1, 0) for row, place in enumerate(at)])
     # Temperature 0 stands for the raw rows: no ANCHOR feature reads the distribution that is sampled from.
-    return columns(summarise(columns.plan, rows, drawn, 0.0), drawn, 0.0)
+    return columns(summarise(columns.needs, rows, drawn, 0.0), drawn, 0.0)

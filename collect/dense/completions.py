@@ -22,7 +22,7 @@ from ...decode.settings import Settings
 from ...decode.verify.noise import best_of_rows, gumbel_given
 from ...decode.verify.sampling import Sampler
 from ...policies.errors import InputError
-from ...policies.features.hidden_states import TARGET_HIDDEN
+from ...policies.features import TARGET_HIDDEN
 from ..prompts.samples import sample_text
 from ..work import Work
 from .collector import Written, text_columns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...decode.topology import Topology
-from ...policies.features import Drawn, Summary
+from ...policies.features import DrawnTokens, RowSummary
 from ..schema import NO_TOKEN
 from .places import Places
 
@@ -102,11 +102,11 @@ def _features(places: Places, place: Tensor, row: Tensor, rank: Tensor, tree: To
     # Siblings in the tree: the shape's rows may have more, and noisy_margin is to the best token that the tree leaves out.
     ids[..., 4] = [len(tree.children[up]) for up in tree.parent[1:]]
     ids[..., 5] = tree.depth[1:]
-    # The columns of `Summary.numbers`.
+    # The columns of `RowSummary.numbers`.
     four = np.concatenate([numbers[..., :2], path[:, 1:, None], numbers[..., 2:]], -1).reshape(-1, 4)
     best = places.best.reshape(-1, places.best.shape[-1])
     # No POST feature reads the largest logits or the spread of a row.
     nothing = np.zeros((1, 10), dtype=np.float32), np.zeros((1, 2))
-    post = places.post_columns(Summary(*nothing, best, four), Drawn(ids.reshape(-1, 6)), places.temperature)
+    post = places.post_columns(RowSummary(*nothing, best, four), DrawnTokens(ids.reshape(-1, 6)), places.temperature)
     features = np.concatenate([places.pre[at, fed], post.reshape(*at.shape, -1)], -1)
     return torch.from_numpy(features), torch.from_numpy(np.exp(numbers[..., 1])).to(places.own.device)

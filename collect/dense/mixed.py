@@ -21,9 +21,7 @@ from ...decode.policy.summaries import lead_over_truncated, summarise
 from ...decode.settings import Settings
 from ...decode.verify.noise import gumbel, match_scores, mix as scramble
 from ...decode.verify.sampling import Sampler
-from ...policies.features import CHAIN_FEATURES, Columns, Drawn
-from ...policies.features.definitions import BOUND
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.features import BOUND, CHAIN_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
 from ..work import Work
 from .collector import Written, text_columns, texts_at_once
 from .unroll import MEMORY_BYTES, Unroller
@@ -104,11 +102,11 @@ def _mixed(
     top = scores.topk(2, -1).values
     best = torch.cat([scores.gather(-1, own[:, None]), top[:, 1:]], -1).maximum(top[:, :1] - 2 * BOUND)
     columns_of = Columns(CHAIN_FEATURES)
-    drawn = Drawn.of([(row, token, -1, 0, 1, 1) for row, token in enumerate(own.tolist())])
+    drawn = DrawnTokens.of([(row, token, -1, 0, 1, 1) for row, token in enumerate(own.tolist())])
     if sampler.untruncated is not None:
         drawn.lead = lead_over_truncated(sampler.untruncated, sampled, drawn)
     shaped = sampled if sampler.reads_prefix and temperature > 0 else None
-    summary = summarise(columns_of.plan, logits, drawn, temperature, shaped, best=best)
+    summary = summarise(columns_of.needs, logits, drawn, temperature, shaped, best=best)
     features = columns_of(summary, drawn, temperature)
     made: dict[str, Any] = {name: features[:, [index]] for index, name in enumerate(CHAIN_FEATURES)}
     if model.states is not None:

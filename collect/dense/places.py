@@ -16,8 +16,8 @@ from ...decode.models.reading.layer_masks import backend_mask
 from ...decode.policy.summaries import lead_over_truncated, summarise
 from ...decode.verify.given_text import OFF_TEXT, Candidates
 from ...decode.verify.sampling import Sampler
-from ...policies.features import Columns, Drawn, Need
-from ...policies.features.summary import Array
+from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens
+from ...policies.typing import Array
 from .job import PRE_FEATURES, Anchors, Job
 from .proposals import Asked
 
@@ -252,22 +252,24 @@ class Places:
         # Parent, rank, siblings and depth stay 0: PRE columns and probabilities do not look at them.
         ids = np.zeros((tokens.numel(), 6), dtype=np.int64)
         ids[:, 0], ids[:, 1] = np.repeat(owner.cpu().numpy(), tokens.shape[1]), tokens.cpu().numpy().ravel()
-        drawn = Drawn(ids)
-        plan = self.pre_columns.plan | (Need.PROBABILITY | Need.SAMPLED)
+        drawn = DrawnTokens(ids)
+        needs = self.pre_columns.needs | PROBABILITY | SAMPLED
         if best is None:
             check_rows(logits, "draft")
         else:
-            plan |= Need.NOISE
+            needs |= NOISY
             if self.sampler.untruncated is not None:
                 drawn.lead = lead_over_truncated(self.sampler.untruncated, sampled, drawn)
         shaped = sampled if self.sampler.reads_prefix and self.temperature > 0 else None
-        summary = summarise(plan, logits, drawn, self.temperature, shaped, best=best)
-        if best is not None and not np.isfinite(summary.best[:, 0]).all():  # topk takes NaN for the largest
+        summary = summarise(needs, logits, drawn, self.temperature, shaped, best=best)
+        if best is not None and not np.isfinite(summary.noisy[:, 0]).all():  # topk takes NaN for the largest
             raise broken("draft")
         at = (state.cpu().numpy(), self.at[row].cpu().numpy())
         if best is not None:
-            self.best[at[0], at[1], : self.most] = summary.best
-        self.pre[at] = self.pre_columns(summary, Drawn(np.ascontiguousarray(ids[:: tokens.shape[1]])), self.temperature)
+            self.best[at[0], at[1], : self.most] = summary.noisy
+        self.pre[at] = self.pre_columns(
+            summary, DrawnTokens(np.ascontiguousarray(ids[:: tokens.shape[1]])), self.temperature
+        )
         # A path depends on the anchor: its log-probability is left to `gather`.
         self.numbers[at] = summary.numbers[:, [0, 1, 3]].reshape(*tokens.shape, 3)
         if self.hidden is not None:

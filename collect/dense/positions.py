@@ -26,8 +26,7 @@ from ...decode.observer import Seen
 from ...decode.records import Generation
 from ...decode.settings import Settings
 from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
-from ...policies.features import ANCHOR_FEATURES
-from ...policies.features.hidden_states import check_hidden
+from ...policies.features import ANCHOR_FEATURES, check_hidden
 from ..live import Recorder, Row
 from ..schema import NO_TOKEN, READS
 from ..shards import BATCH

@@ -25,8 +25,7 @@ from ...decode.topology import Topology, chain
 from ...decode.verify.given_text import DrawsAt
 from ...decode.verify.sampling import MODEL_DEFAULTS, Shaping
 from ...policies.errors import InputError
-from ...policies.features import CHAIN_FEATURES, TREE_FEATURES
-from ...policies.features.hidden_states import DRAFT_HIDDEN
+from ...policies.features import CHAIN_FEATURES, DRAFT_HIDDEN, TREE_FEATURES
 from .gather import Unrolled as Unrolled, gather
 from .job import BYTES_PER_SCORE, Anchors as Anchors, Job
 from .places import Places

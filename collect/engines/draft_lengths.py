@@ -15,13 +15,10 @@ draft and on nothing before it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from ...policies.typing import Array
 from ..acceptance import DEPENDENT, FIXED, INDEPENDENT
-
-Array = np.ndarray[Any, Any]
 
 LEVEL = 0.01
 """If lengths are independent, one import in a hundred is refused longer policies. The other error costs more, because it

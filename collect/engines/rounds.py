@@ -18,7 +18,7 @@ from ...decode.engines.rounds import Heard, Sent
 from ...decode.engines.vllm import Proposer
 from ...decode.policy.summaries import summarise
 from ...policies.contract import Array
-from ...policies.features import CHAIN_FEATURES, Columns, Drawn, Need
+from ...policies.features import CHAIN_FEATURES, PATH, SAMPLED, Columns, DrawnTokens
 from ..explore import Exploring
 from ..schema import READS, TIMES
 from ..work import Work
@@ -103,7 +103,7 @@ class RoundRecorder:
     ) -> None:
         self.depth, self.temperature, self._explored, self._keep = depth, temperature, explored, keep
         self._columns = Columns(engine_features(temperature))
-        self._plan = self._columns.plan | (Need.PATH | Need.SAMPLED)
+        self._plan = self._columns.needs | (PATH | SAMPLED)
         self._here: list[RecordedText | None] = [None] * rows
         self._ended: list[RecordedText] = []
         count = len(self._columns.names)
@@ -121,11 +121,11 @@ class RoundRecorder:
         self._here[row] = RecordedText(name, text.tolist(), len(text) - 1, seen=self._step) if kept else None
         self._begun += 1
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
+    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """See `Observer.level`."""
         if depth == 1:
             self._tokens[rows], self._features[rows], self._chance[rows], self._path[rows] = 0, 0.0, 0.0, 0.0
-        own = Drawn(drawn.ids, self._path[rows])
+        own = DrawnTokens(drawn.ids, self._path[rows])
         # Engines draft greedily: at temperature 0 the noisy features are those of the bare logits; above it there are none.
         summary = summarise(self._plan, logits, own, self.temperature, scores=logits)
         self._path[rows] = summary.path

@@ -30,7 +30,7 @@ from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.script import TWICE, shuffled
 from ...policies.contract import Array, DraftStep, State, StopPolicy
-from ...policies.features import Drawn
+from ...policies.features import DrawnTokens
 from ...policies.latency.estimate import (
     BATCH_DRAFTS,
     BATCH_FIRST,
@@ -119,7 +119,7 @@ class StepTimer:
         """See `Observer.began`."""
         self._began = True
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
+    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """See `Observer.level`."""
         if depth == 1:
             self._first = self._spent()[0]

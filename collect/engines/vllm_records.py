@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from ...policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
-from ...policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.limits import MOST_ROWS
 from ...policies.text import HALF, is_text, strict_loads
+from ...policies.typing import Array
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
 from ..prompts.samples import SampleNames, warn_sample_ids
@@ -100,9 +101,6 @@ def _records(file: Path) -> list[_Record]:
         raise InputError(f"--from-vllm: {file} is empty")
     warn_sample_ids([record.name for record in records if not record.sample])
     return records
-
-
-Array = np.ndarray[Any, Any]
 
 
 class _Record:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ...policies.learned.conditions import shaping_text
+from ...policies.conditions import shaping_text
 from ...policies.text import markdown, markdown_cell, printable
 from ..schema import Header
 

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from ...policies.arguments import as_list
 from ...policies.errors import InputError, TraceError
-from ...policies.features.hidden_states import HIDDEN_STATES
+from ...policies.features import HIDDEN_STATES
 from ...policies.files import MANIFEST, Input, is_empty_dir, prepare_output_dir, staging_path, write_manifest
 from ..schema import Header, arrow_schema
 from .card import CARD_FILE, data_card

@@ -10,8 +10,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ...decode.topology import Topology
-from ...policies.features import FEATURES, Kind
-from ...policies.features.hidden_states import HIDDEN_STATES
+from ...policies.features import FEATURES, HIDDEN_STATES, Kind
 from ...policies.limits import LIMITS, MOST_ROWS
 
 MOST = 1 << 31

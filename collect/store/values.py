@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +10,9 @@ import pyarrow as pa
 from ...decode.verify.modes import MODES
 from ...policies.errors import TraceError
 from ...policies.features import FEATURES, TOKEN_FEATURES
+from ...policies.typing import Array
 from ..schema import NO_TOKEN, TIMES, Header
 from .header_fields import MOST
-
-Array = np.ndarray[Any, Any]
 
 TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
 """Columns that `check_texts` reads."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
-from ...policies.features import Drawn, Layout
+from ...policies.features import DrawnTokens, Layout
 from ...policies.fixed import FixedLength
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
@@ -201,7 +201,7 @@ class Drafting:
         anchors = np.array([(text[-1], text[-2]) for text in texts], dtype=np.int64)
         host, observer = self.host, self._observer
 
-        def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
+        def look(depth: int, at: Array, logits: Tensor, drawn: DrawnTokens) -> None:
             assert observer is not None
             observer.level(depth, here[at], logits, drawn)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError
-from ...policies.features import FEATURES, Kind, Need
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.features import FEATURES, Kind
+from ...policies.learned import LearnedPolicy
 from ..drafters.known import reads_states
 
 ANCHORS = ("anchor_token", "before_token", "temperature")
@@ -22,12 +22,12 @@ def known_in_engines(name: str, greedy: bool) -> bool:
     found = FEATURES[name]
     if found.kind is Kind.ANCHOR:
         return name in ANCHORS
-    return Need.NOISE not in found.need or greedy
+    return not found.needs.noisy or greedy
 
 
 def missing_in_engines(policy: StopPolicy) -> list[str]:
     """Return by name what a policy reads that an engine's drafter does not know."""
-    greedy = isinstance(policy, LearnedPolicy) and policy.facts.temperature == 0.0
+    greedy = isinstance(policy, LearnedPolicy) and policy.metadata.temperature == 0.0
     return [name for name in policy.features if not known_in_engines(name, greedy)] + list(policy.hidden)
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ...policies.contract import Array
-from ...policies.features import Drawn
+from ...policies.features import DrawnTokens
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Observer(Protocol):
     def began(self, row: int, text: Array, name: str | None) -> None:
         """Take note of a new text in a row, and of the engine's name for it."""
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: Drawn) -> None:
+    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
         """Take note of the tokens of a depth, drawn in `rows` [R] from logits [R, V]."""
 
     def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:

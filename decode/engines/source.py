@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, DraftTree
-from ...policies.features import Drawn, Layout
-from ...policies.features.history import History
+from ...policies.features import DrawnTokens, Layout
+from ...policies.history import History
 from ..candidates import shown_tree
 from ..policy.summaries import read_columns
 from ..topology import Topology
 from ..verify.noise import best_of_rows
 
-Look = Callable[[int, Array, Tensor, Drawn], None]
+Look = Callable[[int, Array, Tensor, DrawnTokens], None]
 """Shown each depth: the depth, the streams [R] that drew there, the draft's logits [R, V], and the tokens drawn."""
 
 
@@ -86,11 +86,11 @@ class Chains:
         self._parent, self._batch = np.zeros((len(rows), 1), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
         self._base: Array | None = None
         self._nodes = np.zeros((len(rows), len(layout.names)), dtype=np.float32)
-        self._drawn: tuple[Array, Tensor, Drawn] | None = None
+        self._drawn: tuple[Array, Tensor, DrawnTokens] | None = None
 
     def grow(self, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed the streams [S, 1]; return which have drawn a token, and which of them go on."""
-        if self._columns.plan.path:
+        if self._columns.needs.path:
             self._read()  # paths lead through what nobody asked about
         at = np.flatnonzero(feeding[:, 0])
         places = at.tolist()
@@ -123,7 +123,7 @@ class Chains:
         ids = np.zeros((count, 6), dtype=np.int64)
         ids[:, 0], ids[:, 1], ids[:, 4], ids[:, 5] = np.arange(count), token, 1, depth + 1
         ids[:, 2] = self._anchors[at, 0] if depth == 0 else self.tokens[at, depth - 1]
-        drawn = Drawn(ids, self._path[at])
+        drawn = DrawnTokens(ids, self._path[at])
         if self._layout.node:
             self._drawn = at, logits, drawn
         if self._look is not None:
@@ -140,7 +140,7 @@ class Chains:
         if not every:
             self._nodes[at] = nodes
         self._drawn = None
-        if self._columns.plan.path:
+        if self._columns.needs.path:
             self._path[at] = path
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:

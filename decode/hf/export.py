@@ -18,11 +18,11 @@ from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from ...policies.conditions import sampling_text
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-from ...policies.learned.conditions import sampling_text
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage.folder import load_policy_folder, save_policy
 from ...policies.text import read_json
@@ -70,7 +70,7 @@ def drafter_for(policy: StopPolicy, spec: str | None) -> ExportedDrafter:
     Raises:
         InputError: there is no such drafter, or it reads a text file, which is not exported.
     """
-    facts = policy.facts if isinstance(policy, LearnedPolicy) else None
+    facts = policy.metadata if isinstance(policy, LearnedPolicy) else None
     spec = spec or (str(facts.provenance.get("drafter", "model")) if facts else "model")
     check_drafter(spec)
     last = [*read_known(spec).parts()][-1]
@@ -121,7 +121,7 @@ def deploy_hf(
             f"--policy: {policy} is a plugin, whose code is not exported; install the plugin on the serving machine and name "
             "it there"
         )
-    metadata = dict(gains) if gains is not None else {"metrics": dict(learned.facts.metrics)} if learned else {}
+    metadata = dict(gains) if gains is not None else {"metrics": dict(learned.metadata.metrics)} if learned else {}
     figures = {
         "schema": 1,
         "kind": "export",
@@ -149,7 +149,7 @@ def _warn_other_drafter(policy: StopPolicy, drafts: ExportedDrafter) -> None:
     """Warn if a learned policy was trained with another drafter than the trained one it is exported with."""
     if not isinstance(policy, LearnedPolicy) or drafts.trained is None:
         return
-    draft = policy.facts.pair.get("draft", "")
+    draft = policy.metadata.pair.get("draft", "")
     if draft and not draft.endswith(drafts.trained.identity):  # of two drafters the second identity comes last
         warnings.warn(
             f"{policy.name} was trained with another drafter ({draft}) than {drafts.source} ({drafts.trained.identity})",
@@ -283,7 +283,7 @@ hf upload OWNER/NAME THIS_FOLDER
 
 def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDrafter, figures: Mapping[str, Any]) -> str:
     """Return the model card of the repository."""
-    facts = learned.facts if learned is not None else None
+    facts = learned.metadata if learned is not None else None
     training = "It needed no training."
     if facts:
         training = (

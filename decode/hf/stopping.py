@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens
 from ...policies.host import PolicyHost
 from ...policies.registry import load_policy
 from ...policies.validation import validate_policy
@@ -133,7 +133,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         logits = scores[-1].float() * (self._temperature or 1.0)
         greedy = logits if self._temperature == 0.0 else None
         before, own = input_ids[0, -2:].tolist()
-        drawn = Drawn.of([(0, own, before, 0, 1, self._drafted)], self._path)
+        drawn = DrawnTokens.of([(0, own, before, 0, 1, self._drafted)], self._path)
         features = self._base.copy()
         self._path = read_columns(self._columns, logits, drawn, self._temperature, features, scores=greedy)
         if self._drafted < self.policy.first:

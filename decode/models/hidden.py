@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...policies.errors import PolicyError
-from ...policies.features.hidden_states import DRAFT_HIDDEN, MOST
+from ...policies.features import DRAFT_HIDDEN, MAX_HALF
 from .pair import Pair
 
 
@@ -72,7 +72,7 @@ def ask_for_states(drafter: object, who: str, instead: str = "use another policy
 
 def stored(states: Tensor) -> Tensor:
     """Return hidden states [..., H] as a trace keeps them: float16, what is beyond its range at its ends."""
-    return states.clamp(-MOST, MOST).to(torch.float16)
+    return states.clamp(-MAX_HALF, MAX_HALF).to(torch.float16)
 
 
 def seen(states: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...policies.errors import PolicyError
-from ...policies.features import TOP, Drawn, Plan, Summary
-from ...policies.features.summary import NO_SCORES, Array
+from ...policies.features import NO_SCORES, TOP, DrawnTokens, Needs, RowSummary
+from ...policies.typing import Array
 from ..models.cuda.fused import fused
 from ..models.cuda.recorder import Recorded, Recorder, filled_up
 from ..models.cuda.transfer import upload
@@ -193,38 +193,38 @@ def _read(
 
 
 def on_device(
-    plan: Plan,
+    needs: Needs,
     logits: Tensor,
-    drawn: Drawn,
+    drawn: DrawnTokens,
     temperature: float,
     sampled: Tensor | None = None,
     scores: Tensor | None = None,
     best: Array | None = None,
-) -> Summary:
+) -> RowSummary:
     """Return the summary of rows that lie on a device: a few operations there, and one copy to the host.
 
     Args:
-        plan, logits, drawn, temperature, sampled, scores, best: see `policies.features.summarise`.
+        needs, logits, drawn, temperature, sampled, scores, best: see `policies.features.summarise`.
 
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
     count, most = len(logits), 0
-    if plan.noisy and best is None:
+    if needs.noisy and best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
         # One more than the most siblings: margins are to the best score that was not drawn.
         most = min(max(int(drawn.ids[:, 4].max()) + 1, 2), scores.shape[-1])
-    ranks, shaped = max(min(plan.ranks, logits.shape[-1]), 1), sampled if plan.sampled else None
-    shaping = temperature if plan.sampled and shaped is None and temperature else 1.0
-    reading = Reading(count, len(drawn.ids), ranks, plan.spread, shaping, most)
+    ranks, shaped = max(min(needs.ranks, logits.shape[-1]), 1), sampled if needs.sampled else None
+    shaping = temperature if needs.sampled and shaped is None and temperature else 1.0
+    reading = Reading(count, len(drawn.ids), ranks, needs.spread, shaping, most)
     top, found, noisy, numbers = _read(reading, logits, shaped, scores if most else None, drawn.ids[:, :2])
     if best is None:
         best = _ranks(noisy, max(most, 2))
     logprob = numbers.astype(np.float64)
     path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
     lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
-    return Summary(_ranks(top, TOP), found.astype(np.float64), best, np.concatenate([logprob, path, lead], 1))
+    return RowSummary(_ranks(top, TOP), found.astype(np.float64), best, np.concatenate([logprob, path, lead], 1))
 
 
 def _ranks(values: Array, width: int) -> Array:

@@ -9,10 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.features import Drawn, Layout
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.history import History
-from ...policies.features.summary import Token
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, Layout
+from ...policies.history import History
 from ..candidates import Candidates
 from ..models.hidden import seen
 from ..topology import Topology
@@ -67,14 +65,14 @@ class Logits:
     """
 
     raw: Tensor
-    tokens: Sequence[Token]
+    tokens: Sequence[tuple[int, ...]]
     sampled: Tensor | None = None
     scores: Tensor | None = None
     states: Tensor | None = None
     best: list[list[float]] | None = None
     untruncated: Tensor | None = None
 
-    def lead(self, drawn: Drawn) -> Array | None:
+    def lead(self, drawn: DrawnTokens) -> Array | None:
         """Return [B], see `summaries.lead_over_truncated`; None where nothing was left out."""
         if self.untruncated is None or self.sampled is None:
             return None
@@ -111,7 +109,7 @@ class Reader:
         self.policy, self._streams = policy, streams
         self.layout = Layout(policy.features)
         self._columns, self._anchor = self.layout.node_columns, self.layout.anchor_columns
-        self.follows_path = self._columns.plan.path
+        self.follows_path = self._columns.needs.path
         self.reads_target = bool(self.layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._looks = bool(self.layout.node or policy.hidden)
         self._widths = dict(widths or {})
@@ -149,12 +147,12 @@ class Reader:
             self._batch[at] = 0
         features = np.zeros((self._streams, len(layout.names)), dtype=np.float32)
         if layout.anchor and rows is not None:
-            drawn = Drawn.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
+            drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
             known = features[at]  # a copy where `at` is a list, so it is put back
             read_columns(self._anchor, rows, drawn, temperature, known)
             features[at] = known
         if layout.history:
-            history.write(layout.history_columns, layout.history_at, features)
+            layout.write_history(history, features)
         if TARGET_HIDDEN not in self.policy.hidden or hidden is None:
             return Base(features)
         states = np.zeros((self._streams, hidden.shape[-1]), dtype=np.float32)
@@ -178,7 +176,7 @@ class Reader:
             base: of the round.
             before: the level before it.
         """
-        tree, drawn = turns[0][1].topology, Drawn(np.array(logits.tokens, dtype=np.int64))
+        tree, drawn = turns[0][1].topology, DrawnTokens(np.array(logits.tokens, dtype=np.int64))
         every = tree.is_chain and len(turns) == self._streams  # then there is nothing to put in order
         streams = [] if every else [number for number, _, places in turns for _ in places]
         if self.follows_path and before is not None:
@@ -188,7 +186,7 @@ class Reader:
             elif not every:  # not everything of the level before was extended
                 parents = [(number, found.parent[place]) for number, found, places in turns for place in places]
                 drawn.parent_path = before.path[before.rows(parents)]
-        if self._columns.plan.noisy:
+        if self._columns.needs.noisy:
             drawn.lead = logits.lead(drawn)
         features = base.features.copy() if every else base.features[streams]  # [n, F]
         path = read_columns(

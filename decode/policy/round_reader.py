@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.features.history import History
+from ...policies.history import History
 from ..stream import Stream
 from ..topology import Topology
 from .reader import Base, Level, Logits, Reader

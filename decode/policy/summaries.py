@@ -8,40 +8,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.features import Columns, Drawn, Plan, Summary, summarise as summarise_arrays
-from ...policies.features.summary import Array
+from ...policies.features import Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
+from ...policies.typing import Array
 from .on_device import on_device
 
 
 def summarise(
-    plan: Plan,
+    needs: Needs,
     logits: Tensor,
-    drawn: Drawn,
+    drawn: DrawnTokens,
     temperature: float,
     sampled: Tensor | None = None,
     scores: Tensor | None = None,
     best: Sequence[Sequence[float]] | Tensor | None = None,
-) -> Summary:
+) -> RowSummary:
     """Return the summary of rows of logits [R, V] for these features; see `policies.features.summarise`.
 
     Args:
-        plan, logits, drawn, temperature, sampled, scores: as there.
+        needs, logits, drawn, temperature, sampled, scores: as there.
         best: [R, m] the largest scores in falling order, where they are known.
 
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
-    arrays = _arrays(plan, logits, sampled, scores, best)
+    arrays = _arrays(needs, logits, sampled, scores, best)
     if arrays is None:
-        return on_device(plan, logits, drawn, temperature, sampled, scores, _ranked(plan, best))
-    rows, *others = arrays
-    return summarise_arrays(plan, rows, drawn, temperature, *others)
+        return on_device(needs, logits, drawn, temperature, sampled, scores, _ranked(needs, best))
+    rows, shaped, noisy, ranked = arrays
+    return summarise_arrays(needs, rows, drawn, temperature, shaped, noisy, ranked)
 
 
 def read_columns(
     columns: Columns,
     logits: Tensor,
-    drawn: Drawn,
+    drawn: DrawnTokens,
     temperature: float,
     out: Array,
     sampled: Tensor | None = None,
@@ -57,10 +57,10 @@ def read_columns(
     Raises:
         PolicyError: noisy scores are needed, and there are none.
     """
-    arrays = _arrays(columns.plan, logits, sampled, scores, best)
+    arrays = _arrays(columns.needs, logits, sampled, scores, best)
     if arrays is None:
-        ranked = _ranked(columns.plan, best)
-        summary = on_device(columns.plan, logits, drawn, temperature, sampled, scores, ranked)
+        ranked = _ranked(columns.needs, best)
+        summary = on_device(columns.needs, logits, drawn, temperature, sampled, scores, ranked)
         columns.write(summary, drawn, temperature, out)
         return summary.path
     rows, *others = arrays
@@ -68,7 +68,7 @@ def read_columns(
 
 
 def _arrays(
-    plan: Plan,
+    needs: Needs,
     logits: Tensor,
     sampled: Tensor | None,
     scores: Tensor | None,
@@ -78,21 +78,21 @@ def _arrays(
     if not logits.is_cpu:
         return None
     rows = _array(logits)
-    shaped = None if sampled is None or not plan.sampled else _array(sampled)
-    if not plan.noisy:
+    shaped = None if sampled is None or not needs.sampled else _array(sampled)
+    if not needs.noisy:
         return rows, shaped, None, None
     # The very same array where scores are the logits: then one ranking serves both (`features.summary.wanted`).
     noisy = None if scores is None else rows if scores is logits else _array(scores)
-    return rows, shaped, noisy, _ranked(plan, best)
+    return rows, shaped, noisy, _ranked(needs, best)
 
 
-def _ranked(plan: Plan, best: Sequence[Sequence[float]] | Tensor | None) -> Array | None:
-    if best is None or not plan.noisy:
+def _ranked(needs: Needs, best: Sequence[Sequence[float]] | Tensor | None) -> Array | None:
+    if best is None or not needs.noisy:
         return None
     return _array(best) if isinstance(best, Tensor) else np.array(best, dtype=np.float32)
 
 
-def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: Drawn) -> Array:
+def lead_over_truncated(untruncated: Tensor, sampled: Tensor, drawn: DrawnTokens) -> Array:
     """Return [B] float64, the lead of each drawn token over the likeliest token that was left out; infinite where none was.
 
     Args:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.history import HISTORY_FEATURES
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.history import HISTORY_FEATURES
 from ...policies.host import PolicyHost
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements

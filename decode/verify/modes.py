@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ..topology import Topology
 from .base import Verification
 from .lossy import TargetInit, Typical
@@ -52,7 +52,7 @@ def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature:
     if name != "auto":
         return name
     if isinstance(policy, LearnedPolicy):
-        return policy.facts.verification
+        return policy.metadata.verification
     if temperature == 0.0 or not _reached(topology, policy).is_chain:
         return Match.name
     try:

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...policies.conditions import Conditions, warn_other_conditions, warn_other_profile
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import (
-    Conditions,
-    tell_other_conditions,
-    tell_other_drafter,
-    tell_other_verification,
-)
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ..models.pair import Pair
 from ..settings import Settings
 from .lossy import TargetInit
@@ -35,9 +30,9 @@ def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None 
     name = resolve_mode(settings.verification, policy, settings.topology, temperature)
     greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
     # Hashing looks through the models' weights: only for a policy that knows its pair.
-    known = pair.fingerprint if pair is not None and isinstance(policy, LearnedPolicy) and policy.facts.pair else {}
+    known = pair.fingerprint if pair is not None and isinstance(policy, LearnedPolicy) and policy.metadata.pair else {}
     used = Conditions(temperature, shaping, "" if greedy else name, known, settings.topology.name)
-    tell_other_conditions(policy, used, "this run")
+    warn_other_conditions(policy, used, "this run")
 
 
 def tell_if_unmeasured(
@@ -51,5 +46,5 @@ def tell_if_unmeasured(
         for name in dict.fromkeys(
             resolve_mode(settings.verification, policy, tree, temperature) for policy in policies
         ):
-            tell_other_verification(profile, name, "this run plays")
-    tell_other_drafter(profile, drafter, "this run plays")
+            warn_other_profile(profile, "this run plays", verification=name)
+    warn_other_profile(profile, "this run plays", drafter=drafter)

@@ -1,1 +1,27 @@
-"""Heads: one file for each kind, and what they share."""
+"""Heads at inference: from features and hidden states to the logits `accept` and `next`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import PolicyError
+from ..typing import Array
+from .base import Head
+from .dynasd import HardHead, SoftHead
+from .layers import LinearHead, MLPHead
+from .resnet import ResNetHead
+from .specdec import SpecDecHead
+from .tokens import TokenHead
+from .trees import TreesHead
+
+HEADS = {
+    head.kind: head for head in (HardHead, LinearHead, MLPHead, ResNetHead, SoftHead, SpecDecHead, TokenHead, TreesHead)
+}
+
+
+def build_head(kind: str, names: Sequence[str], tensors: Mapping[str, Array]) -> Head:
+    """Return a head of this kind on these features; raise `PolicyError` if the kind is unknown or a tensor is wrong."""
+    if kind not in HEADS:
+        raise PolicyError(f"unknown head {kind!r}; expected one of {', '.join(sorted(HEADS))}")
+    head: Head = HEADS[kind](names, tensors)
+    return head

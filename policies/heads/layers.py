@@ -1,4 +1,4 @@
-"""Heads on scalars that a CPU scores in microseconds: logistic regressions and a small network."""
+"""Heads of linear layers on scalars: logistic regressions and a small network."""
 
 from __future__ import annotations
 
@@ -7,113 +7,84 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..errors import PolicyError
-from .base import NO_HIDDEN, Array, Basis, Hidden, Layer, TensorHead, expect, kernels
+from ..typing import Array
+from .base import Basis, Head, Layer, Shapes, basis_shapes, size_of
 
 
-def packed(layers: Sequence[Layer]) -> tuple[Array, Array]:
-    """Return sizes and weights of layers as `kernels.heads.score_layers` reads them."""
-    sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
-    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]  # [inputs, outputs]
-    return np.array(sizes, dtype=np.int64), np.concatenate(weights, dtype=np.float64)
+class LayersHead(Head):
+    """Linear layers on the columns of `basis`, with SiLU between them; `layers` from depth 1 on and at depth 0."""
 
-
-class LayersHead(TensorHead):
-    """Linear layers on the columns of a basis, with SiLU between them; those from depth 1 on and those at depth 0.
-
-    Attributes:
-        basis: of the features.
-    """
-
+    _kernel = "score_layers"
     basis: Basis
+    layers: tuple[list[Layer], list[Layer]]
 
-    def _place(self, later: Sequence[Layer], first: Sequence[Layer]) -> None:
-        """Keep the layers that `scores` puts `Basis.expand` through."""
-        self._layers = list(later), list(first)
-        self._packed = [
-            (bounds, self.basis.odds, *packed(layers), False)
-            for bounds, layers in zip((self.bounds, self.first_bounds), self._layers, strict=True)
-        ]
-
-    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
-        """Return [R, 2], accept and next; see `Head`."""
-        out = np.empty((len(features), 2))
-        kernels().score_layers(features, *self._packed[0 if depth else 1], out)
-        return out
-
-    def folded(self, first: bool) -> list[Layer]:
-        """Return the layers that `scores` puts `Basis.expand` through, at depth 0 if `first`."""
-        return self._layers[first]
+    def _set_layers(
+        self, names: Sequence[str], layers: Sequence[Layer], first_weight: Array, first_bias: Array
+    ) -> None:
+        """Fold the basis into the first layer, whose weight and bias are others at depth 0."""
+        (weight, bias), *rest = layers
+        self.basis = basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        later, first = basis.fold(weight, bias, first=False), basis.fold(first_weight, first_bias, first=True)
+        self.layers = [later, *rest], [first, *rest]
+        both = zip(self.bounds, self.layers, strict=True)
+        later_arguments, first_arguments = ((bounds, basis.odds, *pack_layers(stack), False) for bounds, stack in both)
+        self._arguments = later_arguments, first_arguments
 
 
 class LinearHead(LayersHead):
     """Three logistic regressions on the basis: accept, next, and next at depth 0.
 
-    Args:
-        names: features.
-        tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3]; see `TensorHead` for ranges.
+    Tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3].
     """
 
     kind = "logistic"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        super().__init__(names, tensors, ("mean", "scale", "weight", "bias"))
-        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        weight, bias = self._tensors["weight"], self._tensors["bias"]
-        expect(weight, (3, self.basis.width), "weight")
-        expect(bias, (3,), "bias")
-        later = self.basis.fold(weight[:2], bias[:2], first=False)
-        # At depth 0 accept means nothing; its weights only fill the place.
-        self._place([later], [self.basis.fold(weight[[0, 2]], bias[[0, 2]], first=True)])
+        shapes = basis_shapes(names)
+        super().__init__(names, tensors, {**shapes, "weight": (3, *shapes["mean"]), "bias": (3,)})
+        weight, bias = tensors["weight"], tensors["bias"]
+        # At depth 0 accept has no meaning; its weights only fill the place.
+        self._set_layers(names, [(weight[:2], bias[:2])], weight[[0, 2]], bias[[0, 2]])
 
 
 class MLPHead(LayersHead):
     """A small network on the basis and a flag for depth 0, with two outputs.
 
-    Args:
-        names: features.
-        tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i; SiLU between layers; see `TensorHead`
-            for ranges.
+    Tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i.
     """
 
     kind = "mlp"
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        parts = layer_names(tensors)
-        super().__init__(names, tensors, ("mean", "scale", *parts))
-        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        # The last input is the flag: 0 from depth 1 on, so it goes; 1 at depth 0, where its weights join the bias.
-        (weight, bias), *rest = checked_layers(self._tensors, self.basis.width + 1, 2, "mlp head")
-        later = self.basis.fold(weight[:, :-1], bias, first=False)
-        self._place([later, *rest], [self.basis.fold(weight[:, :-1], bias + weight[:, -1], first=True), *rest])
+        shapes = basis_shapes(names)
+        super().__init__(names, tensors, {**shapes, **layer_shapes(tensors, shapes["mean"][0] + 1, 2, self.kind)})
+        (weight, bias), *rest = layers_of(tensors)
+        # The last input is the flag: 0 from depth 1 on, where it drops out; 1 at depth 0, where its weights join the bias.
+        self._set_layers(names, [(weight[:, :-1], bias), *rest], weight[:, :-1], bias + weight[:, -1])
 
 
-def layer_names(tensors: Mapping[str, Array]) -> list[str]:
-    """Return `weight.0`, `bias.0`, `weight.1`, ... for as many layers as there are weights."""
+def layer_shapes(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> Shapes:
+    """Return the shapes of `weight.i` and `bias.i` from `inputs` to `outputs`, the inner widths as in `tensors`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    width = inputs
+    for i in range(sum(name.startswith("weight.") for name in tensors)):
+        shapes[f"weight.{i}"] = size, _ = size_of(tensors, f"bias.{i}"), width
+        shapes[f"bias.{i}"] = (size,)
+        width = size
+    if width != outputs or not shapes:
+        plural, found = "s" * (outputs > 1), width if shapes else "no layer"
+        raise PolicyError(f"{kind} head: expected {outputs} output{plural}, got {found}")
+    return shapes
+
+
+def layers_of(tensors: Mapping[str, Array]) -> list[Layer]:
+    """Return the layers `weight.i`, `bias.i`."""
     count = sum(name.startswith("weight.") for name in tensors)
-    return [f"{part}.{i}" for i in range(count) for part in ("weight", "bias")]
+    return [(tensors[f"weight.{i}"], tensors[f"bias.{i}"]) for i in range(count)]
 
 
-def checked_layers(tensors: Mapping[str, Array], width: int, outputs: int, who: str) -> list[Layer]:
-    """Return the layers `weight.i`, `bias.i`.
-
-    Args:
-        tensors: all of the head.
-        width: inputs of the first layer.
-        outputs: of the last one.
-        who: names the head in messages.
-
-    Raises:
-        PolicyError: layers that do not fit each other, or end otherwise.
-    """
-    layers = []
-    for i in range(len(layer_names(tensors)) // 2):
-        weight, bias = tensors[f"weight.{i}"], tensors[f"bias.{i}"]
-        next_width = len(bias) if bias.ndim else 0
-        expect(bias, (next_width,), f"bias.{i}")
-        expect(weight, (next_width, width), f"weight.{i}")
-        layers.append((weight, bias))
-        width = next_width
-    if width != outputs or not layers:
-        found = width if layers else "no layer"
-        raise PolicyError(f"{who}: expected {outputs} output{'s' * (outputs > 1)}, got {found}")
-    return layers
+def pack_layers(layers: Sequence[Layer]) -> tuple[Array, Array]:
+    """Return the sizes and weights of layers for `kernels.heads.score_layers`."""
+    sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
+    weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]  # [inputs, outputs]
+    return np.array(sizes, dtype=np.int64), np.concatenate(weights, dtype=np.float64)

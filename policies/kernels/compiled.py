@@ -21,7 +21,7 @@ from numba.core.typeinfer import register_dispatcher
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-CONSTANTS = ("splitmix.py", "features/definitions.py", "features/summary.py")
+CONSTANTS = ("splitmix.py", "features.py")
 """Modules outside this package, by their path in `policies`, whose constants are compiled into kernels."""
 
 KEPT = 4

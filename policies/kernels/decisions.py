@@ -1,4 +1,4 @@
-"""What a learned policy makes of a head's scores: calibrated probabilities, and the survival of each branch."""
+"""Decisions of learned policies: calibrated probabilities, the survival of each branch, and the threshold of the rule."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from .compiled import copy_row, exact, kernel
 
 
 @exact
-def _calibrated(score: Any, scale: Any, pieces: Any) -> Any:
-    """Return the probability of a score: on the line of its piece, or sigmoid(scale * score) where there are no pieces."""
-    count = pieces.shape[1]
-    if count == 0:
-        return 1.0 / (1.0 + np.exp(-scale * score))
-    low, high = 0, count - 1  # the first bound that is not below the score; the last piece has none
+def _calibrated(score: Any, pieces: Any) -> Any:
+    """Return the value of a map at a score; see `calibration.Calibrator.pieces`."""
+    if pieces.shape[0] == 1:
+        return 1.0 / (1.0 + np.exp(-pieces[0, 0] * score))
+    low, high = 0, pieces.shape[1] - 1  # the first bound that is not below the score; the last one is infinite
     while low < high:
         middle = (low + high) // 2
         if pieces[0, middle] < score:
@@ -25,69 +24,54 @@ def _calibrated(score: Any, scale: Any, pieces: Any) -> Any:
     return pieces[2, low] + pieces[3, low] * (score - pieces[1, low])
 
 
-@kernel("void(float64[::1], float64, float64[:,::1], float64[::1])")
-def calibrate(scores: Any, scale: float, pieces: Any, out: Any) -> None:
-    """Write the probabilities of n scores.
-
-    Args:
-        scores: [n] logits.
-        scale: of the logits of a sigmoid.
-        pieces: [4, m] of a piecewise linear map: upper bound, start, level and slope of each piece; none = a sigmoid.
-        out: [n].
-    """
+@kernel("void(float64[::1], float64[:,::1], float64[::1])")
+def calibrate(scores: Any, pieces: Any, out: Any) -> None:
+    """Write the values [n] of a map at n scores."""
     for i in range(scores.shape[0]):
-        out[i] = _calibrated(scores[i], scale, pieces)
+        out[i] = _calibrated(scores[i], pieces)
 
 
 @kernel(
-    "void(float64[:,::1], boolean[:,::1], int64[:,::1], float64[:,::1], int64, int64, float64, float64[:,::1], float64, "
-    "float64[:,::1], float64[:,::1], int64, boolean, boolean, float64[::1], float64[:,:,::1], boolean[:,::1])"
+    "void(float64[:,::1], boolean[:,::1], int64[:,::1], float64[:,::1], int64, int64, float64[:,::1], float64[:,::1], "
+    "float64[:,::1], int64, boolean, boolean, float64[::1], float64[:,:,::1], boolean[:,::1])"
 )
 def decide(
-    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept_scale: float, accept: Any,
-    next_scale: float, next_: Any, table: Any, by: int, strict: bool, together: bool, threshold: Any, found: Any,
-    kept: Any,
+    scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any, by: int,
+    strict: bool, together: bool, threshold: Any, found: Any, kept: Any,
 ) -> None:  # fmt: skip
-    """Write survival, accept and next of the branches of a depth, and which of them pass a threshold.
+    """Write survival, accept and next of the branches of a depth [3, S, B] (0 where not alive), and which are `kept` [S, B].
 
     Args:
         scores: [R, 2] of the branches that are alive, in their order.
-        alive, parent: [S, B].
-        before: [S, B'] survival of the depth before; none = the product begins here.
-        depth: j. At 0 nothing was drawn that could be refused: survival and accept are 1.
-        lag: the head has scored nothing of what was drawn down to this depth: accept counts as 1.
-        accept_scale, accept: of the first score; see `calibrate`.
-        next_scale, next_: of the second.
-        table: pieces that the product is mapped by; none = it is left as it is.
-        by: what is compared: 0, 1, 2 = a part of `found`; 3 = the product of survival and next.
-        strict: only what is above the threshold passes, not what equals it.
-        together: all branches of a stream pass if one of them does.
+        before: [S, B'] survival of the depth before; empty = the product begins here.
+        depth, lag: down to the head's lag accept counts as 1; at depth 0 nothing was drawn that could be rejected.
+        accept, next_, table: maps of the scores, and of the product; an empty table = none.
+        by: compared value: 0, 1, 2 = part of `found`; 3 = survival times next.
+        strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
         threshold: [S], or [1] for all streams.
-        found: [3, S, B] is written: survival, accept, next; 0 where a branch is not alive.
-        kept: [S, B] is written.
     """
     r = 0
     for s in range(alive.shape[0]):
-        least, any_passes = threshold[s if threshold.shape[0] > 1 else 0], False
+        level, any_passes = threshold[s if threshold.shape[0] > 1 else 0], False
         for b in range(alive.shape[1]):
             kept[s, b] = False
             if not alive[s, b]:
                 found[0, s, b] = found[1, s, b] = found[2, s, b] = 0.0
                 continue
-            chance = 1.0 if depth <= lag else _calibrated(scores[r, 0], accept_scale, accept)  # depth 0 too
+            chance = 1.0 if depth <= lag else _calibrated(scores[r, 0], accept)  # depth 0 too
             product = chance  # in float64, so that a long path of small chances keeps its digits
             if before.shape[1]:
                 product *= before[s, parent[s, b]]
             if table.shape[1]:
-                product = _calibrated(product, 1.0, table)
+                product = _calibrated(product, table)
             if depth == 0:
                 product = chance = 1.0
             found[0, s, b] = product
             found[1, s, b] = chance
-            found[2, s, b] = _calibrated(scores[r, 1], next_scale, next_)
+            found[2, s, b] = _calibrated(scores[r, 1], next_)
             r += 1
-            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]  # 3 = `rules.base.GAIN`
-            kept[s, b] = value > least or (value == least and not strict)  # never at NaN
+            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]  # 3 = `rules.GAIN`
+            kept[s, b] = value > level or (value == level and not strict)  # never at NaN
             any_passes = any_passes or kept[s, b]
         if together and any_passes:
             copy_row(alive[s], kept[s])

@@ -22,19 +22,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from ..batch_rules import BatchPolicy, BatchStop
+from ..calibration import Calibrator, PathCalibrator, SurvivalMaps
+from ..conditions import sampling_text
 from ..contract import Array
 from ..errors import PolicyError
 from ..features import feature
 from ..files import RUN_FILE, staged_folder, write_atomic, write_json
-from ..heads.build import build_head
-from ..learned.calibration import Calibrator
-from ..learned.conditions import sampling_text
-from ..learned.continuation import ContinuationPolicy, head_names
-from ..learned.policy import Facts, LearnedPolicy
-from ..learned.survival import SurvivalMaps
-from ..learned.tree_calibration import PathCalibrator
-from ..learned.trees import TreeGain
-from ..rules.chains import BatchRule, Continuation, build_rule
+from ..heads import build_head
+from ..learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
+from ..rules import BatchRule, Continuation
 from ..safe_loading import (
     MOST_DATA,
     MOST_TEXT,
@@ -66,7 +62,7 @@ class _Calibration(BaseModel):
 
 
 class _Record(BaseModel):
-    """Entries of `policy.json` that determine decisions. The others are the fields of `Facts`."""
+    """Entries of `policy.json` that determine decisions. The others are the fields of `TrainingMetadata`."""
 
     model_config = ConfigDict(strict=True)
     kind: Literal["learned"]
@@ -80,7 +76,7 @@ class _Record(BaseModel):
     sha256: str
 
 
-_KEYS = {"schema", *_Record.model_fields, *(field.name for field in dataclasses.fields(Facts))}
+_KEYS = {"schema", *_Record.model_fields, *(field.name for field in dataclasses.fields(TrainingMetadata))}
 
 
 def save_policy(policy: LearnedPolicy, path: str | Path, extra: Mapping[str, bytes] | None = None) -> Path:
@@ -131,7 +127,7 @@ def _pack(policy: LearnedPolicy, extra: Mapping[str, bytes]) -> tuple[dict[str, 
         "calibration": [{"kind": c.kind, "temperature": c.temperature} for c in maps],
         "rule": policy.rule.to_dict(),
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        **dataclasses.asdict(policy.facts),
+        **dataclasses.asdict(policy.metadata),
     }
     return raw, files
 
@@ -186,7 +182,7 @@ def load_policy_folder(path: str | Path) -> LearnedPolicy:
         # From text, because strict validation of Python objects would not convert lists to tuples.
         text = json.dumps(raw)
         record = _Record.model_validate_json(text)
-        metadata = TypeAdapter(Facts).validate_json(text, strict=True)
+        metadata = TypeAdapter(TrainingMetadata).validate_json(text, strict=True)
         weights = _checked_files(path, record.files)[WEIGHTS_FILE]
         policy = _build(record, metadata, safetensors.numpy.load(weights))
     except PolicyError as error:
@@ -223,7 +219,7 @@ def _checked_files(path: Path, files: Mapping[str, str]) -> dict[str, bytes]:
     return contents  # files that are read again could have been replaced
 
 
-def _build(record: _Record, metadata: Facts, tensors: Mapping[str, Array]) -> LearnedPolicy:
+def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Array]) -> LearnedPolicy:
     if len(set(record.features)) != len(record.features):
         raise PolicyError("features: expected each once")
     if metadata.temperature == ():
@@ -265,7 +261,7 @@ def _build(record: _Record, metadata: Facts, tensors: Mapping[str, Array]) -> Le
 
 def card(policy: LearnedPolicy) -> str:
     """Return the README of the folder: what the policy is, what it was trained for, and its metrics."""
-    facts = policy.facts
+    facts = policy.metadata
     depths = policy.survival.changed if policy.survival is not None else []
     rows = [
         ("head", policy.head.kind),

@@ -14,7 +14,7 @@ from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.safe_loading import digest
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from transformers import PreTrainedTokenizerFast
@@ -310,7 +310,7 @@ def test_a_warning_is_one_line_on_standard_error(place: Place, tmp_path: Path) -
     raw = json.loads((folder / "policy.json").read_text())
     raw["temperature"] = 0.3
     (folder / "policy.json").write_text(json.dumps({**raw, "sha256": digest(raw)}))
-    assert load_policy_folder(folder).facts.temperature == 0.3
+    assert load_policy_folder(folder).metadata.temperature == 0.3
     answer = cli(*place.evaluate, "--out", tmp_path / "r", "--policy", folder, "--quiet")
     good(answer)
     assert answer.err.startswith("warning: logistic was trained for another temperature (0.3)")

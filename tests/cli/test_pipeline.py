@@ -114,7 +114,7 @@ def test_profile_and_its_description(done: dict[str, Any], home: Path) -> None:
 
 def test_train_answers_its_metrics(done: dict[str, Any], home: Path) -> None:
     policy = load_policy_folder(home / "policy")
-    assert policy.facts.metrics == done["train"]
+    assert policy.metadata.metrics == done["train"]
     info = done["info policy"]
     assert (info["kind"], info["name"], info["head"], info["rule"]) == (
         "policy",

@@ -31,7 +31,7 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import Facts
+from specstop.policies.learned import TrainingMetadata
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage.folder import load_policy_folder, save_policy
@@ -187,9 +187,9 @@ def test_another_seed_samples_other_texts(pair: Pair, many: list[Prompt], undist
 def test_a_policy_that_was_trained_anew_under_its_name_goes_on_with_no_trace_of_the_old_one(
     pair: Pair, many: list[Prompt], tmp_path: Path
 ) -> None:
-    def told(facts: Facts) -> Header:
+    def told(facts: TrainingMetadata) -> Header:
         policy = learned()
-        policy.facts = facts
+        policy.metadata = facts
         save_policy(policy, tmp_path / "policy")
         loaded = load_policy_folder(tmp_path / "policy")
         return plan_run(

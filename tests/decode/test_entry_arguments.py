@@ -23,10 +23,10 @@ from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.errors import InputError, PairError, PolicyError, SpecstopWarning, TraceError, with_parameters
-from specstop.policies.features.hidden_states import check_hidden
+from specstop.policies.features import check_hidden
 from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate

@@ -77,7 +77,7 @@ def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, A
 
 def export_onnx(policy: Any, out: Path) -> dict[str, Any]:
     """Write the ONNX file of a learned policy and return what is said of it."""
-    from specstop.policies.storage.onnx import export_onnx as export
+    from specstop.policies.onnx import export_onnx as export
 
     return export(policy, out)
 
@@ -93,7 +93,16 @@ def run_command(*arguments: object) -> tuple[int, str]:
 
 def probabilities(policy: Any, features: Array, depth: int, hidden: dict[str, Array]) -> tuple[Array, Array]:
     """Return the calibrated outputs of a learned policy's head."""
-    return policy.probabilities(features, depth, hidden)
+    from specstop.policies.learned import TreeGain
+
+    if not isinstance(policy, TreeGain):
+        return policy.probabilities(features, depth, hidden)
+    rows = np.ascontiguousarray(features, dtype=np.float32).reshape(-1, features.shape[-1])
+    scores = policy.head.scores(rows, depth).reshape(*features.shape[:-1], 2)
+    ranks, certain = policy.rule.level(depth, features.shape[-2]).ranks, np.ones(features.shape[:-1])
+    return policy.accept.of(certain, scores[..., 0], depth, ranks), policy.next.of(
+        certain, scores[..., 1], depth, ranks
+    )
 
 
 def chain_seconds(profile: Any, columns: Sequence[Array], decision: float) -> Array:
@@ -205,17 +214,15 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from head_tensors import NAMES, TENSORS, knots
     from specstop.policies import save_policy
     from specstop.policies.batch_rules import for_batches
-    from specstop.policies.heads.build import build_head
+    from specstop.policies.calibration import Calibrator, SurvivalMaps
+    from specstop.policies.heads import build_head
     from specstop.policies.heads.dynasd import HARD_FEATURES
-    from specstop.policies.learned.calibration import Calibrator
-    from specstop.policies.learned.continuation import ContinuationPolicy, head_names
-    from specstop.policies.learned.policy import Facts, LearnedPolicy
-    from specstop.policies.learned.survival import SurvivalMaps
-    from specstop.policies.rules.chains import AnyFork, BatchRule, Continuation, Derived, Threshold
+    from specstop.policies.learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, head_names
+    from specstop.policies.rules import BatchRule, Continuation, Derived, Threshold
     from trees import FREE, make_tree_policy
 
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
-    facts = Facts(
+    facts = TrainingMetadata(
         0.8, "match", "match", {}, 52.5, (0.8, 0.75, 0.7, 0.7, 0.6), profile.to_dict(), {"seed": 1}, {"gain": 0.25}
     )
     draft, target = widths["draft_hidden"], widths["target_hidden"]
@@ -237,7 +244,7 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     save("tokens-derived", (kind, names, tensors), derived)
     save("mlp-survival", mlp, Threshold("survival", 0.2))
     save("mlp-step", mlp, Threshold("step", 0.35))
-    save("mlp-any", mlp, AnyFork(0.4))
+    save("mlp-any", mlp, Threshold("any", 0.4))
     save("logistic-first2", logistic, Derived([0.02, 0.02, 0.03, 0.05, 0.02], first=2))
     save(
         "logistic-sizes",
@@ -252,8 +259,8 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     save("resnet-both", random_heads.resnet(NAMES, {"draft_hidden": draft, "target_hidden": target}), low)
     save("specdec", random_heads.specdec(size=draft), Threshold("survival", 0.1))
     save("specdec-published", random_heads.specdec((0, 0, 0), draft), Threshold("survival", 0.1))
-    save("dynasd-soft", ("dynasd-soft", (), random_heads.layers((draft, 6, 4, 1))), AnyFork(0.4))
-    save("dynasd-hard", ("dynasd-hard", HARD_FEATURES, random_heads.layers((11, 9, 1))), AnyFork(0.4))
+    save("dynasd-soft", ("dynasd-soft", (), random_heads.layers((draft, 6, 4, 1))), Threshold("any", 0.4))
+    save("dynasd-hard", ("dynasd-hard", HARD_FEATURES, random_heads.layers((11, 9, 1))), Threshold("any", 0.4))
     for rule in (Continuation(-0.2), Continuation(-0.1, 1, True)):
         columns = head_names(NAMES, rule)
         width = len(columns) + sum(name in ("top1", "anchor_top1", "mean_full") for name in columns)

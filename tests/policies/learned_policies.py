@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import copy
 
 import numpy as np
 from head_tensors import NAMES, TENSORS, knots
-from specstop.policies.heads.base import NO_HIDDEN, Array, Hidden
-from specstop.policies.heads.build import build_head
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import Facts, LearnedPolicy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import Derived
+from specstop.policies.calibration import Calibrator
+from specstop.policies.heads import build_head
+from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.rules import Derived, Rule
+from specstop.policies.typing import Array
 
-FACTS = Facts(
+FACTS = TrainingMetadata(
     0.7,
     "match",
     "match",
@@ -27,20 +26,22 @@ FACTS = Facts(
 )
 
 
-@dataclass(frozen=True)
-class Certain:
+class Certain(Head):
     """A head that takes every token to be accepted with one chance, given as a logit."""
 
-    logit: float
-    kind: str = "certain"
-    lag: int = 0
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    kind = "certain"
+
+    def __init__(self, logit: float) -> None:
+        self.logit, self._tensors = logit, {}
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         return np.full((len(features), 2), self.logit)
 
-    def tensors(self) -> dict[str, Array]:
-        return {}
+
+def with_head(policy: LearnedPolicy, head: Head) -> LearnedPolicy:
+    other = copy.copy(policy)
+    other.head = head
+    return other
 
 
 def learned(kind: str = "logistic", rule: Rule | None = None) -> LearnedPolicy:

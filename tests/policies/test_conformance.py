@@ -7,20 +7,19 @@ import pytest
 from contract_policies import TEST_POLICIES
 from head_tensors import knots
 from random_heads import RANDOM_HEADS, random_head
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.registry import BUILTINS, load_policy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import AnyFork, Derived, Threshold
+from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 
 RULES: dict[str, Rule] = {
     "mlp": Threshold("survival", 0.2),
     "specdec": Threshold("survival", 0.1),
-    "dynasd-soft": AnyFork(0.4),
-    "dynasd-hard": AnyFork(0.4),
+    "dynasd-soft": Threshold("any", 0.4),
+    "dynasd-hard": Threshold("any", 0.4),
 }
 
 

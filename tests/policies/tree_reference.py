@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.latency.robust_fits import extended
-from specstop.policies.learned.trees import TreeGain
+from specstop.policies.learned import TreeGain
 from specstop.policies.tree_rules import TreeRule
 from trees import BELOW, make_tree_policy
 

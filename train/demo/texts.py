@@ -10,7 +10,7 @@ from ..statistics import FEWEST
 
 if TYPE_CHECKING:
     from ...policies.latency.profile import Profile
-    from ...policies.learned.policy import LearnedPolicy
+    from ...policies.learned import LearnedPolicy
     from ..replay.traces.arrays import TraceArrays
     from ..report.records import Line, Report
     from .live import LiveLine

@@ -16,7 +16,7 @@ from ...collect.store.folder import Trace
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ..fit.tuning.settled import settle_for

@@ -14,7 +14,7 @@ from ...decode.drafters.known import needs_draft, reads_states, with_full_paths
 from ...decode.engines.policies import missing_in_engines
 from ...decode.engines.settings import KEY
 from ...policies.contract import StopPolicy
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.storage.folder import save_policy
 
 CLASS = "specstop.decode.engines.vllm.Proposer"

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ...policies.batch_rules import BatchStop, for_batches
-from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.features.history import HISTORY_FEATURES
-from ...policies.heads.base import NO_HIDDEN, Array, Hidden
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.heads.base import NO_HIDDEN, Head, Hidden
+from ...policies.history import HISTORY_FEATURES
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
-from ...policies.learned.policy import Facts, LearnedPolicy
-from ...policies.rules.chains import BatchRule, Derived
+from ...policies.learned import LearnedPolicy, TrainingMetadata
+from ...policies.rules import BatchRule, Derived
+from ...policies.typing import Array
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays
@@ -33,19 +34,18 @@ from .tuning.batches import settle_batch, solved_rates
 NAME = "achievable estimate"
 
 
-class Known:
-    """A head whose scores were worked out before, for every anchor and depth: the trace holds them as hidden states."""
+class PrecomputedHead(Head):
+    """A head whose scores were computed before, for every anchor and depth: the trace holds them as hidden states."""
 
-    kind, lag = "known", 0
+    kind = "precomputed"
     sizes: Mapping[str, int] = {TARGET_HIDDEN: 2, DRAFT_HIDDEN: 2}
+
+    def __init__(self) -> None:
+        self._tensors = {}
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """See `Head`."""
         return hidden[DRAFT_HIDDEN if depth else TARGET_HIDDEN].astype(np.float64)
-
-    def tensors(self) -> dict[str, Array]:
-        """See `Head`."""
-        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,12 @@ def achievable_in_batches(
     hidden: dict[str, Any] = {TARGET_HIDDEN: _Scores(logits[:, 0]), DRAFT_HIDDEN: _Scores(logits[:, 1:])}
     known = dataclasses.replace(bare, hidden=hidden)
     acceptance = conditional_acceptance(arrays, visited)
-    facts = Facts(verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME))
+    metadata = TrainingMetadata(
+        verification=arrays.header.verification, acceptance=acceptance, profile=profile.record(NAME)
+    )
     depth = min(arrays.depth, profile.max_depth)
     policy = LearnedPolicy(
-        NAME, (), Known(), calibrated.accept, calibrated.next, Derived([0.0] * depth, 1), depth, facts,
+        NAME, (), PrecomputedHead(), calibrated.accept, calibrated.next, Derived([0.0] * depth, 1), depth, metadata,
         calibrated.survival,
     )  # fmt: skip
     # Any rule serves until here: `for_batches` puts its own in its place.

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...policies.errors import InputError, close_match
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
-from ...policies.rules.base import Rule
-from ...policies.rules.chains import THRESHOLDED, Continuation, Derived, derived_thresholds
+from ...policies.learned import LearnedPolicy
+from ...policies.rules import THRESHOLD_RULES, Continuation, Derived, Rule, Threshold
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Part, Rates, replayed_rates
 from .tuning.batches import settle_batch, settle_lengths
-from .tuning.rates import THRESHOLDS, solve_rate
+from .tuning.rates import THRESHOLDS, derived_thresholds, solve_rate
 
 FINER = (-0.025, -0.0125, 0.0125, 0.025)
 """Tried around the best of `THRESHOLDS`."""
 
 RULES: dict[str, Callable[[float], Rule]] = {
     "derived": lambda threshold: Derived([threshold], 1),
-    **THRESHOLDED,
+    **{kind: partial(Threshold, kind) for kind in THRESHOLD_RULES},
     "continuation": Continuation,
     "batch": lambda threshold: Derived([threshold], 1),
 }
@@ -92,7 +92,7 @@ def ruled(
     if kind == "batch":
         verification = arrays.header.verification
         # The rule looks ahead with `acceptance`, and the verification says whether drawn tokens may be left out.
-        policy.facts = dataclasses.replace(policy.facts, acceptance=tuple(acceptance), verification=verification)
+        policy.metadata = dataclasses.replace(policy.metadata, acceptance=tuple(acceptance), verification=verification)
         return settle_batch(policy, parts, profile), 0.0
     if threshold is not None:
         return policy.with_rule(RULES[kind](threshold)), 0.0

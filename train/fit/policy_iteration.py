@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ...policies.learned.continuation import ContinuationPolicy
+from ...policies.learned import ContinuationPolicy
 
 MOST_ROUNDS = 4
 SETTLED = 0.02

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...policies.contract import StopPolicy
-from ...policies.heads.build import Head
+from ...policies.heads.base import Head
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ..heads.crossfit import Folds
 from ..replay.run import replay_many
 from ..replay.traces.arrays import TraceArrays
@@ -36,7 +37,8 @@ class Part:
     def player(self, policy: StopPolicy) -> StopPolicy:
         """Return a policy as it plays these prompts, no deeper than they were drafted."""
         if self.head is not None and isinstance(policy, LearnedPolicy):
-            policy = policy.with_head(self.head)
+            policy = copy.copy(policy)
+            policy.head = self.head
         return policy.limited(self.arrays.depth)
 
 

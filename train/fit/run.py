@@ -13,10 +13,10 @@ from ...policies import kernels
 from ...policies.arguments import as_list
 from ...policies.batch_rules import BatchStop
 from ...policies.errors import InputError, TraceError
-from ...policies.features.history import HISTORY_FEATURES
-from ...policies.heads.build import Head
+from ...policies.heads.base import Head
+from ...policies.history import HISTORY_FEATURES
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import save_policy
@@ -245,7 +245,7 @@ def train_arrays(
         metrics |= {} if report.only_positions else held_out_speed(policy, report, profile)
         metrics |= head_scores(policy, policy.head, report, profile, plan.seed)
     metrics |= more or {}
-    policy.facts = dataclasses.replace(
+    policy.metadata = dataclasses.replace(
         facts_of(arrays.header, sampled_at, sources, plan.seed), rho=rate, acceptance=acceptance, metrics=metrics,
         profile=profile.record(policy.cost_name), prompts=prompts,
     )  # fmt: skip
@@ -280,7 +280,7 @@ def _train_continuation(
     # The rate of prompts that the head was not fitted on.
     select = arrays.subset(prompt_folds(arrays, VALUE_FOLDS, plan.seed).sequences(0))
     played = replay(select, policy, profile)
-    policy.facts = dataclasses.replace(
+    policy.metadata = dataclasses.replace(
         facts_of(arrays.header, sampled_at, sources, plan.seed), rho=played.rate, metrics=metrics, prompts=prompts,
         profile=profile.record(policy.cost_name), acceptance=conditional_acceptance(select, visits(select, [played])),
     )  # fmt: skip

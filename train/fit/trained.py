@@ -12,7 +12,7 @@ from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.files import prepare_output_dir
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ..heads.fitting import FitOptions
 
 
@@ -32,11 +32,13 @@ class Trained:
     metrics: dict[str, Any]
 
 
-def facts_of(header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **more: Any) -> Facts:
+def facts_of(
+    header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **more: Any
+) -> TrainingMetadata:
     """Return what a policy that was trained on these traces remembers of them; `more` joins its provenance."""
     if (drafter := header.facts.get("drafter")) is not None:
         more["drafter"] = drafter  # what the policy is exported with (`decode.hf.export`)
-    return Facts(
+    return TrainingMetadata(
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,
         label=header.label,

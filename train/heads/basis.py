@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...policies.features import feature
-from ...policies.heads.base import Array
-from ...policies.heads.build import Basis
+from ...policies.heads.base import Basis
+from ...policies.typing import Array
 from .rows import FitRows
 
 
@@ -35,9 +35,8 @@ def plain_basis(names: Sequence[str]) -> Basis:
 
 def basis_columns(basis: Basis, features: Tensor, depth: Tensor) -> Array:
     """Return [M, F'] float32 of rows [M, F] at depths [M]."""
-    # Rows of all depths at once: what is not known at depth 0 is set to 0 afterwards, as `Basis` does it there.
-    columns, first = basis(features.contiguous().numpy(), 1), depth.numpy() == 0
-    columns[first] *= basis.first_mask
+    columns: Array = (basis.expand(features.contiguous().numpy()) - basis.mean) / basis.scale
+    columns[depth.numpy() == 0] *= basis.first_mask
     return columns
 
 

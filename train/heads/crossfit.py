@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
+from ...policies.calibration import Calibrator, SurvivalMaps
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
-from ...policies.heads.build import Head
+from ...policies.heads.base import Head
 from ...policies.latency.profile import Profile
-from ...policies.learned.calibration import Calibrator
-from ...policies.learned.survival import SurvivalMaps
 from ...policies.progress import Progress, silent
 from ...policies.safe_loading import digest
+from ...policies.typing import Array
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states
-from .calibration.logits import Array, fit_calibrator, fit_kind
+from .calibration.logits import fit_calibrator, fit_kind
 from .calibration.survival import Products, fit_survival, unchanged_survival
 from .fitting import FitOptions, FitTask, fitter
 from .head_specs import head_spec
@@ -260,7 +260,8 @@ class Calibrated:
     @property
     def tables(self) -> SurvivalMaps | None:
         """The survival tables; None if they change nothing."""
-        return self.survival if self.survival.changes else None
+        tables = self.survival.tables
+        return None if np.array_equal(tables[:, :, 0], tables[:, :, 1]) else self.survival
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.heads.base import Array, with_ranges
+from ...policies.typing import Array
 from .rows import FitRows
 
 UNBOUNDED = (*TOKEN_FEATURES, "depth")
 """Features that are held within no range: an id is no amount, and depths beyond the trace are what heads extrapolate to."""
+
+
+_FLOAT_MAX = float(np.finfo(np.float32).max)
 
 
 def exported(
@@ -47,3 +50,10 @@ def ranges(names: Sequence[str], features: Tensor, depth: Tensor) -> tuple[Array
         if name not in UNBOUNDED and len(column):
             sides[:, at] = column.min(), column.max()
     return sides[0], sides[1]
+
+
+def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[str, Array]:
+    """Return the tensors of a head with ranges [F]; NaN or infinite = no bound. See `Head`."""
+    ends = ((low, -_FLOAT_MAX), (high, _FLOAT_MAX))  # tensors are finite
+    sides = [np.nan_to_num(side, nan=end).clip(-_FLOAT_MAX, _FLOAT_MAX).astype(np.float32) for side, end in ends]
+    return {**tensors, "low": sides[0], "high": sides[1]}

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from ...collect.store.folder import Trace
 from ...policies.errors import InputError
-from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.features.hidden_states import DRAFT_HIDDEN, HIDDEN_STATES, check_hidden
-from ...policies.heads.dynasd import CLASS_THRESHOLD, HARD_FEATURES, THRESHOLD
-from ...policies.heads.specdec import STOP_THRESHOLD, STOP_THRESHOLDS
+from ...policies.features import DRAFT_HIDDEN, HIDDEN_STATES, TOKEN_FEATURES, Kind, check_hidden, feature
+from ...policies.heads.dynasd import HARD_FEATURES
+from ..released.convert import ANY_THRESHOLD, STOP_THRESHOLD
 from .fitting import HEAD_KINDS
+
+_STOP_THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)  # the grid of h that the paper of SpecDec++ searches
+_CLASS_THRESHOLD = 0.5  # of the any-fork rule, the default of DynaSD's class
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ HEAD_SPECS: dict[str, HeadSpec] = {
     ),
     "resnet": HeadSpec(any_hidden=True),
     "dynasd-soft": HeadSpec(
-        (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)
+        (), (DRAFT_HIDDEN,), soft=True, calibrated=False, rule="any", thresholds=(ANY_THRESHOLD, _CLASS_THRESHOLD)
     ),
-    "dynasd-hard": HeadSpec(HARD_FEATURES, calibrated=False, rule="any", thresholds=(THRESHOLD, CLASS_THRESHOLD)),
+    "dynasd-hard": HeadSpec(HARD_FEATURES, calibrated=False, rule="any", thresholds=(ANY_THRESHOLD, _CLASS_THRESHOLD)),
     "specdec": HeadSpec((), (DRAFT_HIDDEN,), soft=True, lag=1, rule="survival"),
     "specdec-published": HeadSpec(
         (),
@@ -68,7 +70,7 @@ HEAD_SPECS: dict[str, HeadSpec] = {
         lag=1,
         calibrated=False,
         rule="survival",
-        thresholds=_survival(STOP_THRESHOLDS),
+        thresholds=_survival(_STOP_THRESHOLDS),
     ),
 }
 """Those that ask for anything; all others read the scalars asked for."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from ...policies.heads.base import Array
+from ...policies.typing import Array
 
 
 def constant(y: Array) -> bool:

@@ -16,10 +16,10 @@ import numpy as np
 
 from ...collect.store.folder import Trace
 from ...decode.benchmark import Ratio
+from ...policies.conditions import warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import tell_other_conditions
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
 from ...policies.validation import with_costs
 from ..replay.rounds import CAVEATS
@@ -127,7 +127,7 @@ def estimate_offline(
     """
     header = traces.header
     policy, logging = as_policy(policy), None if logging is None else as_policy(logging)
-    tell_other_conditions(policy, header.conditions, "these traces")
+    warn_other_conditions(policy, header.conditions, "these traces")
     arrays = trace_arrays(traces, extra=COLUMNS if header.collector == "live" else ())
     asked = logging is not None
     logging = logging or _named(header.policy)

@@ -18,11 +18,11 @@ rounds; so ratios of values, such as tokens per second, are ratios of sums as we
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from ...policies.typing import Array
+
 Terms = tuple[Array, Array]
 """[n] and [n], the numerator and the denominator of each round; the value is sum over sum."""
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...policies.latency.profile import Profile
+from ...policies.typing import Array
 from ..replay.traces.arrays import TraceArrays
-from .estimators import ESTIMATORS, Array, Terms
+from .estimators import ESTIMATORS, Terms
 from .rewards import predicted
 from .rounds import Shown, recorded_rounds
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from sklearn.linear_model import RidgeCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from ...policies.typing import Array
 from ..replay.traces.arrays import TraceArrays
 from .rounds import Shown
 
 FOLDS = 5
 FEWEST_ROWS = 20
 """Rows of a stratum below which its mean serves."""
-
-Array = np.ndarray[Any, Any]
 
 
 def context(arrays: TraceArrays, base: Shown | None) -> Array:

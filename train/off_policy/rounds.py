@@ -24,8 +24,8 @@ from ...policies.contract import DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
+from ...policies.typing import Array
 from ..replay.rounds import RecordedRounds, likelihood_ratios
-from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays
 
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")

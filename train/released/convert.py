@@ -15,6 +15,7 @@ Sources: github.com/JackZeng0208/DynaSD, `inference/decision_models.py` (`Decisi
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -23,20 +24,23 @@ from pathlib import Path
 
 import numpy as np
 
+from ...policies.calibration import Calibrator
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
-from ...policies.heads.base import width_of
-from ...policies.heads.build import build_head
-from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
-from ...policies.heads.specdec import MOST, STOP_THRESHOLD, unbiased
-from ...policies.learned.calibration import Calibrator
-from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.heads import build_head
+from ...policies.heads.dynasd import HARD_FEATURES
+from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
-from ...policies.rules.base import Rule
-from ...policies.rules.chains import AnyFork, Threshold
+from ...policies.rules import Rule, Threshold
 from ...policies.storage.folder import DEEPEST, save_policy
 from .state_dicts import find_weights, named, read_state
+
+STOP_THRESHOLD, MAX_DRAFT = 0.7, 20
+"""h and the longest round of SpecDec++'s released example; h is within 0.7% of the best on each of its three sets."""
+
+ANY_THRESHOLD = 0.4
+"""Of the any-fork rule in DynaSD's scripts."""
 
 LAYOUTS = ("dynasd-soft", "dynasd-hard", "specdec")
 DYNASD_DEPTH = 5
@@ -101,7 +105,7 @@ def import_weights(
         tensors["leave.bias"] = unbiased(tensors["leave.bias"], rejection_weight)
     features = HARD_FEATURES if found == "dynasd-hard" else ()
     rule, deepest = _published(found, threshold)
-    facts = Facts(
+    facts = TrainingMetadata(
         temperature=1.0,
         verification="rejection",
         label="rejection",
@@ -120,8 +124,8 @@ def import_weights(
 def _published(layout: str, threshold: float | None) -> tuple[Rule, int]:
     """Return the rule that a layout was published with, and its deepest draft."""
     if layout == "specdec":
-        return Threshold("survival", round(1.0 - STOP_THRESHOLD, 6) if threshold is None else threshold), MOST
-    return AnyFork(THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
+        return Threshold("survival", round(1.0 - STOP_THRESHOLD, 6) if threshold is None else threshold), MAX_DRAFT
+    return Threshold("any", ANY_THRESHOLD if threshold is None else threshold), DYNASD_DEPTH
 
 
 def find_layout(state: Mapping[str, Array], where: str) -> str:
@@ -181,7 +185,7 @@ def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
     if shared and last:
         weights, biases = weights[:1], biases[:1]
     leave = state[f"model.{last}.weight"]
-    size = width_of(leave)
+    size = leave.shape[-1] if leave.ndim else 0
     return {
         "block.weight": np.stack(weights) if weights else np.zeros((0, size, size), dtype=np.float32),
         "block.bias": np.stack(biases) if biases else np.zeros((0, size), dtype=np.float32),
@@ -198,3 +202,12 @@ def _same(wanted: set[str], state: Mapping[str, Array], what: str) -> None:
         raise PolicyError(f"weights: unknown: {named(unknown)}; {what}")
     if missing := sorted(wanted - set(state)):
         raise PolicyError(f"weights: missing: {named(missing)}; {what}")
+
+
+def unbiased(leave_bias: Array, weight: float) -> Array:
+    """Return the last bias [2] float32 without the effect of the rejection weight w.
+
+    Cross-entropy with weight w on rejections is least at p' = a / (a + w (1 - a)), a the true chance. So in log-odds
+    ln(a / (1 - a)) = ln(p' / (1 - p')) + ln w.
+    """
+    return leave_bias + np.array([0.0, math.log(weight)], dtype=np.float32)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ...policies.errors import InputError
-
-Array = np.ndarray[Any, Any]
+from ...policies.typing import Array
 
 FULL = 4
 """Batches that there are requests for at least: the last ones run in a batch that is not full any more."""

@@ -15,7 +15,7 @@ import numpy as np
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
-from ...policies.features.history import History
+from ...policies.history import History
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
 from .source import TraceSource

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...policies.latency.profile import Profile
+from ...policies.typing import Array
 from .log import Rounds
 
-Array = np.ndarray[Any, Any]
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 LONG = 2

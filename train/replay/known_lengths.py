@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
+from ...policies.typing import Array
 from .log import Rounds
 from .seconds import prompt_seconds
-from .source import Array, TraceSource
+from .source import TraceSource
 from .traces.arrays import TraceArrays
 
 

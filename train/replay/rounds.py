@@ -15,8 +15,9 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
+from ...policies.typing import Array
 from .log import Rounds
-from .source import Array, TraceSource
+from .source import TraceSource
 from .traces.arrays import TraceArrays
 
 ROUND_COLUMNS = ("draft_prob", "target_prob", "labelled", "sent", "backlog", "explored")

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
-from ...policies.features.history import HISTORY_FEATURES
+from ...policies.history import HISTORY_FEATURES
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
-from .source import Array, TraceSource
+from ...policies.typing import Array
+from .source import TraceSource
 from .stacking import stacked
 from .traces.arrays import TraceArrays
 from .traces.checking import check_replayable

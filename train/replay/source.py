@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +13,10 @@ from ...decode.verify.modes import MODES, is_trimming
 from ...policies.contract import DraftStep, DraftTree, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.features import Layout
-from ...policies.features.history import History
+from ...policies.history import History
 from ...policies.kernels import on_first_use
+from ...policies.typing import Array
 from .traces.arrays import TraceArrays
-
-Array = np.ndarray[Any, Any]
 
 kernels = on_first_use("rounds")
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from ...policies.contract import Array, StopPolicy
 from ...policies.fixed import FeatureThreshold
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.published.online import Online
-from ...policies.rules.base import Rule
+from ...policies.rules import Rule
 from ...policies.validation import is_trusted
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.sampling import Shaping
+from ...policies.conditions import shaping_text, warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from ...policies.latency.profile import Profile
-from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.validation import Failure, is_trusted, validate_policy
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
@@ -68,7 +68,7 @@ def _tell_apart(train_traces: Trace, traces: Trace) -> None:
 def check_fit(policy: StopPolicy, traces: Trace) -> None:
     """Warn where a learned policy was trained for another temperature, filter, verification, pair or tree."""
     used = dataclasses.replace(traces.header.conditions, tree=traces.header.tree.name)
-    tell_other_conditions(policy, used, "these traces")
+    warn_other_conditions(policy, used, "these traces")
 
 
 def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Measurements
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.safe_loading import digest
 from ...policies.storage.folder import content
 from ...policies.text import read_json
@@ -120,9 +120,9 @@ def copies(lacking: Sequence[Lacking]) -> dict[str, Any] | None:
 
 def _of_training(policy: StopPolicy, profile: Profile) -> Profile | None:
     """Return the profile that the policy was trained for, if that is this one with a price of its decisions."""
-    if not isinstance(policy, LearnedPolicy) or not profile.same_costs(policy.facts.profile):
+    if not isinstance(policy, LearnedPolicy) or not profile.same_costs(policy.metadata.profile):
         return None
-    saved, name = Profile.from_dict(policy.facts.profile, "the policy's profile"), policy.cost_name
+    saved, name = Profile.from_dict(policy.metadata.profile, "the policy's profile"), policy.cost_name
     return dataclasses.replace(saved, decision_s={name: saved.decision_s[name]}) if name in saved.decision_s else None
 
 

@@ -19,7 +19,7 @@ from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
 from ...policies.latency.profile import Profile
-from ...policies.learned.policy import LearnedPolicy
+from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence

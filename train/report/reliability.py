@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import DraftStep, StopPolicy
-from ...policies.learned.continuation import ContinuationPolicy
-from ...policies.learned.policy import LearnedPolicy
-from ...policies.learned.trees import TreeGain
+from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
+from ...policies.typing import Array
 from ..heads.calibration.scores import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds
 from ..replay.run import Replayed
-from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states
 

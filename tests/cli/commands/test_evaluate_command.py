@@ -17,7 +17,7 @@ from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
 from specstop.train.report import evaluate as report_of
 from specstop.train.report.evaluate import evaluate

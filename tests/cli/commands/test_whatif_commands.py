@@ -18,7 +18,7 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.folder import save_policy
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile

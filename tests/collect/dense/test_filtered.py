@@ -168,7 +168,7 @@ def learned(pair: Pair, full_profile: Profile, tmp_path_factory: pytest.TempPath
 
 
 def test_a_policy_keeps_what_it_was_trained_for(learned: Path) -> None:
-    assert load_policy_folder(learned).facts.shaping == {"top_p": 0.8}
+    assert load_policy_folder(learned).metadata.shaping == {"top_p": 0.8}
     assert "top-p 0.8" in (learned / "README.md").read_text()
 
 

@@ -29,7 +29,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, TraceError
-from specstop.policies.features.hidden_states import HIDDEN_STATES
+from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
 from trace_rows import numpy_rows
 

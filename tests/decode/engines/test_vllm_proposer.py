@@ -14,7 +14,7 @@ from specstop.decode.engines.settings import EngineSettings, read_settings
 from specstop.decode.engines.vllm import Proposer, find_names
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PairError, PolicyError
-from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.registry import load_policy
 
 
@@ -85,7 +85,12 @@ def test_there_are_no_names_where_no_caller_is_a_model_runner() -> None:
 
 def learned(features: tuple[str, ...], temperature: float, hidden: tuple[str, ...] = ()) -> LearnedPolicy:
     policy = LearnedPolicy.__new__(LearnedPolicy)
-    policy.name, policy.features, policy.hidden, policy.facts = "mine", features, hidden, Facts(temperature=temperature)
+    policy.name, policy.features, policy.hidden, policy.metadata = (
+        "mine",
+        features,
+        hidden,
+        TrainingMetadata(temperature=temperature),
+    )
     return policy
 
 

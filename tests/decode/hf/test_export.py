@@ -22,7 +22,7 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.policies.rules.chains import Threshold
+from specstop.policies.rules import Threshold
 from specstop.policies.storage.folder import save_policy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
@@ -129,7 +129,7 @@ def hydra(pair: Pair, tmp_path: Path) -> Path:
 def remembering(drafter: str, folder: Path, **pair: str) -> Path:
     """Return the folder of a policy that was trained on traces of a drafter."""
     policy = learned("mlp", RULE)
-    policy.facts = replace(policy.facts, provenance={"drafter": drafter}, pair=pair)
+    policy.metadata = replace(policy.metadata, provenance={"drafter": drafter}, pair=pair)
     return save_policy(policy, folder)
 
 

@@ -23,10 +23,10 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
-from specstop.policies.features import hidden_states as features
-from specstop.policies.features.hidden_states import HIDDEN_STATES
+from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.testing import PolicyTests, TreePolicyTests
+from specstop.train.replay.traces import hidden_states as features
 from torch import Tensor
 
 TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]

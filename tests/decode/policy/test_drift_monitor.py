@@ -20,16 +20,16 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.batch_rules import for_batches
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.heads.build import build_head
+from specstop.policies.heads import build_head
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import Facts, LearnedPolicy
-from specstop.policies.rules.chains import Threshold
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.rules import Threshold
 
 NEW = 20
 
@@ -191,7 +191,7 @@ def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = No
         "bias": np.full(3, logit, dtype=np.float32),
     }
     head = build_head("logistic", ("depth",), tensors)
-    rule, facts = Threshold("survival", 0.0), Facts(profile=profile or {})
+    rule, facts = Threshold("survival", 0.0), TrainingMetadata(profile=profile or {})
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, facts)
 
 

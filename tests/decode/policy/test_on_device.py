@@ -9,7 +9,7 @@ import pytest
 import torch
 from specstop.decode.policy import on_device as module
 from specstop.decode.policy.on_device import KEPT, largest, on_device
-from specstop.policies.features import Columns, Drawn, summarise
+from specstop.policies.features import Columns, DrawnTokens, summarise
 from tape import Graphs, recorder, simulate_graphs
 
 NAMES = ("top1", "top10", "entropy", "drawn_prob", "path_logprob", "noisy_margin")
@@ -41,15 +41,17 @@ def compare(width: int, temperature: float, told: bool, device: str, generator: 
         logits, scores, sampled = 3 * torch.randn(3, count, width, generator=generator)
         of = sorted(torch.randint(count, (count + 1,), generator=generator).tolist())
         ids = torch.randint(width, (count + 1,), generator=generator).tolist()
-        drawn = Drawn.of([(row, token, 0, 0, 2, 1) for row, token in zip(of, ids, strict=True)], np.zeros(count + 1))
+        drawn = DrawnTokens.of(
+            [(row, token, 0, 0, 2, 1) for row, token in zip(of, ids, strict=True)], np.zeros(count + 1)
+        )
         columns = Columns(NAMES)
         weights = sampled if told else None
         here = summarise(
-            columns.plan, logits.numpy(), drawn, temperature, sampled.numpy() if told else None, scores.numpy()
+            columns.needs, logits.numpy(), drawn, temperature, sampled.numpy() if told else None, scores.numpy()
         )
         on = [None if rows is None else rows.to(device) for rows in (logits, weights, scores)]
         assert on[0] is not None
-        there = on_device(columns.plan, on[0], drawn, temperature, *on[1:])
+        there = on_device(columns.needs, on[0], drawn, temperature, *on[1:])
         expected, found = (columns(one, drawn, temperature) for one in (here, there))
         np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 

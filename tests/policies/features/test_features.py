@@ -11,17 +11,16 @@ from reference_features import Rows, compiled, compute
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import (
     ANCHOR_FEATURES,
+    BOUND,
     CHAIN_FEATURES,
     FEATURES,
     Columns,
-    Drawn,
+    DrawnTokens,
     Kind,
     Layout,
     feature,
     summarise,
 )
-from specstop.policies.features.definitions import BOUND
-from specstop.policies.kernels import rows as row_kernels
 
 ROWS, VOCABULARY = 40, 30
 FLOAT32 = 1e-6
@@ -178,8 +177,8 @@ def test_a_row_gives_the_same_bits_alone_and_among_many(width: int) -> None:
     columns = Columns(names)
 
     def read(rows: np.ndarray) -> np.ndarray:
-        drawn = Drawn.of([(i, int(row.argmax()), 0, 0, 1, 2) for i, row in enumerate(rows)])
-        return columns(summarise(columns.plan, rows, drawn, 0.7, scores=rows), drawn, 0.7)
+        drawn = DrawnTokens.of([(i, int(row.argmax()), 0, 0, 1, 2) for i, row in enumerate(rows)])
+        return columns(summarise(columns.needs, rows, drawn, 0.7, scores=rows), drawn, 0.7)
 
     for shift in (0, 1, 3):
         rows = raw[shift : shift + 64 * width].reshape(64, width)
@@ -190,13 +189,6 @@ def test_a_row_gives_the_same_bits_alone_and_among_many(width: int) -> None:
         copied = read(np.ascontiguousarray(rows))
         assert together.tobytes() == alone.tobytes() == parts.tobytes() == copied.tobytes()
         assert np.isfinite(together).all()
-
-
-def test_each_kernel_has_one_signature() -> None:
-    kernels = [value for name, value in vars(row_kernels).items() if name[0] != "_" and hasattr(value, "signatures")]
-    made_here = [one for one in kernels if one.py_func.__module__ == row_kernels.__name__]
-    assert made_here
-    assert {len(one.signatures) for one in made_here} == {1}
 
 
 def test_an_unknown_name_has_a_close_match() -> None:

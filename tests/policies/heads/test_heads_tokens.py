@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from specstop.policies.errors import PolicyError
-from specstop.policies.heads.build import TokenHead, build_head, with_ranges
-from specstop.policies.heads.feature_hashing import HashedFeatures
+from specstop.policies.heads import build_head
+from specstop.policies.heads.tokens import HashedFeatures, TokenHead
+from specstop.train.heads.exported import with_ranges
 from token_tensors import NAMES, SIZE, STRIDES, WIDTH, rows, tensors
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specstop.policies.kernels import rows
+from specstop.policies.kernels import features as rows
 
 ROWS = 500
 DIGEST = """
@@ -26,7 +26,10 @@ def read(width: int) -> tuple[np.ndarray, np.ndarray]:
     ids[:, 0] = np.arange(ROWS)
     top, best = np.zeros((ROWS, 8), dtype=np.float32), np.zeros((ROWS, 2), dtype=np.float32)
     stats, numbers = np.zeros((ROWS, 2)), np.zeros((ROWS, 4))
-    rows.read_rows(logits, 5, True, logits, 2, logits, 1.0 / 0.7, ids, none, none, top, stats, best, numbers)
+    no_columns = np.zeros((0, 2), dtype=np.int64)
+    rows.read_rows(
+        logits, 5, True, logits, 2, logits, 1.0 / 0.7, ids, none, none, top, stats, best, numbers, no_columns, 0.7, logits
+    )  # fmt: skip
     return stats, numbers
 
 
@@ -41,7 +44,11 @@ def test_sums_are_those_of_double_precision(width: int) -> None:
 
 def test_the_process_that_compiles_gets_the_bits_of_those_that_read_the_cache(tmp_path: Path) -> None:
     """Rows that one process collected are compared with another's; a folder that is continued is written by several."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [sys.executable, "-c", DIGEST]
     found = {
         subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout for _ in range(2)

@@ -13,14 +13,13 @@ import pytest
 import safetensors.numpy
 from head_tensors import NAMES, TENSORS, features, knots
 from learned_policies import FACTS, learned
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import STAGE_PREFIX, sha256
-from specstop.policies.heads.build import build_head
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import Derived, Threshold
+from specstop.policies.heads import build_head
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest
 from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from told_head import told_policy
@@ -111,7 +110,7 @@ def test_a_folder_gives_back_the_same_decisions_and_facts(tmp_path: Path, kind: 
         assert np.array_equal(answers[0][0], answers[1][0])
         assert np.array_equal(answers[0][1], answers[1][1])
         states = [a[1] for a in answers]
-    assert again.facts == FACTS
+    assert again.metadata == FACTS
     for name in ("name", "features", "max_depth", "first"):
         assert getattr(again, name) == getattr(policy, name)
     assert (tmp_path / "p" / "booster.ubj").read_bytes() == b"{xyz"

@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from head_tensors import NAMES, TENSORS, features
+from specstop.policies.calibration import Calibrator, SurvivalMaps
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.heads.build import build_head
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import Facts, LearnedPolicy
-from specstop.policies.learned.survival import KNOTS, SurvivalMaps, unchanged
-from specstop.policies.rules.base import Rule
-from specstop.policies.rules.chains import Derived, Threshold
+from specstop.policies.heads import build_head
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
+from specstop.train.heads.calibration.survival import KNOTS, identity_tables
 
 DEPTH = 4
 NEAR = 1e-6  # knots are float32
@@ -24,7 +23,7 @@ NEAR = 1e-6  # knots are float32
 
 def tables(starts: int = 3) -> Array:
     """Return tables that differ by start and depth; none at depth 2."""
-    out = unchanged(starts, DEPTH)
+    out = identity_tables(starts, DEPTH)
     for start in range(starts):
         for depth in (1, 3, 4):
             out[start, depth - 1, 1] = out[start, depth - 1, 0] ** (1.0 + 0.2 * depth + 0.1 * start)
@@ -75,8 +74,8 @@ def test_one_row_is_what_many_are() -> None:
 
 def test_tables_that_change_nothing_are_the_bare_product() -> None:
     x = features(20, DEPTH + 1)
-    maps = SurvivalMaps(unchanged(2, DEPTH))
-    assert (maps.changes, maps.changed) == (False, [])
+    maps = SurvivalMaps(identity_tables(2, DEPTH))
+    assert maps.changed == []
     for with_maps, bare in zip(*(played(policy(Threshold("survival", 0.3), m), x) for m in (maps, None)), strict=True):
         assert np.array_equal(with_maps, bare)
 
@@ -109,7 +108,7 @@ def test_a_table_that_is_none_is_refused(change: object, message: str) -> None:
 
 
 def test_a_folder_with_tables_of_another_depth_is_refused(tmp_path: Path) -> None:
-    made = policy(Derived([0.05, 0.2, 0.1, 0.1], 1), SurvivalMaps(unchanged(1, DEPTH + 1)))
+    made = policy(Derived([0.05, 0.2, 0.1, 0.1], 1), SurvivalMaps(identity_tables(1, DEPTH + 1)))
     save_policy(made, tmp_path / "p")
     assert "calibration.survival" in safetensors.numpy.load_file(tmp_path / "p" / WEIGHTS_FILE)
     with pytest.raises(PolicyError, match="expected survival tables for 4 depths, got 5"):
@@ -118,9 +117,9 @@ def test_a_folder_with_tables_of_another_depth_is_refused(tmp_path: Path) -> Non
 
 def test_facts_of_several_temperatures_cover_what_lies_between(tmp_path: Path) -> None:
     made = policy(Threshold("survival", 0.3), None)
-    made.facts = Facts(temperature=(0.0, 0.7, 1.0))
+    made.metadata = TrainingMetadata(temperature=(0.0, 0.7, 1.0))
     again = load_policy_folder(save_policy(made, tmp_path / "p"))
-    assert again.facts.temperature == (0.0, 0.7, 1.0)
-    assert [again.facts.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]
-    assert Facts(temperature=0.7).covers(0.7)
-    assert not Facts(temperature=0.7).covers(0.0)
+    assert again.metadata.temperature == (0.0, 0.7, 1.0)
+    assert [again.metadata.covers(t) for t in (0.0, 0.3, 1.0, 1.2)] == [True, True, True, False]
+    assert TrainingMetadata(temperature=0.7).covers(0.7)
+    assert not TrainingMetadata(temperature=0.7).covers(0.0)

@@ -173,7 +173,7 @@ def test_spaces_and_order_in_the_json_do_not_matter(tmp_path: Path) -> None:
     folder = save_pretrained(learned(), tmp_path / "p")
     raw = json.loads((folder / POLICY_FILE).read_text())
     (folder / POLICY_FILE).write_text(json.dumps(dict(sorted(raw.items(), reverse=True))))
-    assert load_policy_folder(folder).facts == learned().facts
+    assert load_policy_folder(folder).metadata == learned().metadata
 
 
 def test_a_further_file_needs_a_plain_name(tmp_path: Path) -> None:

@@ -11,18 +11,19 @@ import pytest
 from commands import cli
 from head_tensors import HIGH, LOW, NAMES, Array, features
 from learned_policies import learned
+from specstop.policies import onnx
+from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
-from specstop.policies.heads.build import build_head, with_ranges
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.storage import onnx
+from specstop.policies.heads import build_head
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
 from specstop.policies.storage.folder import save_policy
-from specstop.policies.storage.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
+from specstop.train.heads.exported import with_ranges
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
     head = build_head(policy.head.kind, NAMES, tensors)
-    return LearnedPolicy("mine", NAMES, head, policy.accept, policy.next, policy.rule, 4, policy.facts)
+    return LearnedPolicy("mine", NAMES, head, policy.accept, policy.next, policy.rule, 4, policy.metadata)
 
 
 @pytest.mark.parametrize("ranged", [False, True], ids=["any number", "ranges"])

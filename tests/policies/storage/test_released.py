@@ -88,7 +88,7 @@ def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...],
     assert policy.features == (HARD_FEATURES if sizes[0] == 11 else ())
     assert policy.sizes == ({} if sizes[0] == 11 else {"draft_hidden": sizes[0]})
     assert policy.rule.to_dict() == {"kind": "any", "threshold": 0.4}
-    assert (policy.first, policy.max_depth, policy.facts.provenance["imported from"]) == (1, 5, "w.pt")
+    assert (policy.first, policy.max_depth, policy.metadata.provenance["imported from"]) == (1, 5, "w.pt")
 
 
 def test_three_layers_with_11_inputs_are_of_the_soft_kind_only_by_name(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_specdecs_head_answers_as_before(tmp_path: Path, shared: bool, form: str
         safetensors.torch.save_model(head, str(hub / "model.safetensors"))
     done = import_weights(hub, tmp_path / "p")
     assert done.layout == "specdec"
-    assert done.policy.head.shares == shared  # type: ignore[attr-defined]
+    assert (len(done.policy.head.tensors()["block.weight"]) == 1) == shared
     x = torch.randn(6, 12)
     with torch.no_grad():
         torch.testing.assert_close(accept(tmp_path / "p", x), head(x).softmax(-1)[:, 1])
@@ -141,7 +141,7 @@ def test_the_rejection_weight_can_be_taken_out(tmp_path: Path) -> None:
     torch.testing.assert_close(accept(tmp_path / "b", x), 6 * published / (1 - published + 6 * published))
     policy = load_policy_folder(tmp_path / "b")
     assert (policy.name, policy.max_depth, policy.rule.to_dict()["threshold"]) == ("mine", 9, 0.5)
-    assert policy.facts.provenance["rejection weight taken out"] == 6.0
+    assert policy.metadata.provenance["rejection weight taken out"] == 6.0
     with pytest.raises(InputError, match=r"rejection_weight: d.pt is of the layout dynasd-hard"):
         import_weights(saved(DecisionModel(11, 4, 1), tmp_path / "d.pt"), tmp_path / "c", rejection_weight=6.0)
 

@@ -89,7 +89,7 @@ def test_sampling_uses_the_fastest_lossless_verification_everywhere(pair_with_pr
     policy = load_policy_folder(result.folder / "policies" / "logistic")
     profile = Profile.load(result.folder / "profile.json")
     assert [h.verification for h in headers] == ["block", "block"]
-    assert (policy.facts.verification, profile.verification) == ("block", "block")
+    assert (policy.metadata.verification, profile.verification) == ("block", "block")
     assert all(line.same_text is None for line in result.live), "texts depend on what is drafted"
 
 

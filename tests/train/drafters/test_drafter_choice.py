@@ -18,7 +18,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.trees import TreeGain
+from specstop.policies.learned import TreeGain
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
@@ -57,7 +57,7 @@ def test_nodes_of_heads_are_chosen_live_as_replay_says(
     costs = profile.with_decisions({"tree": 1e-5})
     made = train(trace, costs, rule="gain", out=tmp_path / "policy", passes=1)
     policy = load_policy_folder(tmp_path / "policy")
-    assert isinstance(policy, TreeGain) and policy.facts.pair == alone.fingerprint
+    assert isinstance(policy, TreeGain) and policy.metadata.pair == alone.fingerprint
     policy = policy.with_rule(policy.rule.changed(rate=0.5 * policy.rule.rate))  # so that it verifies more
     arrays = trace_arrays(trace)
     played = replay(arrays, policy, profile)

@@ -23,7 +23,7 @@ from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.folder import find_sizes
 from specstop.train.export.llama_cpp import Share, replay_shares, shares
@@ -216,7 +216,7 @@ def test_a_policy_with_a_mangled_price_is_refused(
 ) -> None:
     policy = learned.with_rule(learned.rule)
     record = {**full_profile.to_dict(), "decision_s": {policy.cost_name: {"each": 1e-5}}}
-    policy.facts = dataclasses.replace(policy.facts, profile=record)
+    policy.metadata = dataclasses.replace(policy.metadata, profile=record)
     bare = dataclasses.replace(full_profile, decision_s={})
     with pytest.raises(InputError, match="the policy's profile lacks or mangles 'opening'"):
         deploy("vllm", sides[0], bare, tmp_path / "v", policy, max_batch=1)

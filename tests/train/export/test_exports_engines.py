@@ -38,7 +38,7 @@ def test_a_policy_that_vllm_can_run_is_written_with_its_folder(
     }
     settings = read_settings(json.loads((tmp_path / "out" / "additional_config.json").read_text()))
     assert settings.policy == str(tmp_path / "out" / "policy") and settings.temperature == 0.0
-    assert load_policy(settings.policy).facts == policy.facts
+    assert load_policy(settings.policy).metadata == policy.metadata
     assert "ends each request's draft" in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -15,7 +15,7 @@ from specstop.policies.batch_rules import for_batches
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.serving import split_sides
@@ -63,7 +63,7 @@ def test_the_folder_of_another_profile_holds_the_policy_that_was_replayed(
     figures = deploy_hf_replayed(before, sides[0], slow, tmp_path / "hf", held_out=sides[1])
     written = load_policy_folder(tmp_path / "hf" / "policy")
     asked = load_policy_folder(before)
-    assert slow.same_costs(written.facts.profile) and not slow.same_costs(asked.facts.profile)
+    assert slow.same_costs(written.metadata.profile) and not slow.same_costs(asked.metadata.profile)
     held = trace_arrays(sides[1])
     depth = min(held.depth, slow.max_depth)
     rate = replay(held, written.limited(depth), slow).rate
@@ -73,7 +73,7 @@ def test_the_folder_of_another_profile_holds_the_policy_that_was_replayed(
     assert rate != replay(held, asked.limited(depth), slow).rate
     card = (tmp_path / "hf" / "README.md").read_text()
     assert "trained under another profile" in card and figures["settled"] in card
-    assert load_policy_folder(before).facts == asked.facts, "what was given stays as it is"
+    assert load_policy_folder(before).metadata == asked.metadata, "what was given stays as it is"
 
 
 def test_vllm_gets_the_policy_that_was_replayed(

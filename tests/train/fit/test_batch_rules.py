@@ -10,13 +10,13 @@ import pytest
 from batch_profile import with_batches
 from contract_policies import DEPTH
 from joint_policies import batch_policy
-from learned_policies import Certain, learned
+from learned_policies import Certain, learned, with_head
 from specstop.collect.store.folder import Trace
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
-from specstop.policies.rules.chains import BatchRule, Derived
+from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import Part
 from specstop.train.fit.run import train
@@ -115,14 +115,14 @@ def test_rules_for_batches_are_settled_on_prompts_that_their_heads_had_not_seen(
     arrays: dict[float, TraceArrays], timed: Profile
 ) -> None:
     held, policy = arrays[0.7], learned(rule=Derived([0.3] * DEPTH, 1))
-    policy.facts = dataclasses.replace(policy.facts, acceptance=(0.8,) * DEPTH)
+    policy.metadata = dataclasses.replace(policy.metadata, acceptance=(0.8,) * DEPTH)
     free = timed.with_decisions({policy.cost_name: 0.0, for_batches(policy, profile=timed).cost_name: 0.0})
     halves, heads = [held.subset([*range(at, held.sequences, 2)]) for at in (0, 1)], [Certain(-30.0), Certain(30.0)]
     apart = [Part(half, head) for half, head in zip(halves, heads, strict=True)]
     tokens = seconds = 0.0
     for half, head in zip(halves, heads, strict=True):
         order = deal(half.sequences, 4, 0)[:24]
-        played = replay_batch(half, policy.with_head(head), free, 4, at_once(len(order)), order)
+        played = replay_batch(half, with_head(policy, head), free, 4, at_once(len(order)), order)
         tokens += played.log[:, COLUMNS.index("committed")].sum()
         seconds += played.seconds.sum() - free.prefill_seconds(half.prompt_tokens.numpy()[order]).sum()
     assert batch_rate(policy, apart, free, 4) == pytest.approx(tokens / seconds, rel=EXACT)

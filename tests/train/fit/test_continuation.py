@@ -13,11 +13,11 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.heads.build import LinearHead
+from specstop.policies.heads.layers import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
-from specstop.policies.learned.continuation import ContinuationPolicy, head_names, remembered
-from specstop.policies.rules.chains import Continuation, build_rule
+from specstop.policies.learned import ContinuationPolicy, build_rule, head_names, remembered
+from specstop.policies.rules import Continuation
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
 from specstop.train.fit.continuation.values import FOLDS, achievable_estimate, backward

@@ -13,11 +13,11 @@ import xgboost as xgb
 from specstop.collect.schema import NO_TOKEN
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
-from specstop.policies.features.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.fixed import FixedLength
-from specstop.policies.heads.build import Basis, Head
+from specstop.policies.heads.base import Basis, Head
+from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.latency.profile import Profile
-from specstop.train.heads.basis import fit_basis
+from specstop.train.heads.basis import basis_columns, fit_basis
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
 from specstop.train.heads.exported import ranges
@@ -182,7 +182,7 @@ def losses(head_logits: torch.Tensor, rows: FitRows) -> list[tuple[float, float,
 
 def test_the_basis_standardises_the_rows_with_a_token(parts: tuple[FitRows, FitRows]) -> None:
     rows = parts[0]
-    columns = torch.from_numpy(fit_basis(rows, NAMES)(rows.features[rows.drawn].numpy(), 1))
+    columns = torch.from_numpy(basis_columns(fit_basis(rows, NAMES), rows.features, rows.depth)[rows.drawn])
     torch.testing.assert_close(columns.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(columns.std(0), torch.ones(3), atol=1e-4, rtol=0)
     same = FitRows(torch.ones_like(rows.features), *(getattr(rows, n) for n in

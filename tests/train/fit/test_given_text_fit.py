@@ -95,7 +95,7 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
 ) -> None:  # fmt: skip
     made = train(block[0], full_profile, head=head, out=tmp_path / head, fit=FitOptions(epochs=10))
     policy = load_policy_folder(tmp_path / head)
-    assert (policy.facts.verification, policy.facts.label) == ("block", "block")
+    assert (policy.metadata.verification, policy.metadata.label) == ("block", "block")
     assert "noisy_margin" not in policy.features and "drawn_prob" in policy.features
     assert made.metrics["accept_log_loss"] < 1.1 * made.metrics["accept_log_loss_constant"], "few rows, weak features"
     report = evaluate(block[1], full_profile, [policy], train_traces=block[0])
@@ -127,5 +127,5 @@ def test_a_profile_of_another_verification_is_told_of(block: tuple[Trace, Trace]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tell_other_rounds(told, moved)
-    with pytest.warns(SpecstopWarning, match="timed rounds under match .* those of block.* `verification` block"):
+    with pytest.warns(SpecstopWarning, match="of the verification match, .* those of block"):
         tell_other_rounds(replace(profile, verification="match"), header)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train, train_arrays
@@ -44,7 +44,7 @@ def parts(policy: LearnedPolicy) -> list[Any]:
     tables = [] if policy.survival is None else [policy.survival.tables.tolist()]
     weights = {name: array.tolist() for name, array in policy.head.tensors().items()}
     maps = [[c.kind, c.temperature, c.knots.tolist()] for c in (policy.accept, policy.next)]
-    return [weights, maps, tables, policy.rule.to_dict(), policy.facts.rho, policy.facts.acceptance]
+    return [weights, maps, tables, policy.rule.to_dict(), policy.metadata.rho, policy.metadata.acceptance]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_search_sees_no_report_prompt(
 
 def test_the_three_sets_are_disjoint_and_recorded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     trained = train(sides[0], full_profile, features=NAMES)
-    prompts, arrays = trained.policy.facts.prompts, trace_arrays(sides[0])
+    prompts, arrays = trained.policy.metadata.prompts, trace_arrays(sides[0])
     fit, select = set(prompts["fit"]), set(prompts["select"])
     _, report = split_report(arrays, REPORT_SHARE, 0)
     assert report is not None
@@ -94,25 +94,25 @@ def test_rho_is_solved_again_on_prompts_that_the_head_was_not_fitted_on(
 ) -> None:
     arrays, policy = trace_arrays(sides[0]), train(sides[0], full_profile, features=NAMES).policy
     free = unfitted_prompts(policy, arrays)
-    assert free is not None and set(free.clusters) == set(policy.facts.prompts["select"])
+    assert free is not None and set(free.clusters) == set(policy.metadata.prompts["select"])
     costly = dataclasses.replace(full_profile, round_s=2 * full_profile.round_s + 1e-3)
     settled, note = settle_for(policy, arrays, costly)
     assert "that the head was not fitted on" in note
     # Other outcomes of the prompts that the head was fitted on, and of report prompts, change nothing.
-    used = {*policy.facts.prompts["fit"], *policy.facts.prompts["report"]}
+    used = {*policy.metadata.prompts["fit"], *policy.metadata.prompts["report"]}
     fitted = torch.tensor([name in used for name in arrays.clusters])[arrays.owner]
     changed = dataclasses.replace(arrays, accepted=torch.where(fitted, 0, arrays.accepted))
     again, _ = settle_for(policy, changed, costly)
     assert isinstance(settled, LearnedPolicy) and isinstance(again, LearnedPolicy)
-    assert settled.facts.rho == again.facts.rho and settled.rule.to_dict() == again.rule.to_dict()
-    only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.facts.prompts["fit"])])
+    assert settled.metadata.rho == again.metadata.rho and settled.rule.to_dict() == again.rule.to_dict()
+    only = arrays.subset([at for at, name in enumerate(arrays.clusters) if name in set(policy.metadata.prompts["fit"])])
     assert settle_for(policy, only, costly)[0] is policy
 
 
 def test_evaluation_on_training_prompts_is_refused(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     policy = train(sides[0], full_profile, features=NAMES).policy
     profile = full_profile.with_decisions({policy.cost_name: 1e-5})
-    known = len(policy.facts.prompts["fit"]) + len(policy.facts.prompts["select"])
+    known = len(policy.metadata.prompts["fit"]) + len(policy.metadata.prompts["select"])
     with pytest.raises(Exception, match=f"{known} of .* prompts are in the training prompts of logistic"):
         evaluate(sides[0], profile, [policy])
     with pytest.warns(Warning, match="not held-out"):

@@ -136,7 +136,7 @@ def test_the_best_head_is_trained_and_saved_with_the_table(
     trained, found = train_best(sides[0], full_profile, options, out=tmp_path / "p", name="mine", seed=1)
     policy = load_policy_folder(tmp_path / "p")
     assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", found.plan.head, "survival")
-    assert trained.metrics["trials"] == found.rows() == policy.facts.metrics["trials"]
+    assert trained.metrics["trials"] == found.rows() == policy.metadata.metrics["trials"]
     assert "## Trials" in (tmp_path / "p" / "README.md").read_text()
 
 

@@ -48,7 +48,7 @@ def test_the_rule_for_batches_keeps_costs_and_acceptance(
     made = train(sides[0], full_profile, rule="batch", out=tmp_path / "p").policy
     again = load_policy_folder(tmp_path / "p")
     assert again.joint and again.rule.to_dict() == {"kind": "batch", "send": "best"}
-    assert full_profile.same_costs(again.facts.profile) and len(again.facts.acceptance) == DEPTH
+    assert full_profile.same_costs(again.metadata.profile) and len(again.metadata.acceptance) == DEPTH
     arrays = trace_arrays(sides[1])
     mine, theirs = (replay(arrays, policy, full_profile) for policy in (made, again))
     assert torch.equal(mine.log, theirs.log)
@@ -76,10 +76,10 @@ def test_a_trained_folder_replays_as_the_returned_policy(
     mine, theirs = (replay(arrays, policy, full_profile) for policy in (trained.policy, again))
     for name in ("log", "seconds", "tokens", "history"):
         assert torch.equal(getattr(mine, name), getattr(theirs, name))
-    assert again.facts == trained.policy.facts
+    assert again.metadata == trained.policy.metadata
     assert (again.name, again.head.kind, again.rule.kind, again.max_depth) == (head, head, rule, DEPTH)
     assert again.features == FEATURES
-    facts = again.facts
+    facts = again.metadata
     assert (facts.temperature, facts.verification, facts.label) == (0.7, "match", "match")
     assert facts.pair == dict(sides[0].header.pair)
     assert len(facts.acceptance) == DEPTH

@@ -26,10 +26,10 @@ from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
-from specstop.policies.heads.build import LinearHead
+from specstop.policies.heads.layers import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
-from specstop.policies.learned.trees import TreeGain
+from specstop.policies.learned import TreeGain
 from specstop.policies.progress import silent
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
@@ -112,7 +112,7 @@ def test_training_leaves_a_folder_that_plays_the_same(
     loaded = load_policy_folder(made.path)
     arrays = trace_arrays(forest[0.7])
     assert torch.equal(replay(arrays, loaded, profile).log, replay(arrays, made.policy, profile).log)
-    assert loaded.facts.provenance["tree"] == TREE and loaded.facts.rho > 0.0
+    assert loaded.metadata.provenance["tree"] == TREE and loaded.metadata.rho > 0.0
     assert {row["depth"] for row in made.metrics["reliability"]} >= {2, 3}
 
 
@@ -145,10 +145,10 @@ def test_a_tree_policy_is_evaluated_and_settled_for_other_costs(
     report = evaluate(forest[0.7], costly, [made.policy], allow_overlap=True)
     assert "rho as saved" in report.line("tree").note
     assert made.path is not None
-    rho = load_policy_folder(made.path).facts.rho
+    rho = load_policy_folder(made.path).metadata.rho
     settled = settle(made.path, forest[0.7], costly)
-    assert isinstance(settled, TreeGain) and settled.facts.rho != rho
-    assert load_policy_folder(made.path).facts.rho == settled.facts.rho
+    assert isinstance(settled, TreeGain) and settled.metadata.rho != rho
+    assert load_policy_folder(made.path).metadata.rho == settled.metadata.rho
 
 
 def test_rows_are_the_children_of_accepted_nodes(forest: dict[float, Trace]) -> None:
@@ -298,12 +298,12 @@ def test_of_smaller_trees_the_fastest_is_kept(
     alone = [train(forest[0.7], profile, nodes=[size], **options) for size in (1, 4)]
     as_large = subtree(arrays.tree, likeliest_nodes(arrays, static, best.max_depth)).name
     assert made.metrics["tree"] in {as_large, *(one.metrics["tree"] for one in alone)}
-    assert made.policy.facts.rho >= max(one.policy.facts.rho for one in alone)
+    assert made.policy.metadata.rho >= max(one.policy.metadata.rho for one in alone)
     rule = made.policy.rule
     assert isinstance(rule, TreeRule)
     assert sum(map(len, rule.children)) <= 1 + max(4, static)  # the root and as many as were allowed
     assert made.metrics["trees tried"] == len({1, 4, static})
-    assert load_policy_folder(tmp_path / "policy").facts.provenance["tree"] == made.metrics["tree"]
+    assert load_policy_folder(tmp_path / "policy").metadata.provenance["tree"] == made.metrics["tree"]
     for rule_name, nodes in (("derived", [4]), ("gain", [0])):
         with pytest.raises(InputError, match="nodes"):
             train(forest[0.7], profile, rule=rule_name, nodes=nodes, progress=silent)
@@ -361,7 +361,7 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
     made = train(forest[0.0], profile.with_decisions({"tree": 1e-5}), rule="gain", passes=1, folds=3).policy
     # Each head plays the prompts that it was not fitted on, the saved one those of selection.
     assert isinstance(made, TreeGain) and len(played) == 3
-    assert played[id(made.head)] == set(made.facts.prompts["select"])
+    assert played[id(made.head)] == set(made.metadata.prompts["select"])
     one, two, three = played.values()
     assert not (one & two or one & three or two & three)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from contract_policies import DEPTH
-from learned_policies import Certain
+from learned_policies import Certain, with_head
 from specstop.collect.store.folder import Trace
+from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Derived, Threshold, derived_thresholds
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_parts, replayed_rates
 from specstop.train.fit.run import train
@@ -25,6 +25,7 @@ from specstop.train.fit.tuning.rates import (
     LOOK_AHEAD,
     THRESHOLDS,
     best_of,
+    derived_thresholds,
     fixed_grid,
     solve_rate,
     tune_confidence,
@@ -40,7 +41,7 @@ CLOSE = 0.005  # of a rate: what the start of the iteration may cost, as few tok
 
 def as_they_are(policy: LearnedPolicy) -> LearnedPolicy:
     """Return a policy that takes its head's word for it."""
-    parts = policy.head, Calibrator(), Calibrator(), policy.rule, policy.max_depth, policy.facts
+    parts = policy.head, Calibrator(), Calibrator(), policy.rule, policy.max_depth, policy.metadata
     return LearnedPolicy(policy.name, policy.features, *parts)
 
 
@@ -96,7 +97,7 @@ def test_the_solved_rule_is_no_slower_than_any_rule_with_the_first_rho(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, factor: float
 ) -> None:
     costs = with_draft_times(full_profile, factor)
-    acceptance = learned.facts.acceptance
+    acceptance = learned.metadata.acceptance
     solved, rate = solve_rate(learned, arrays, costs, acceptance)
     assert rate == replay(arrays, solved, costs).rate
     rho = max(r.rate for r in fixed_grid(arrays, costs))
@@ -119,10 +120,10 @@ def test_a_free_draft_is_followed_to_the_end_and_a_priceless_one_never_begun(
     """Where verification has one price and drafting none, stopping gains nothing; at the other end, drafting does not."""
     low = dataclasses.replace(full_profile.low, draft_s=(0.0, 0.0), draft_token_s=0.0, verify_s=(1.0,) * (DEPTH + 1))
     free = dataclasses.replace(full_profile, low=low, high=low, step_s=0.0, decision_s={})
-    solved, rate = solve_rate(learned, arrays, free, learned.facts.acceptance)
+    solved, rate = solve_rate(learned, arrays, free, learned.metadata.acceptance)
     assert rate == pytest.approx(replay(arrays, FixedLength(DEPTH), free).rate)
     costly = with_draft_times(full_profile, 1000.0)
-    solved, rate = solve_rate(learned, arrays, costly, learned.facts.acceptance)
+    solved, rate = solve_rate(learned, arrays, costly, learned.metadata.acceptance)
     assert solved.first == 0
     assert int(replay(arrays, solved, costly).drafted.sum()) == 0
 
@@ -137,7 +138,7 @@ def test_rules_are_settled_on_prompts_that_their_heads_had_not_seen(
     found = replayed_rates(parts, full_profile)([policy.with_rule(rule) for rule in rules])
     for rule, rate in zip(rules, found, strict=True):
         played = [
-            replay(arrays.subset(folds.sequences(fold)), policy.with_rule(rule).with_head(heads[fold]), full_profile)
+            replay(arrays.subset(folds.sequences(fold)), with_head(policy.with_rule(rule), heads[fold]), full_profile)
             for fold in (0, 1, 2)
         ]
         assert int(played[2].drafted.max()) <= int(played[2].rounds.max()) < int(played[1].drafted.max())
@@ -156,7 +157,7 @@ def test_another_first_decision_has_to_be_clearly_better(
         def rates(policies: Sequence[LearnedPolicy], better: float = better) -> list[float]:
             return [100.0 * (better if policy.rule.first == 0 else 1.0) for policy in policies]
 
-        solved, rate = solve_rate(learned, arrays, full_profile, learned.facts.acceptance, rates=rates)
+        solved, rate = solve_rate(learned, arrays, full_profile, learned.metadata.acceptance, rates=rates)
         assert solved.rule.first == expected
         assert rate == (100.0 if expected else 100.0 * better)
 
@@ -168,7 +169,7 @@ def test_settling_for_measured_decisions_leaves_the_first_one(
     save_policy(late, tmp_path / "late", {})
     settled = settle(tmp_path / "late", sides[0], full_profile)
     assert settled.rule.first == 2
-    assert settled.facts.rho > 0.0
+    assert settled.metadata.rho > 0.0
     assert load_policy_folder(tmp_path / "late").rule.to_dict() == settled.rule.to_dict()
 
 
@@ -176,14 +177,14 @@ def test_a_policy_that_lacks_the_mean_acceptance_is_refused(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile
 ) -> None:
     with pytest.raises(PolicyError, match=f"logistic: expected the mean acceptance at {DEPTH} depths .* got 1; train"):
-        solve_rate(learned, arrays, full_profile, learned.facts.acceptance[:1])
+        solve_rate(learned, arrays, full_profile, learned.metadata.acceptance[:1])
 
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_depth_where_nothing_was_ever_accepted_has_no_decision_after_it(
     arrays: TraceArrays, learned: LearnedPolicy, full_profile: Profile, before: int
 ) -> None:
-    acceptance = [*learned.facts.acceptance[:before], *[0.0] * (DEPTH - before)]
+    acceptance = [*learned.metadata.acceptance[:before], *[0.0] * (DEPTH - before)]
     solved, rate = solve_rate(learned, arrays, full_profile, acceptance)
     assert rate == replay(arrays, solved, full_profile).rate > 0.0
     assert solved.rule.first <= before + 1
@@ -202,7 +203,7 @@ def test_an_expensive_decision_comes_later(sides: tuple[Trace, Trace], profile: 
     firsts = []
     for seconds in (0.0, 2.0e-3):
         costs = profile.with_decisions({"logistic": seconds})
-        solved, rate = solve_rate(policy, arrays, costs, policy.facts.acceptance)
+        solved, rate = solve_rate(policy, arrays, costs, policy.metadata.acceptance)
         assert rate == pytest.approx(replay(arrays, solved, costs).rate)
         firsts.append(solved.first)
     assert firsts[0] < firsts[1] <= max(FIRST)

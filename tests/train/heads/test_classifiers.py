@@ -11,7 +11,7 @@ from sklearn.model_selection import GroupKFold, cross_val_score
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.rules.chains import Derived, Threshold
+from specstop.policies.rules import Derived, Threshold
 from specstop.train.heads.kinds.classifiers import StopClassifier
 from synthetic import NAMES, TRUE_BIAS, TRUE_WEIGHT
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from specstop.policies.errors import TraceError
-from specstop.policies.heads.build import Head
-from specstop.policies.heads.dynasd import HARD_FEATURES, HARD_LAYERS, SOFT_LAYERS
+from specstop.policies.heads.base import Head
+from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.train.heads.basis import basis_columns
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask
-from specstop.train.heads.kinds.dynasd import balanced, fit_hard, fit_soft
+from specstop.train.heads.kinds.dynasd import HARD_LAYERS, SOFT_LAYERS, balanced, fit_hard, fit_soft
 from specstop.train.heads.kinds.linear import fit_logistic
 from specstop.train.heads.kinds.resnet import ResNet, fit_resnet
 from specstop.train.heads.kinds.specdec import AcceptanceNetwork, fit_published, fit_specdec
@@ -106,7 +107,9 @@ def test_the_residual_head_scores_as_its_network_does(names: tuple[str, ...], st
     for depth in (0, 1):
         mine = rows.depth == 0 if depth == 0 else rows.drawn
         flag = torch.full((int(mine.sum()), 1), float(depth == 0))
-        columns = torch.cat([torch.from_numpy(head.basis(rows.features[mine].numpy(), depth)), flag], 1)
+        columns = torch.cat(
+            [torch.from_numpy(basis_columns(head.basis, rows.features[mine], rows.depth[mine])), flag], 1
+        )
         inputs = [
             (rows.hidden[name][mine].float() - t[f"mean.{name}"]) / t[f"scale.{name}"]
             * (depth > 0 or name == "target_hidden")
@@ -162,7 +165,7 @@ def test_the_rejection_weights_bias_is_in_the_published_head_and_not_in_ours(pub
     fit, (held, soft) = published_rows(10_000, 6)[0], published_rows(6_000, 7)
     options = FitOptions(epochs=10, learning_rate=1e-2)
     head, _ = (fit_published if published else fit_specdec)(FitTask(fit, held, (), options=options))
-    assert (head.lag, head.shares) == (1, published)
+    assert head.lag == 1 and (len(head.tensors()["block.weight"]) == 1) == published
     use = held.drawn
     found = torch.sigmoid(scored(head, held, 2)[use, 0])
     wrong = torch.from_numpy(biased(soft[use].numpy(), 6.0))

@@ -17,7 +17,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.latency.profile import Profile
-from specstop.policies.rules.chains import Threshold
+from specstop.policies.rules import Threshold
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.run import Trained, train
 from specstop.train.heads.calibration.logits import auc
@@ -125,7 +125,7 @@ def test_its_folder_replays_the_same(
     again = load_policy_folder(done.path)
     arrays = trace_arrays(hidden[1])
     assert torch.equal(replay(arrays, done.policy, costs).log, replay(arrays, again, costs).log)
-    assert again.sizes == done.policy.sizes and again.facts == done.policy.facts
+    assert again.sizes == done.policy.sizes and again.metadata == done.policy.metadata
 
 
 @pytest.mark.parametrize("rule", ["derived", "step", "survival", "any"])

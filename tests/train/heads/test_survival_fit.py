@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.learned.calibration import Calibrator
+from specstop.policies.calibration import Calibrator
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.calibration.scores import Scored, calibration_error, perfect_error, survival_scores
 from specstop.train.heads.calibration.survival import KNOTS, Products, fit_survival, fit_tables, survival
@@ -95,7 +95,7 @@ def test_labels_of_one_kind_or_too_few_rounds_change_nothing(length: int) -> Non
     same = made("calibrated", rounds=400)
     fitted = fit_survival(replace(same, length=np.full_like(same.length, length)))
     assert fitted.kinds == ("identity",) * DEPTH
-    assert not fit_survival(made("overconfident", rounds=40)).maps.changes
+    assert not fit_survival(made("overconfident", rounds=40)).maps.changed
 
 
 def test_rounds_in_which_a_drafter_knows_no_token_have_no_say() -> None:

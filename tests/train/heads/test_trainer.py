@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from specstop.policies.errors import InputError
-from specstop.policies.heads.build import MLPHead
+from specstop.policies.heads.layers import MLPHead
 from specstop.policies.progress import Progress, silent
 from specstop.train import StopHeadModule, TraceDataModule
-from specstop.train.heads.basis import fit_basis
+from specstop.train.heads.basis import basis_columns, fit_basis
 from specstop.train.heads.fitting import FitOptions, FitTask, fitter
 from specstop.train.heads.kinds.resnet import ResNet
 from specstop.train.heads.networks import Recipe, seeded, train_network
@@ -58,7 +58,9 @@ def test_the_example_of_the_docstring(parts: tuple[FitRows, FitRows]) -> None:
     trainer.fit(module, datamodule=data)
     head = module.to_head(NAMES, basis, rows)
     x = rows.features[:5].numpy()
-    columns = torch.cat([torch.from_numpy(basis(x, 1)), torch.zeros(5, 1)], 1)
+    columns = torch.cat(
+        [torch.from_numpy(basis_columns(basis, torch.from_numpy(x), torch.ones(5))), torch.zeros(5, 1)], 1
+    )
     np.testing.assert_allclose(head.scores(x, 1), module(columns).detach().numpy(), atol=1e-5, rtol=1e-5)
 
 

@@ -30,7 +30,7 @@ from specstop.policies.published.adaptive_verification import AdaptiveVerificati
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
-from specstop.policies.rules.chains import BatchRule, Derived
+from specstop.policies.rules import BatchRule, Derived
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch
 from specstop.train.replay.bounds.batch import batch_bound

@@ -19,7 +19,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import Trained, train
@@ -90,7 +90,7 @@ def test_the_temperature_is_read_and_kept(trained: Trained, both: list[Trace]) -
     assert trained.path is not None
     policy = load_policy_folder(trained.path)
     assert policy.features == (*FEATURES, "temperature")
-    assert policy.facts.temperature == TEMPERATURES
+    assert policy.metadata.temperature == TEMPERATURES
     assert "temperature 0, 0.7 |" in (trained.path / "README.md").read_text()
     found = {row["temperature"] for row in trained.metrics["reliability"]}
     assert found == {None, *TEMPERATURES}
@@ -142,5 +142,5 @@ def test_traces_that_do_not_belong_together_are_refused(both: list[Trace], full_
 
 def test_a_folder_says_which_traces_it_comes_from(trained: Trained, both: list[Trace]) -> None:
     assert trained.path is not None
-    sources = load_policy_folder(Path(trained.path)).facts.provenance["traces"]
+    sources = load_policy_folder(Path(trained.path)).metadata.provenance["traces"]
     assert sources == ", ".join(str(trace.folder) for trace in both)

@@ -19,14 +19,15 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
-from specstop.policies.features.hidden_states import HIDDEN_STATES
+from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import FixedLength
+from specstop.policies.heads.base import NO_HIDDEN, Head
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.calibration import Calibrator
-from specstop.policies.learned.policy import LearnedPolicy
-from specstop.policies.rules.chains import Threshold
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.rules import Threshold
 from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import Replayed, replay, replay_many
@@ -40,19 +41,18 @@ POLICIES: dict[str, StopPolicy] = {p.name: p for p in (ReadsStates(), ReadsDraft
 Collected = Callable[..., Trace]
 
 
-class OnStates:
+class OnStates(Head):
     """A head of one dot product."""
 
     kind = "on-states"
     sizes: Mapping[str, int] = {"draft_hidden": 16}
-    lag = 0
 
-    def scores(self, features: Array, depth: int, hidden: Mapping[str, Array]) -> Array:
+    def __init__(self) -> None:
+        self._tensors = {}
+
+    def scores(self, features: Array, depth: int, hidden: Mapping[str, Array] = NO_HIDDEN) -> Array:
         score = ReadsStates.score(hidden["draft_hidden"]) + 1.0
         return np.stack([score, score], -1)
-
-    def tensors(self) -> dict[str, Array]:
-        return {}
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.published.smartspec import SmartSpec
-from specstop.policies.rules.chains import Threshold
+from specstop.policies.rules import Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
 from specstop.train.fit.tuning.settled import settle_for
@@ -267,7 +267,7 @@ def test_a_policy_trained_for_something_else_is_warned_of(
     what: str,
 ) -> None:
     policy = learned.with_rule(learned.rule)
-    policy.facts = dataclasses.replace(learned.facts, **changes)
+    policy.metadata = dataclasses.replace(learned.metadata, **changes)
     with pytest.warns(SpecstopWarning, match=f"logistic was trained for {what}") as caught:
         evaluate(sides[1], full_profile, [policy])
     assert len(caught) == 1
@@ -278,7 +278,7 @@ def test_a_policy_trained_greedily_is_warned_of_on_sampled_traces(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
 ) -> None:
     policy = learned.with_rule(learned.rule)
-    policy.facts = dataclasses.replace(learned.facts, temperature=0.0)
+    policy.metadata = dataclasses.replace(learned.metadata, temperature=0.0)
     with pytest.warns(SpecstopWarning, match="another temperature"):
         evaluate(sides[1], full_profile, [policy])
 

@@ -91,7 +91,7 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
     monkeypatch.setattr(prices, "measure_decision", never)
     priced, (one,) = with_prices(bare, [policy], sides[1].header)
     assert (one.source, one.record) == (TRAINED, {}) and not cache.exists()
-    assert priced.decision("logistic") == Profile.from_dict(policy.facts.profile, "").decision("logistic")
+    assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
     assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), (
         "timings, not their mean alone"
     )

@@ -19,7 +19,7 @@ from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.run import train
 from specstop.train.replay import run
 from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
@@ -251,7 +251,7 @@ def test_survival_is_what_the_policy_keeps_in_mind(
 
     watched = Watched(
         learned.name, learned.features, learned.head, learned.accept, learned.next, learned.rule,
-        learned.max_depth, learned.facts, learned.survival,
+        learned.max_depth, learned.metadata, learned.survival,
     )  # fmt: skip
     played = play(arrays, watched, full_profile)
     log = played.result.log

@@ -14,7 +14,7 @@ from specstop.decode.benchmark import Ratio
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
-from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
@@ -203,7 +203,7 @@ def test_policies_of_one_name_are_told_apart(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy
 ) -> None:
     other = learned.with_rule(learned.rule)
-    other.facts = dataclasses.replace(learned.facts, temperature=0.0)
+    other.metadata = dataclasses.replace(learned.metadata, temperature=0.0)
     assert transfer([learned, other], [sides[1]], [full_profile]).rows == ("logistic (T = 0.7)", "logistic (T = 0)")
     assert transfer([learned, other], [sides[1]], [full_profile], names=["a", "b"]).rows == ("a", "b")
     with pytest.raises(InputError, match="two policies are called"):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ....policies.errors import InputError
-from ....policies.heads.build import Head
+from ....policies.heads.base import Head
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
-from ....policies.learned.continuation import ContinuationPolicy, head_names, remembered
+from ....policies.learned import ContinuationPolicy, head_names, remembered
 from ....policies.progress import Progress, silent
-from ....policies.rules.chains import Continuation
+from ....policies.rules import Continuation
 from ...heads.crossfit import prompt_folds
 from ...heads.kinds.continuation import VALUE_FITTERS
 from ...replay.bounds.cost_to_go import CostToGo

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....policies.features import CHAIN_FEATURES, TOKEN_FEATURES
-from ....policies.features.history import HISTORY_FEATURES
+from ....policies.history import HISTORY_FEATURES
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
 from ...heads.crossfit import Folds, prompt_folds

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ....decode.topology import Topology
-from ....policies.heads.base import Array
-from ....policies.heads.build import Head
-from ....policies.learned.tree_calibration import PathCalibrator
+from ....policies.calibration import PathCalibrator
+from ....policies.heads.base import Head
+from ....policies.typing import Array
 from ...heads.rows import Visits
 from ...replay.traces.arrays import TraceArrays, seen_features
 from .rows import accepted_children, accepted_nodes, askable_nodes, level_scores, node_ranks

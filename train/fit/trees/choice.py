@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....policies.latency.profile import Profile
-from ....policies.learned.trees import TreeGain
+from ....policies.learned import TreeGain
 from ....policies.progress import Progress, silent
 from ...heads.crossfit import Folds
 from ...replay.bounds.static_tree import best_static_tree, likeliest_nodes
@@ -78,7 +78,7 @@ def choose_tree(
         assert part is not None
         own = dataclasses.replace(plan, fit=plan.fit.below(f"tree-{done}")) if len(trees) > 1 else plan
         found = TreeChoice(nodes, part, *fit_tree(own, part, folds, profile, held, progress))
-        if best is None or found.policy.facts.rho > best.policy.facts.rho:
+        if best is None or found.policy.metadata.rho > best.policy.metadata.rho:
             best = found
     if len(trees) > 1:
         progress("choose a tree", len(trees), len(trees))

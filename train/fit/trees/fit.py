@@ -11,8 +11,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import Facts
-from ....policies.learned.trees import TreeGain
+from ....policies.learned import TrainingMetadata, TreeGain
 from ....policies.progress import Progress, silent
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits
@@ -113,7 +112,9 @@ def fit_tree(
             "reliability": tree_scores(policy, report, visits(report, [mine])),
         }
     profile_record = profile.record(policy.cost_name)
-    policy.facts = Facts(rho=rate, acceptance=policy.rule.acceptance, profile=profile_record, prompts=prompts)
+    policy.metadata = TrainingMetadata(
+        rho=rate, acceptance=policy.rule.acceptance, profile=profile_record, prompts=prompts
+    )
     return policy, files, metrics
 
 

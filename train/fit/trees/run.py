@@ -45,9 +45,9 @@ def train_tree(
     arrays, report = split_report(arrays, plan.report_share, plan.seed)
     folds, sizes = prompt_folds(arrays, plan.folds, plan.seed), nodes or (arrays.tree.nodes,)
     chosen = choose_tree(plan, arrays, folds, profile, sizes, report=report, progress=progress)
-    policy, solved, header, tree = chosen.policy, chosen.policy.facts, traces.header, chosen.arrays.tree.name
+    policy, solved, header, tree = chosen.policy, chosen.policy.metadata, traces.header, chosen.arrays.tree.name
     metrics = {"tree": tree, **chosen.metrics}
-    policy.facts = dataclasses.replace(
+    policy.metadata = dataclasses.replace(
         facts_of(header, [header.temperature], [str(traces.folder)], plan.seed, tree=tree),
         rho=solved.rho, acceptance=solved.acceptance, profile=solved.profile, metrics=metrics, prompts=solved.prompts,
     )  # fmt: skip

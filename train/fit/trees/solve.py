@@ -8,7 +8,7 @@ from typing import Any
 
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
-from ....policies.learned.trees import TreeGain
+from ....policies.learned import TreeGain
 from ....policies.tree_rules import MOST_NODES
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates

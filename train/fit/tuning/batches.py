@@ -11,8 +11,8 @@ from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
 from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import LearnedPolicy
-from ....policies.rules.chains import BatchRule, Derived
+from ....policies.learned import LearnedPolicy
+from ....policies.rules import BatchRule, Derived
 from ...replay.arrivals import FULL, at_once, deal
 from ...replay.batch import COLUMNS, replay_batch
 from ..rates import Part

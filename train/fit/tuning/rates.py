@@ -6,14 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TypeGuard
 
+import numpy as np
+
 from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
 from ....policies.fixed import Confidence, FixedLength
-from ....policies.heads.base import Array
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import LearnedPolicy
-from ....policies.learned.trees import TreeGain
-from ....policies.rules.chains import Derived, derived_thresholds
+from ....policies.learned import LearnedPolicy, TreeGain
+from ....policies.rules import Derived
+from ....policies.typing import Array
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates
@@ -131,3 +132,21 @@ def _solved(
 def best_of(replays: Sequence[Replayed]) -> Replayed:
     """Return the fastest replay."""
     return max(replays, key=lambda played: played.rate)
+
+
+def derived_thresholds(rho: float, costs: Array, acceptance: Sequence[float]) -> list[float]:
+    """Return tau_0 .. tau_{K-1} of the derived rule.
+
+    Args:
+        rho: tokens per second of the policy itself.
+        costs: [K + 1] float64, seconds of a round that drafts k = 0..K tokens.
+        acceptance: a_1 .. a_K, mean conditional acceptance by depth.
+    """
+    depth = len(costs) - 1
+    a = np.array(acceptance[:depth], dtype=np.float64)
+    thresholds = []
+    for j in range(depth):
+        # 1, 1 + a_{j+2}, 1 + a_{j+2} + a_{j+2} a_{j+3}, ...: expected tokens of m = 1, 2, ... per unit of S_j next_j.
+        tokens = np.cumsum(np.append(1.0, np.cumprod(a[j + 1 :])))  # [K - j]
+        thresholds.append(float((rho * (costs[j + 1 :] - costs[j]) / tokens).min()))
+    return thresholds

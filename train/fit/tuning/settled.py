@@ -10,7 +10,7 @@ from ....collect.store.folder import Trace
 from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import Facts, LearnedPolicy
+from ....policies.learned import LearnedPolicy, TrainingMetadata
 from ....policies.storage.folder import load_policy_folder, save_policy
 from ....policies.validation import with_costs
 from ...replay.traces.arrays import TraceArrays, trace_arrays
@@ -41,7 +41,7 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
         return priced, BY_COSTS
     if arrays is not None and arrays.tree.is_chain:  # of trees no depth is out of a profile's range
         policy = policy.limited(min(arrays.depth, profile.max_depth))
-    if is_priced(policy) and not profile.same_costs(policy.facts.profile):
+    if is_priced(policy) and not profile.same_costs(policy.metadata.profile):
         if arrays is None:
             return policy, "rho as saved, of another profile; give dense training traces to solve it for this one"
         arrays = unfitted_prompts(policy, arrays)
@@ -49,24 +49,24 @@ def settle_for(policy: StopPolicy, arrays: TraceArrays | None, profile: Profile)
             return policy, "rho as saved, of another profile: the head was fitted on all prompts of the training traces"
         # Another first decision has to be clearly faster: training chose this one on prompts that its heads had not seen.
         firsts = (policy.rule.first, *(first for first in FIRST if first != policy.rule.first))
-        solved, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts)
+        solved, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts)
         # Where no rule was faster it is the policy itself.
         settled = copy.copy(settle_lengths(solved, [Part(arrays)], profile, KNOWN))
-        settled.facts = _facts_for(policy, rate, profile)
+        settled.metadata = _facts_for(policy, rate, profile)
         prompts = len(set(arrays.clusters))
         return settled, f"rho solved for this profile on {prompts} training prompts that the head was not fitted on"
     return _batch_policy(policy, arrays, profile) if isinstance(policy, BatchStop) else (policy, "")
 
 
-def _facts_for(policy: LearnedPolicy, rate: float, profile: Profile) -> Facts:
+def _facts_for(policy: LearnedPolicy, rate: float, profile: Profile) -> TrainingMetadata:
     """Return the facts of a policy with another rho; speeds that training measured were those of the other rule."""
-    metrics = {name: value for name, value in policy.facts.metrics.items() if not name.startswith("held_out_")}
-    return dataclasses.replace(policy.facts, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics)
+    metrics = {name: value for name, value in policy.metadata.metrics.items() if not name.startswith("held_out_")}
+    return dataclasses.replace(policy.metadata, rho=rate, profile=profile.record(policy.cost_name), metrics=metrics)
 
 
 def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profile) -> tuple[LearnedPolicy, str]:
     """Return a policy of batches for the costs of a profile, its own decisions among them, and what is to be said of it."""
-    name, known = policy.cost_name, profile.same_costs(policy.facts.profile)
+    name, known = policy.cost_name, profile.same_costs(policy.metadata.profile)
     if known and policy.profile.decision(name) == profile.decision(name):
         return policy, ""
     unfitted = None if arrays is None else unfitted_prompts(policy, arrays)
@@ -79,7 +79,7 @@ def _batch_policy(policy: BatchStop, arrays: TraceArrays | None, profile: Profil
 
 def unfitted_prompts(policy: LearnedPolicy, arrays: TraceArrays) -> TraceArrays | None:
     """Return the prompts that the head of a policy was not fitted on, without report prompts; None if there are none."""
-    used = {name for group in ("fit", "report") for name in policy.facts.prompts.get(group, ())}
+    used = {name for group in ("fit", "report") for name in policy.metadata.prompts.get(group, ())}
     keep = [at for at, name in enumerate(arrays.clusters) if name not in used]
     return arrays.subset(keep) if keep else None
 
@@ -102,9 +102,9 @@ def settle(path: str | Path, traces: Trace, profile: Profile) -> LearnedPolicy:
     arrays = unfitted_prompts(policy, trace_arrays(traces, policy.features))
     if arrays is None:
         return policy
-    settled, rate = solve_rate(policy, arrays, profile, policy.facts.acceptance, firsts=(policy.rule.first,))
+    settled, rate = solve_rate(policy, arrays, profile, policy.metadata.acceptance, firsts=(policy.rule.first,))
     settled = settle_lengths(settled, [Part(arrays)], profile, KNOWN)
-    settled.facts = _facts_for(policy, rate, profile)
+    settled.metadata = _facts_for(policy, rate, profile)
     # The folder is written anew: files for retraining have to be handed over again.
     save_policy(settled, path, {file.name: file.read_bytes() for file in Path(path).glob("*.ubj")})
     return settled

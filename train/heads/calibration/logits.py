@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 
-from ....policies.learned.calibration import Calibrator
+from ....policies.calibration import Calibrator
+from ....policies.typing import Array
 from ..soft_classes import constant
-
-Array = np.ndarray[Any, Any]
 
 ISOTONIC_GAIN = 0.005
 """Relative gain in loss that an isotonic map must bring: it costs more to evaluate than a temperature."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .logits import Array, auc, log_loss
+from ....policies.typing import Array
+from .logits import auc, log_loss
 
 BINS = 10
 DRAWS = 200

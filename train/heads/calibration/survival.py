@@ -16,9 +16,15 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import expit, logit
 
-from ....policies.learned.calibration import Calibrator
-from ....policies.learned.survival import KNOTS, STARTS, SurvivalMaps, unchanged
-from .logits import Array, log_loss
+from ....policies.calibration import Calibrator, SurvivalMaps
+from ....policies.typing import Array
+from .logits import log_loss
+
+KNOTS = 33
+"""Knots of a table."""
+
+MAX_STARTS = 3
+"""Number of first factors that tables are fitted for; a product that begins later is not mapped."""
 
 MAPS = ("identity", "temperature", "platt", "isotonic")
 LEAST = 100
@@ -31,6 +37,12 @@ PER_BIN, MOST_BINS = 100, 24
 _STEPS = 25
 _MOST_ROWS = 100_000  # that quantiles are taken of
 _EDGE = 1e-4
+
+
+def identity_tables(starts: int, depth: int) -> Array:
+    """Return survival tables [L, K, 2, n] float32 that change nothing."""
+    line = np.linspace(0.0, 1.0, KNOTS, dtype=np.float32)
+    return np.broadcast_to(line, (starts, depth, 2, KNOTS)).copy()
 
 
 @dataclass(frozen=True)
@@ -69,9 +81,9 @@ def fit_survival(products: Products) -> SurvivalFit:
         products: of the rounds to fit on.
     """
     depth = products.accept.shape[1]
-    tables = unchanged(STARTS, depth)
+    tables = identity_tables(MAX_STARTS, depth)
     chosen: list[str] = []
-    for start in range(1, min(STARTS, depth) + 1):
+    for start in range(1, min(MAX_STARTS, depth) + 1):
         # A product that begins at `start` says nothing of the tokens before it: they are given as accepted.
         alive = products.of(products.length >= start - 1)
         tables[start - 1], kinds = fit_tables(alive, start)
@@ -81,7 +93,7 @@ def fit_survival(products: Products) -> SurvivalFit:
 
 def unchanged_survival(depth: int) -> SurvivalFit:
     """Return tables that change nothing."""
-    return SurvivalFit(SurvivalMaps(unchanged(min(STARTS, depth), depth)), ("identity",) * depth)
+    return SurvivalFit(SurvivalMaps(identity_tables(min(MAX_STARTS, depth), depth)), ("identity",) * depth)
 
 
 def survival(accept: Array, tables: Array | None = None) -> Array:
@@ -103,7 +115,7 @@ def fit_tables(products: Products, start: int) -> tuple[Array, list[str]]:
         start: first factor; tables above it change nothing.
     """
     depth = products.accept.shape[1]
-    tables, chosen = unchanged(1, depth)[0], []
+    tables, chosen = identity_tables(1, depth)[0], []
     product = np.ones(len(products.length))
     for j in range(start, depth + 1):
         product = product * products.accept[:, j - 1]
@@ -134,7 +146,7 @@ def _choose(product: Array, labels: Array, fold: Array) -> str:
 
 def _fit(kind: str, product: Array, labels: Array) -> Array:
     """Return the table [2, n] of a map of this kind."""
-    same: Array = unchanged(1, 1)[0, 0]
+    same: Array = identity_tables(1, 1)[0, 0]
     if kind == "identity" or len(labels) < LEAST or bool(labels.all()) or not bool(labels.any()):
         return same
     if kind == "isotonic":

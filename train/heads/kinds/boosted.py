@@ -12,8 +12,8 @@ import xgboost as xgb
 from scipy.special import logit
 
 from ....policies.errors import InputError
-from ....policies.heads.base import Array
-from ....policies.heads.build import TreesHead
+from ....policies.heads.trees import TreesHead
+from ....policies.typing import Array
 from ..exported import exported
 from ..fitting import FitTask
 from ..matrices import OUT_OF_CORE, matrices

@@ -19,12 +19,14 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from ....policies.calibration import Calibrator
 from ....policies.errors import InputError, PolicyError
 from ....policies.features import FEATURES
-from ....policies.heads.build import Head, build_head
-from ....policies.learned.calibration import Calibrator
-from ....policies.learned.policy import LearnedPolicy
-from ....policies.rules.base import Rule
+from ....policies.heads import build_head
+from ....policies.heads.base import Head
+from ....policies.learned import LearnedPolicy
+from ....policies.rules import Rule
+from ....policies.typing import Array
 from ..fitting import FitOptions, FitTask, fitter
 from ..head_specs import SCALAR_KINDS
 from ..rows import FitRows
@@ -32,8 +34,6 @@ from ..rows import FitRows
 HELD_OUT = 0.2
 _PLAIN = "noisy_score"
 """Stands for columns that have no feature's name: a real number that is taken as it is."""
-
-Array = np.ndarray[Any, Any]
 
 
 class StopClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from ....policies.errors import TraceError
-from ....policies.features.hidden_states import DRAFT_HIDDEN
-from ....policies.heads.build import HardHead, SoftHead
-from ....policies.heads.dynasd import HARD_LAYERS, SOFT_LAYERS, SOFT_LAYERS_WIDE
+from ....policies.features import DRAFT_HIDDEN
+from ....policies.heads.dynasd import HardHead, SoftHead
 from ..exported import exported
 from ..fitting import FitTask
 from ..networks import Perceptron, Recipe, layer_tensors, opening, seeded, states, train_network
 from ..rows import FitRows
+
+SOFT_LAYERS, SOFT_LAYERS_WIDE, HARD_LAYERS = (512, 256), (1024, 512), (44,)
+"""Hidden widths: of the soft model for llama-68m (H = 768), for TinyLlama (H = 2048), and of the hard model."""
 
 RECIPE = Recipe(epochs=10, batch=50, rate=1e-3, decay=0.0, constant=True)  # AdamW without decay is Adam
 """`training_decision_models.py`: Adam at 1e-3, batches of 50, 10 epochs, no schedule, the least held-out loss is kept."""

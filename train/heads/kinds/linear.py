@@ -6,9 +6,9 @@ import numpy as np
 from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 
-from ....policies.heads.base import Array
-from ....policies.heads.build import LinearHead
-from ..basis import fit_basis
+from ....policies.heads.layers import LinearHead
+from ....policies.typing import Array
+from ..basis import basis_columns, fit_basis
 from ..exported import exported
 from ..fitting import FitTask
 from ..soft_classes import constant, two_classes
@@ -21,12 +21,13 @@ def fit_logistic(task: FitTask) -> tuple[LinearHead, dict[str, bytes]]:
     """
     rows, names, strength = task.rows, task.names, float(task.options.params.get("C", 1.0))
     basis = fit_basis(rows, names)
-    features, drawn, known = rows.features.numpy(), rows.drawn.numpy(), rows.followed_known.numpy()
+    columns = basis_columns(basis, rows.features, rows.depth)
+    drawn, known = rows.drawn.numpy(), rows.followed_known.numpy()
     accepted, followed = rows.label("accepted").numpy(), rows.label("followed").numpy()
     parts = (
-        (basis(features[drawn], 1), accepted[drawn]),
-        (basis(features[drawn & known], 1), followed[drawn & known]),
-        (basis(features[~drawn & known], 0), followed[~drawn & known]),
+        (columns[drawn], accepted[drawn]),
+        (columns[drawn & known], followed[drawn & known]),
+        (columns[~drawn & known], followed[~drawn & known]),
     )
     weights, biases = zip(*(_regress(x, y, task.seed, strength) for x, y in parts), strict=True)
     fitted = {"mean": basis.mean, "scale": basis.scale, "weight": np.stack(weights), "bias": np.array(biases)}

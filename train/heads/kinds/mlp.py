@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ....policies.heads.build import Basis, MLPHead
+from ....policies.heads.base import Basis
+from ....policies.heads.layers import MLPHead
 from ..basis import fit_basis, flagged_columns
 from ..exported import exported
 from ..fitting import FitTask

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....policies.features import Kind
-from ....policies.features.hidden_states import HIDDEN_STATES
-from ....policies.heads.build import Basis, ResNetHead
+from ....policies.features import HIDDEN_STATES, Kind
+from ....policies.heads.base import Basis
+from ....policies.heads.resnet import ResNetHead
 from ..basis import fit_basis, flagged_columns
 from ..exported import exported
 from ..fitting import FitTask

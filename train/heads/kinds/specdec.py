@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....policies.features.hidden_states import DRAFT_HIDDEN
-from ....policies.heads.build import SpecDecHead
-from ....policies.heads.specdec import BLOCKS, REJECTION_WEIGHT, unbiased
+from ....policies.features import DRAFT_HIDDEN
+from ....policies.heads.specdec import SpecDecHead
+from ...released.convert import unbiased
 from ..exported import exported
 from ..fitting import FitTask
 from ..networks import Recipe, opening, seeded, stacked_blocks, states, train_network
 
+BLOCKS, REJECTION_WEIGHT = 3, 6.0  # D and w_rej of the published setting
 RECIPE = Recipe(epochs=20, batch=256, rate=2e-3, decay=0.0, rejection_weight=REJECTION_WEIGHT)
 """The published run: AdamW of transformers at 5e-5 (no rate is given, so its default), cosine after 3% of warm-up, 3 epochs
 of 40,000 texts in bfloat16. Traces hold a hundredth of that, so the steps are larger and the held-out loss ends it."""

@@ -11,10 +11,10 @@ from sklearn.linear_model import LogisticRegression
 
 from ....policies.errors import InputError
 from ....policies.features import TOKEN_FEATURES, Kind, feature
-from ....policies.heads.build import TokenHead
-from ....policies.heads.feature_hashing import DEPTH, HashedFeatures
+from ....policies.heads.tokens import DEPTH, HashedFeatures, TokenHead
+from ....policies.typing import Array
 from ..basis import basis_columns, fit_basis
-from ..calibration.logits import Array, log_loss
+from ..calibration.logits import log_loss
 from ..exported import exported
 from ..fitting import FitTask
 from ..rows import FitRows

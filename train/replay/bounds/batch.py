@@ -13,18 +13,15 @@ as well as steps can be shared.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor
 
 from ....policies.latency.batch import BatchCosts
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import CostTable
+from ....policies.typing import Array
 from ..traces.arrays import TraceArrays
 from .oracle import oracle_seconds
-
-Array = np.ndarray[Any, Any]
 
 
 def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:

@@ -18,8 +18,8 @@ from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
+from ....policies.typing import Array
 from ..run import Replayed, replay
-from ..source import Array
 from ..traces.arrays import TraceArrays, typical_context
 from ..traces.subtrees import on_subtree, subtree
 

@@ -21,11 +21,10 @@ from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list
 from ....policies.errors import TraceError
 from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
-from ....policies.features.history import HISTORY_FEATURES
+from ....policies.history import HISTORY_FEATURES
+from ....policies.typing import Array
 from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredHidden
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
+from ....policies import conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
-from ....policies.features.hidden_states import check_sizes
+from ....policies.features import check_sizes
 from ....policies.latency.profile import Profile
-from ....policies.learned import conditions
-from ....policies.learned.policy import LearnedPolicy
+from ....policies.learned import LearnedPolicy
 from ....policies.validation import validate_policy
 from .arrays import TraceArrays
 
@@ -106,13 +106,13 @@ def require_disjoint_policies(
     for policy in policies:
         if isinstance(policy, LearnedPolicy):
             # Report prompts influenced nothing.
-            prompts = [name for group in ("fit", "select") for name in policy.facts.prompts.get(group, ())]
+            prompts = [name for group in ("fit", "select") for name in policy.metadata.prompts.get(group, ())]
             require_disjoint(option, arrays, f"the training prompts of {policy.name}", prompts, allow=allow)
 
 
 def tell_other_rounds(profile: Profile, header: Header) -> None:
     """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
     if "device" in header.facts:  # else nothing is told of how it was recorded
-        conditions.tell_other_drafter(profile, str(header.facts.get("drafter", "model")), "the trace holds")
+        conditions.warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
     if header.tree.is_chain and header.temperature > 0:
-        conditions.tell_other_verification(profile, header.verification, "the trace holds")
+        conditions.warn_other_profile(profile, "the trace holds", verification=header.verification)

@@ -12,8 +12,7 @@ import pyarrow as pa
 from ....collect.schema import arrow_schema
 from ....collect.store.folder import Trace
 from ....policies.errors import TraceError
-
-Array = np.ndarray[Any, Any]
+from ....policies.typing import Array
 
 BLOCK_ROWS = 1 << 15
 """Of a column, read at once."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ....collect.store.folder import Trace
 from ....policies.errors import TraceError
-from ....policies.features import Kind
-from ....policies.features.hidden_states import HIDDEN_STATES
+from ....policies.features import HIDDEN_STATES, Kind
 
 MEMORY_BYTES = 1 << 30
 """A hidden state of a trace that takes more is decoded into a file without a name, which goes when it is no longer used."""

@@ -12,7 +12,7 @@ from ....decode.benchmark import Ratio
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files import write_atomic, write_json
-from ....policies.learned.policy import LearnedPolicy
+from ....policies.learned import LearnedPolicy
 from ....policies.text import markdown, markdown_cell
 from ..records import DEPLOY, INCONCLUSIVE, REFUSE
 
@@ -211,5 +211,5 @@ def check_apart_names(names: Sequence[str]) -> None:
 
 def temperature_text(policy: LearnedPolicy) -> str:
     """Return the temperature, or the range of temperatures, that a policy was trained for."""
-    known = policy.facts.temperature
+    known = policy.metadata.temperature
     return " to ".join(f"{t:g}" for t in sorted({min(known), max(known)})) if isinstance(known, tuple) else f"{known:g}"

@@ -15,7 +15,7 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
-from ....policies.learned.policy import LearnedPolicy
+from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
 from ....policies.validation import with_costs
@@ -181,7 +181,7 @@ class _Replays:
         if self._tuning is not None and is_priced(policy):
             unfitted = unfitted_prompts(policy, self._tuning)
         if unfitted is not None and is_priced(policy):
-            policy, _ = solve_rate(policy, unfitted, profile, policy.facts.acceptance)
+            policy, _ = solve_rate(policy, unfitted, profile, policy.metadata.acceptance)
         else:
             policy, _ = settle_for(policy, None, profile)
         # Played under the changed profile; `Priced` has the draws as they were measured, and changes each of them likewise.

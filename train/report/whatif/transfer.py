@@ -10,12 +10,12 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
+from ....policies.conditions import other_conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
-from ....policies.learned.conditions import other_conditions
-from ....policies.learned.policy import LearnedPolicy
+from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
 from ....policies.validation import with_costs
@@ -147,11 +147,11 @@ def _groups(arrays: TraceArrays) -> dict[str, TraceArrays]:
 def _is_own(policy: StopPolicy, trace: Trace) -> bool:
     if not isinstance(policy, LearnedPolicy):
         return False
-    return policy.facts.pair == trace.header.pair and not other_conditions(policy, trace.header.conditions)
+    return policy.metadata.pair == trace.header.pair and not other_conditions(policy, trace.header.conditions)
 
 
 def _trained_on(policy: StopPolicy) -> str:
     if not isinstance(policy, LearnedPolicy):
         return "nothing"
-    source = "/".join(Path(str(policy.facts.provenance.get("traces", ""))).parts[-2:])
+    source = "/".join(Path(str(policy.metadata.provenance.get("traces", ""))).parts[-2:])
     return f"{source or 'unknown traces'}, T = {temperature_text(policy)}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ....policies.learned.conditions import sampling_text
+from ....policies.conditions import sampling_text
 from ....policies.text import printable
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path

@@ -1,0 +1,107 @@
+"""Sampling conditions, and warnings where a policy or a profile is used under other ones than it was made for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .contract import StopPolicy
+from .errors import SpecstopWarning
+from .latency.profile import Profile
+from .learned import LearnedPolicy
+from .plugins import kinds_of
+
+# Options that remove unlikely tokens, which has no effect on greedy decoding.
+_TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_MAX_CHARACTERS = 200
+
+UNKNOWN = "unknown"
+"""Temperature of texts if the engine did not record it."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which a policy is used, or a trace was recorded.
+
+    Attributes:
+        temperature: 0 = greedy; None = unknown: neither it nor `shaping` is compared.
+        shaping: other options that change the distribution that is sampled from, by name.
+        verification: mode; "" = any.
+        pair: hashes of target, draft and tokenizer; empty = any.
+        tree: name of the topology of rounds; "" = any.
+    """
+
+    temperature: float | None
+    shaping: Mapping[str, Any] = field(default_factory=dict)
+    verification: str = ""
+    pair: Mapping[str, str] = field(default_factory=dict)
+    tree: str = ""
+
+
+def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
+    """Return the options that have an effect at a temperature as text: `top-p 0.9, min-p 0.05`, or `none`."""
+    words = []
+    for name, value in sorted(shaping.items()):
+        if temperature > 0 or name not in _TRUNCATING:
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words.append(f"{name.replace('_', '-')} {text}")
+    return " ".join(", ".join(words).split())[:_MAX_CHARACTERS] or "none"  # values of a file may be of any length
+
+
+def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[str, Any]) -> str:
+    """Return `temperature 0.7, top-p 0.9`; with all temperatures if there are several."""
+    if isinstance(temperature, str):
+        return f"temperature {temperature}"
+    temperatures = [temperature] if isinstance(temperature, float | int) else list(temperature)
+    options = shaping_text(shaping, max(temperatures))
+    return f"temperature {', '.join(f'{t:g}' for t in temperatures)}" + (f", {options}" if options != "none" else "")
+
+
+def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:
+    """Return the conditions that differ from those of training: (name, of training, of use)."""
+    if not isinstance(policy, LearnedPolicy):
+        return []
+    trained, differ = policy.metadata, list[tuple[str, Any, Any]]()
+    if used.temperature is not None:
+        filters = [shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping)]
+        if not trained.covers(used.temperature):
+            differ.append(("temperature", trained.temperature, used.temperature))
+        if filters[0] != filters[1]:
+            differ.append(("filter", filters[0], filters[1]))
+    if used.verification and trained.verification != used.verification:
+        differ.append(("verification", trained.verification, used.verification))
+    # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.
+    if apart := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
+        differ.append(("pair", apart, {name: used.pair[name] for name in apart}))
+    tree = trained.metrics.get("tree")  # of a tree policy
+    if used.tree and isinstance(tree, str) and tree != used.tree:
+        differ.append(("tree", tree, used.tree))
+    return differ
+
+
+def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
+    """Warn of each condition that differs from those of training; `where` is "these traces" or "this run"."""
+    for name, trained, current in other_conditions(policy, used):
+        remedy = f"; --tree {trained} drafts it" if name == "tree" else ""
+        message = f"{policy.name} was trained for another {name} ({trained}) than {where} ({current}){remedy}"
+        warnings.warn(message, SpecstopWarning, stacklevel=4)
+
+
+def warn_other_profile(profile: Profile, where: str, verification: str = "", drafter: str = "") -> None:
+    """Warn if a profile timed rounds of another verification or kind of drafter; "" = any, or not recorded.
+
+    `where` is "the trace holds" or "this run plays".
+    """
+    timed = kinds_of(str(profile.facts.get("drafter", "model"))) if "device" in profile.facts else ""
+    for name, measured, used, value in (
+        ("verification", profile.verification, verification, verification),
+        ("drafter", timed, kinds_of(drafter), drafter),
+    ):
+        if measured and used and measured != used:
+            message = (
+                f"the profile timed rounds of the {name} {measured}, {where} those of {used}: their costs differ; measure "
+                f"it with --{name} {value}"
+            )
+            warnings.warn(message, SpecstopWarning, stacklevel=4)

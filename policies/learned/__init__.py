@@ -1,1 +1,0 @@
-"""Learned policies: head, calibration, survival, rule."""

@@ -1,0 +1,182 @@
+"""A learned policy's probabilities as an ONNX model, for runtimes other than Python.
+
+Input `features` [N, F] float32 in the policy's order (unknown values NaN for trees); outputs [N] float32, calibrated:
+`accept` and `next` at depths from 1 on, `next_first` at depth 0. The stop rule is not part of the graph: it carries S_j from
+depth to depth and is a comparison. It is in the metadata of the model. Requires the extra `specstop[onnx]`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .calibration import Calibrator
+from .errors import PolicyError
+from .files import prepare_output_file, write_atomic
+from .heads.base import kernels
+from .heads.layers import LinearHead, MLPHead
+from .heads.trees import TreesHead
+from .learned import LearnedPolicy
+from .typing import Array
+
+OPSET, ML_OPSET = 17, 3
+PRODUCER = "specstop"
+ROWS, NEAR = 2000, 2e-4
+"""Random rows on which onnxruntime is compared, and the largest difference."""
+
+OUTPUTS = ("accept", "next", "next_first")
+
+
+class _Graph:
+    """Nodes and constants of a graph under construction."""
+
+    def __init__(self, helper: Any, numpy_helper: Any) -> None:
+        self.helper, self._constant = helper, numpy_helper.from_array
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+
+    def put(self, values: Any, dtype: Any = np.float32) -> str:
+        """Add a constant and return its name."""
+        name = f"c{len(self.constants)}"
+        self.constants.append(self._constant(np.array(values, dtype=dtype, order="C"), name))
+        return name
+
+    def add(self, kind: str, *inputs: str, out: str | None = None, domain: str = "", **attributes: Any) -> str:
+        """Add a node and return the name of its output."""
+        name = out or f"n{len(self.nodes)}"
+        self.nodes.append(self.helper.make_node(kind, list(inputs), [name], domain=domain, **attributes))
+        return name
+
+
+def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
+    """Write the model and return `path`, `bytes` and `difference`, that of onnxruntime on random rows (None: not installed).
+
+    Raises:
+        PolicyError: onnx is not installed, the head has no ONNX form, or the difference is too large.
+        InputError: see `prepare_output_file`.
+    """
+    prepare_output_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
+    raw = build_onnx(policy).SerializeToString()
+    difference = largest_difference(policy, raw)
+    if difference is not None and not difference <= NEAR:  # NaN too
+        raise PolicyError(
+            f"deploy: onnxruntime's answers are up to {difference:.1e} off, more than {NEAR:g}; nothing was written"
+        )
+    write_atomic(Path(path), raw)
+    return {"path": str(path), "bytes": len(raw), "difference": difference}
+
+
+def build_onnx(policy: LearnedPolicy) -> Any:
+    """Return the policy as an `onnx.ModelProto`."""
+    try:
+        import onnx
+        from onnx import TensorProto, checker, helper, numpy_helper
+    except ImportError:
+        raise PolicyError('deploy: onnx is not installed; pip install "specstop[onnx]"') from None
+    if policy.rule.kind == "gain":
+        raise PolicyError("deploy: a tree policy is calibrated along paths, not by row; use `specstop decode`")
+    if policy.rule.kind == "continuation":
+        raise PolicyError("deploy: a continuation policy has a value, not two probabilities; use `specstop decode`")
+    head = policy.head
+    if not isinstance(head, (LinearHead, MLPHead, TreesHead)):
+        raise PolicyError(f"deploy: the head {head.kind!r} has no ONNX form; expected logistic, mlp or xgboost")
+    graph = _Graph(helper, numpy_helper)
+    later = first = _scores(graph, head, first=False)
+    if not (
+        isinstance(head, TreesHead) and np.array_equal(*head.bounds)
+    ):  # trees differ at depth 0 by their bounds alone
+        first = _scores(graph, head, first=True)
+    maps = (policy.accept, policy.next, policy.next)
+    for name, logits, at, calibrate in zip(OUTPUTS, (later, later, first), (0, 1, 1), maps, strict=True):
+        logit = graph.add("Gather", logits, graph.put([at], np.int64), axis=1)
+        graph.add("Reshape", _calibrated(graph, logit, calibrate), graph.put([-1], np.int64), out=name)
+    rows = helper.make_tensor_value_info("features", TensorProto.FLOAT, ["N", len(policy.features)])
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N"]) for name in OUTPUTS]
+    body = helper.make_graph(graph.nodes, "specstop", [rows], outputs, graph.constants)
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("ai.onnx.ml", ML_OPSET)]
+    model = helper.make_model(body, producer_name=PRODUCER, opset_imports=opsets, ir_version=8)
+    metadata = {"name": policy.name, "features": list(policy.features), "max_depth": policy.max_depth}
+    helper.set_model_props(model, {"specstop": json.dumps({**metadata, "rule": policy.rule.to_dict()})})
+    checker.check_model(model)
+    assert isinstance(model, onnx.ModelProto)
+    return model
+
+
+def largest_difference(policy: LearnedPolicy, raw: bytes) -> float | None:
+    """Return the largest difference of onnxruntime from our code on random rows; None if it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    chance = np.random.default_rng(0)
+    # Beyond 1 too, where features may lie outside the bounds of a head and its log-odds are clipped.
+    x = chance.random((ROWS, len(policy.features))) * (1 + 4 * chance.random((ROWS, 1)))
+    if isinstance(policy.head, TreesHead):
+        x[chance.random(x.shape) < 0.1] = np.nan
+    rows = x.astype(np.float32)
+    session = onnxruntime.InferenceSession(raw, providers=["CPUExecutionProvider"])
+    expected = (*policy.probabilities(rows, 1), policy.probabilities(rows, 0)[1])
+    found = session.run(list(OUTPUTS), {"features": rows})
+    return max(float(np.abs(f - e).max()) for f, e in zip(found, expected, strict=True))
+
+
+def _scores(graph: _Graph, head: LinearHead | MLPHead | TreesHead, first: bool) -> str:
+    """Add the head and return its logits [N, 2], at depth 0 if `first`."""
+    x = "features"
+    for side, compare in zip(head.bounds[first], ("Less", "Greater"), strict=True):
+        if np.isfinite(side).any():  # not `Clip`, which need not keep NaN
+            bound = graph.put(side)
+            x = graph.add("Where", graph.add(compare, x, bound), bound, x)
+    if isinstance(head, TreesHead):
+        return _trees(graph, head, x)
+    if len(head.basis.odds):
+        least, most = kernels().MIN_PROBABILITY, kernels().MAX_PROBABILITY
+        p = graph.add("Gather", x, graph.put(head.basis.odds, np.int64), axis=1)
+        p = graph.add("Clip", p, graph.put(least), graph.put(most))
+        odds = graph.add("Div", p, graph.add("Sub", graph.put(1.0), p))
+        x = graph.add("Concat", x, graph.add("Log", odds), axis=1)
+    for at, (weight, bias) in enumerate(head.layers[first]):
+        x = graph.add("Mul", x, graph.add("Sigmoid", x)) if at else x
+        x = graph.add("Add", graph.add("MatMul", x, graph.put(weight.T)), graph.put(bias))
+    return x
+
+
+def _trees(graph: _Graph, head: TreesHead, x: str) -> str:
+    tensors = head.tensors()
+    outputs, trees, inner = tensors["feature"].shape
+    leaves, count = inner + 1, outputs * trees
+    # Complete trees in heap order: the children of n are 2n + 1, where x < threshold, and 2n + 2; the leaves are last.
+    node, tree = np.tile(np.arange(inner + leaves), count), np.repeat(np.arange(count), inner + leaves)
+    is_leaf = node >= inner
+
+    def padded(values: Array) -> Any:
+        flat = values.reshape(count, inner)
+        return np.concatenate([flat, np.zeros((count, leaves), dtype=flat.dtype)], 1).ravel().tolist()
+
+    return graph.add(
+        "TreeEnsembleRegressor", x, domain="ai.onnx.ml", n_targets=2, post_transform="NONE",
+        nodes_treeids=tree.tolist(), nodes_nodeids=node.tolist(),
+        nodes_featureids=padded(tensors["feature"]), nodes_values=padded(tensors["threshold"]),
+        nodes_modes=np.where(is_leaf, "LEAF", "BRANCH_LT").tolist(),
+        nodes_truenodeids=np.where(is_leaf, 0, 2 * node + 1).tolist(),
+        nodes_falsenodeids=np.where(is_leaf, 0, 2 * node + 2).tolist(),
+        nodes_missing_value_tracks_true=padded(tensors["missing_left"].astype(np.int64)),
+        target_treeids=tree[is_leaf].tolist(), target_nodeids=node[is_leaf].tolist(),
+        target_ids=np.repeat(np.arange(outputs), trees * leaves).tolist(),
+        target_weights=tensors["leaf"].reshape(-1).tolist(), base_values=tensors["base"].tolist(),
+    )  # fmt: skip
+
+
+def _calibrated(graph: _Graph, logit: str, calibrate: Calibrator) -> str:
+    """Add the map from a logit [N, 1] to a probability [N, 1]."""
+    if calibrate.kind != "isotonic":
+        return graph.add("Sigmoid", graph.add("Mul", logit, graph.put(calibrate.pieces[0, 0])))
+    bounds, start, level, slope = calibrate.pieces
+    # The index of the piece is the number of upper bounds below the logit: ONNX has no search in a sorted row.
+    below = graph.add("Cast", graph.add("Less", graph.put(bounds[None]), logit), to=7)  # [N, n + 1] int64
+    at = graph.add("ReduceSum", below, graph.put([1], np.int64), keepdims=1)
+    first, base, rise = (graph.add("Gather", graph.put(piece), at) for piece in (start, level, slope))
+    return graph.add("Add", base, graph.add("Mul", rise, graph.add("Sub", logit, first)))

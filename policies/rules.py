@@ -1,0 +1,231 @@
+"""Stop rules of learned policies on chains: thresholds, the derived rule, fitted values of continuing, and batches."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from .errors import PolicyError
+from .typing import Array
+
+SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
+"""What a rule compares with its threshold; see `kernels.decisions.decide`."""
+
+THRESHOLD_RULES = ("survival", "step", "any")
+"""Kinds of `Threshold`."""
+
+MAX_STREAMS = 4096
+Lengths = Sequence[tuple[int, int | None]]
+Factors = Sequence[tuple[int, float]]
+
+
+class Rule:
+    """Keeps the branches that pass a threshold.
+
+    Attributes:
+        first: depth of the first decision.
+        by: compared value.
+        strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
+        levels: thresholds by depth, [1] for all streams or [S]; the last one holds for all deeper depths.
+        lengths: by batch size, rising: tokens that are drafted without a decision, which costs more than it gains there;
+            None = the rule decides.
+        scales: by batch size, rising: factors of the thresholds.
+    """
+
+    kind: str
+    first: int = 1
+    by: int = SURVIVAL
+    strict: bool = False
+    together: bool = False
+    levels: tuple[Array, ...] = (np.zeros(1),)
+    lengths: Lengths = ()
+    scales: Factors = ()
+
+    def threshold_at(self, depth: int, batch: Array) -> Array:
+        """Return the threshold at a depth, [1] for all streams or [S], given `DraftStep.batch`."""
+        level = self.levels[depth] if depth < len(self.levels) else self.levels[-1]
+        return level * _scales_of(batch.tobytes(), tuple(self.scales)) if self.scales else level
+
+    def lengths_by_size(self) -> dict[int, int | None]:
+        """Return `lengths` by batch size."""
+        return dict(self.lengths)
+
+    def unasked(self) -> dict[int, int]:
+        """Return the tokens drafted without a decision, by number of streams: those of the next size in `lengths`.
+
+        The rule decides if that size is more than twice as large.
+        """
+        out, below = dict[int, int](), 0
+        for size, tokens in self.lengths_by_size().items():
+            if tokens is not None:
+                out |= dict.fromkeys(range(max(below + 1, -(-size // 2)), size + 1), tokens)
+            below = size
+        return out
+
+    @property
+    def undecided(self) -> str:
+        """The batch sizes at which nothing is decided and what is drafted there, as text."""
+        return ", ".join(f"{size} (drafts {tokens})" for size, tokens in self.lengths if tokens is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the rule as it is saved."""
+        entries = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
+        return {"kind": self.kind, **{name: _to_lists(value) for name, value in entries.items() if value != ()}}
+
+
+@dataclass(eq=False)
+class Threshold(Rule):
+    """Continue while a probability is at least a threshold.
+
+    Kinds: `step` compares `accept`; `survival` compares S_j (SpecDec++, arXiv 2405.19715); `any` keeps all branches of a
+    depth while `accept` of one is above the threshold (DynaSD, arXiv 2409.10644, `continue_decision_check`).
+    """
+
+    kind: str
+    threshold: float
+
+    def __post_init__(self) -> None:
+        self.threshold = float(self.threshold)
+        if not 0.0 <= self.threshold <= 1.0:
+            raise PolicyError(f"rule {self.kind}: expected a threshold between 0 and 1, not {self.threshold}")
+        self.by = SURVIVAL if self.kind == "survival" else ACCEPT
+        self.strict = self.together = self.kind == "any"
+        self.levels = (np.array([self.threshold]),)
+
+
+@dataclass(eq=False)
+class Derived(Rule):
+    """Continue while some further length is worth its time, at the policy's own rate rho (METHODS D3).
+
+    With S = S_j and n = `next`, continuing to depth j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...)
+    more tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. The best m does not depend on the factor S n:
+    continue iff S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio
+    objective, with look-ahead; see `derived_thresholds`.)
+
+    `thresholds` are tau_0 .. tau_{K-1}, for one stream; `first` 0 decides before drafting too, and S_j counts from x_first
+    on.
+    """
+
+    thresholds: Sequence[float]
+    first: int = 0
+    lengths: Lengths = ()
+    scales: Factors = ()
+    kind, by, strict = "derived", GAIN, True
+
+    def __post_init__(self) -> None:
+        self.thresholds = tuple(float(t) for t in self.thresholds)
+        if not self.thresholds or any(math.isnan(t) for t in self.thresholds):
+            raise PolicyError("rule derived: expected one number for each depth")
+        _check_depth(self.kind, self.first, len(self.thresholds))
+        self.levels = tuple(np.array([t]) for t in self.thresholds)
+        self.lengths, self.scales = (
+            _check_lengths(self.kind, self.lengths),
+            _check_factors(self.kind, "scales", self.scales),
+        )
+
+
+@dataclass(eq=False)
+class Continuation(Rule):
+    """Continue while the head's second output is above a margin.
+
+    That output is not a probability but the fitted value of continuing, in tokens: what continuing and deciding optimally
+    later saves against stopping now, cost of decisions included (optimal stopping by backward regression, Longstaff and
+    Schwartz 2001).
+
+    If it `remembers`, the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
+    """
+
+    margin: float = 0.0
+    first: int = 0
+    remembers: bool = False
+    kind = "continuation"
+
+    def __post_init__(self) -> None:
+        self.margin = float(self.margin)
+        _check_depth(self.kind, self.first)
+        if not math.isfinite(self.margin):
+            raise PolicyError(f"rule continuation: expected a number as margin, not {self.margin}")
+        if not isinstance(self.remembers, bool):
+            raise PolicyError(f"rule continuation: expected true or false for remembers, not {self.remembers!r}")
+
+
+@dataclass(eq=False)
+class BatchRule(Rule):
+    """Draft and send the tokens of the whole batch that are worth their time; the policy of batches decides.
+
+    Args:
+        send: `best` = drafted tokens that are worth their verification; `all` = all of them, as every mode permits.
+        rates: by batch size, rising: the policy's own rate over the best fixed length's.
+        first: depth of the first decision; 0 includes plain decoding.
+        lengths: see `Rule`; at the other sizes of `rates` the rule decides.
+    """
+
+    send: str = "best"
+    rates: Factors = ()
+    first: int = 0
+    lengths: Lengths = ()
+    kind = "batch"
+
+    def __post_init__(self) -> None:
+        _check_depth(self.kind, self.first)
+        if self.send not in ("best", "all"):
+            raise PolicyError(f"rule batch: expected best or all for send, not {self.send!r}")
+        self.rates, self.lengths = (
+            _check_factors(self.kind, "rates", self.rates),
+            _check_lengths(self.kind, self.lengths),
+        )
+
+    def lengths_by_size(self) -> dict[int, int | None]:
+        """See `Rule.lengths_by_size`."""
+        return dict(sorted({**dict.fromkeys(streams for streams, _ in self.rates), **dict(self.lengths)}.items()))
+
+    def times(self, streams: Array) -> Array:
+        """Return the factors [n] of the best fixed length's rate in batches of these sizes [n]."""
+        return _interpolated(self.rates, streams)
+
+
+@functools.lru_cache(maxsize=4)  # the same at every depth of a round, and usually in the next round
+def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
+    """Return [S], the factor for the batch of each stream; `batch` as bytes, since arrays have no hash."""
+    _, number, streams = np.unique(np.frombuffer(batch, dtype=np.int64), return_inverse=True, return_counts=True)
+    return _interpolated(scales, streams)[number]
+
+
+def _interpolated(factors: Factors, streams: Array) -> Array:
+    """Return [n] factors at batch sizes [n]: linear between the given sizes, constant beyond them; 1 if none is given."""
+    sizes, values = zip(*factors, strict=True) if factors else ((1,), (1.0,))
+    out: Array = np.interp(streams, sizes, values)
+    return out
+
+
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _check_depth(kind: str, first: Any, most: float = math.inf) -> None:
+    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= most:
+        raise PolicyError(f"rule {kind}: expected first to be a depth up to {most}, not {first!r}")
+
+
+def _check_factors(kind: str, name: str, factors: Factors) -> Factors:
+    out = tuple((int(streams), float(factor)) for streams, factor in factors)
+    if not _is_rising(out) or not all(0.0 < factor < math.inf for _, factor in out):
+        raise PolicyError(f"rule {kind}: expected {name} as [streams, factor], streams rising, not {factors!r:.80}")
+    return out
+
+
+def _check_lengths(kind: str, lengths: Lengths) -> Lengths:
+    out = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
+    if not _is_rising(out) or any(tokens is not None and tokens < 0 for _, tokens in out):
+        raise PolicyError(f"rule {kind}: expected lengths as [streams, tokens], streams rising, not {lengths!r:.80}")
+    return out
+
+
+def _is_rising(pairs: Sequence[tuple[int, Any]]) -> bool:
+    sizes = [streams for streams, _ in pairs]
+    return sizes == sorted({n for n in sizes if 0 < n <= MAX_STREAMS})

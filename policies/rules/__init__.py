@@ -1,1 +1,0 @@
-"""Stop rules: of chains, and of trees."""
