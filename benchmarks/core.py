@@ -30,14 +30,13 @@ import numpy as np
 from bars import NO_PAIR, Bars, arguments
 from random_rounds import draw_rounds, play
 from specstop.decode.topology import chain, parse_tree
-from specstop.policies.builtins import BUILTINS
 from specstop.policies.calibration import Calibrator, PathCalibrator
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, feature, summarise
 from specstop.policies.heads import build_head
 from specstop.policies.heads.dynasd import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy, TreeGain
-from specstop.policies.registry import load_policy
+from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.tree_rules import TreeRule
 
@@ -230,7 +229,7 @@ def tree_policies(nodes: int) -> dict[str, StopPolicy]:
 def check_policies(bars: Bars, quick: bool) -> None:
     """Hold what policies decide, and learn, of many streams against what they do of each alone."""
     names = [name for name in BUILTINS if name != "fixed"] + ["bandit?kind=thompson"]
-    rules = {name: load_policy(name, plain="?" not in name).limited(DEPTH) for name in names}
+    rules = {name: load_policy(name).limited(DEPTH) for name in names}
     cases = [(f"{name}, chain", policy, chain(DEPTH)) for name, policy in rules.items()]
     for nodes, text in TREES.items():
         of_trees = {**{f"{name}, {nodes} nodes": p for name, p in rules.items()}, **tree_policies(nodes)}

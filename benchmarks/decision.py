@@ -31,16 +31,15 @@ from specstop.decode.feature_reader import FeatureReader
 from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.texts import Anchor
 from specstop.decode.topology import chain
-from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.builtins import BUILTINS
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
+from specstop.policies.fixed import Confidence
 from specstop.policies.heads import build_head
 from specstop.policies.history import History
 from specstop.policies.host import PolicyHost
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.registry import load_policy
+from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived
 from specstop.train.fit.plan import FEATURES
 from specstop.train.heads.kinds.boosted import flatten
@@ -214,7 +213,7 @@ def measure_rules(count: int, bars: Bars) -> dict[str, float]:
     """Return the microseconds by built-in rule of one `keep` and one `observe`, and print them."""
     found = {}
     for name in (*BUILTINS, "bandit?kind=thompson"):
-        found[name] = round_us(load_policy(name, plain="?" not in name and name != "fixed"), count)
+        found[name] = round_us(load_policy(name), count)
         print(f"{name:<30}{'keep, observe':>22}{found[name]:>9.1f}", flush=True)
         check(bars, f"{name}, keep and observe", found[name], ROUND_US)
     return found

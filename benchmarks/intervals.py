@@ -40,8 +40,8 @@ from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import TIMES, Header, chain
 from specstop.collect.store.folder import Trace, shard_table
 from specstop.decode.benchmark import Ratio
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.train.off_policy.estimate import estimate_offline

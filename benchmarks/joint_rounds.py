@@ -15,9 +15,11 @@ from specstop.decode import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
-from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
-from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.latency.profile import Profile
+from specstop.policies.published.adaptive_verification import AdaptiveVerification
+from specstop.policies.published.load import LoadLength
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.published.tetris import Tetris
 from specstop.train.fit.run import train
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import COLUMNS, replay_batch

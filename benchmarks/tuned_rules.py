@@ -11,17 +11,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from specstop.policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.baselines.gain import Gain
-from specstop.policies.baselines.online import Online
-from specstop.policies.baselines.roc import Roc
-from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
-from specstop.policies.baselines.trees import C2T, DDD, Eagle, OptTree
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, close_match
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
+from specstop.policies.published.adaedl import AdaEDL
+from specstop.policies.published.bandit import Bandit
+from specstop.policies.published.c2t import C2T
+from specstop.policies.published.ddd import DDD
+from specstop.policies.published.eagle import Eagle, OptTree
+from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
+from specstop.policies.published.kangaroo import MaxProb
+from specstop.policies.published.online import Online
+from specstop.policies.published.specdecpp import Product
+from specstop.policies.published.svip import EntropyBound
+from specstop.policies.tree_rules import Gain
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import Replayed, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, typical_context
@@ -113,7 +117,7 @@ def rule_defaults(depth: int) -> dict[str, StopPolicy]:
     """Return each rule as published, none drafting deeper than `depth`."""
     from specstop.policies.registry import load_policy
 
-    return {name: load_policy(name, plain=True).limited(depth) for name in GRIDS}
+    return {name: load_policy(name).limited(depth) for name in GRIDS}
 
 
 def tuned_rules(names: Sequence[str], arrays: TraceArrays, profile: Profile) -> dict[str, StopPolicy]:

@@ -15,9 +15,9 @@ from ..decode.verify.given_text import GIVEN_TEXT
 from ..decode.verify.match import Match
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.rejection import Block
-from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
+from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from .dense.collector import dense_rows
 from .dense.completions import Completions, completion_rows

@@ -14,10 +14,10 @@ from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
-from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
 from ..policies.registry import PolicySpec, as_policy

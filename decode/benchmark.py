@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..policies.arguments import check_token_ids
-from ..policies.baselines.fixed import FixedLength
 from ..policies.errors import InputError
+from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from ..policies.progress import Progress, shown, silent
 from ..policies.registry import PolicySpec, as_policies

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies.baselines.fixed import FixedLength
+from ..policies.batches import CostGrid, SingleStreamCosts, batch_costs
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
-from ..policies.joint.grid import SingleStreamCosts, batch_costs, length_rates
+from ..policies.fixed import FixedLength
 from ..policies.latency.profile import Profile
 from ..policies.learned import LearnedPolicy, TreeGain
 from ..policies.typing import Array
@@ -192,4 +192,4 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
     tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
     costs = SingleStreamCosts(profile) if streams == 1 else batch_costs(profile)
-    return int(length_rates(costs, profile.low.context, np.array([streams]), tokens).argmax())
+    return int(CostGrid(costs, profile.low.context).length_rates(np.array([streams]), tokens).argmax())

@@ -15,10 +15,10 @@ import torch
 
 from ..policies import kernels
 from ..policies.arguments import check_token_ids
-from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost
 from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits

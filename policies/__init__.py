@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 from .lazy import attach
 
 if TYPE_CHECKING:
-    from .baselines.fixed import Confidence as Confidence, FixedLength as FixedLength
+    from .arguments import validate_int as validate_int, validate_number as validate_number
+    from .batches import Batches as Batches, CostGrid as CostGrid
     from .contract import (
+        Array as Array,
         DraftStep as DraftStep,
         DraftTree as DraftTree,
         RoundOutcome as RoundOutcome,
+        State as State,
         StopPolicy as StopPolicy,
     )
+    from .counter_rng import keyed_normal as keyed_normal, keyed_uniform as keyed_uniform
     from .errors import (
         InputError as InputError,
         PairError as PairError,
@@ -24,6 +28,13 @@ if TYPE_CHECKING:
         SpecstopError as SpecstopError,
         SpecstopWarning as SpecstopWarning,
         TraceError as TraceError,
+    )
+    from .fixed import Confidence as Confidence, FeatureThreshold as FeatureThreshold, FixedLength as FixedLength
+    from .kernels.compiled import (
+        argsort_desc as argsort_desc,
+        kernel as kernel,
+        kernel_part as kernel_part,
+        known_depths as known_depths,
     )
     from .latency.profile import Profile as Profile
     from .latency.tables import CostTable as CostTable
@@ -35,17 +46,23 @@ if TYPE_CHECKING:
         save_policy as save_policy,
         save_pretrained as save_pretrained,
     )
+    from .tree_rules import append_level as append_level, node_values as node_values
 
 __getattr__, __all__ = attach(
     __name__,
     {
-        "baselines.fixed": "Confidence FixedLength",
-        "contract": "DraftStep DraftTree RoundOutcome StopPolicy",
+        "arguments": "validate_int validate_number",
+        "batches": "Batches CostGrid",
+        "contract": "Array DraftStep DraftTree RoundOutcome State StopPolicy",
+        "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
+        "fixed": "Confidence FeatureThreshold FixedLength",
+        "kernels.compiled": "argsort_desc kernel kernel_part known_depths",
         "latency.profile": "Profile",
         "latency.tables": "CostTable",
         "learned": "LearnedPolicy",
-        "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
         "registry": "load_policy",
+        "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
+        "tree_rules": "append_level node_values",
     },
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, PolicyError
 
 
 def check_token_ids(prompts: Any) -> None:
@@ -53,3 +54,19 @@ def describe_value(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**40:  # Python does not convert integers with thousands of digits
         return "a number of more than 40 digits"
     return repr(value)[:40] if not isinstance(value, float) else f"{value:g}"
+
+
+def validate_number(owner: str, name: str, value: Any, low: float, high: float = math.inf) -> float:
+    """Return a parameter of a policy as a float; a `PolicyError` unless it is a finite number from `low` to `high`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= min(high, sys.float_info.max):
+        limits = f"between {low:g} and {high:g}" if math.isfinite(high) else f"of {low:g} or more"
+        raise PolicyError(f"{owner}: expected for {name} a number {limits}, not {value!r}")
+    return float(value)
+
+
+def validate_int(owner: str, name: str, value: Any, low: int = 1) -> int:
+    """Return a parameter of a policy; a `PolicyError` unless it is a whole number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise PolicyError(f"{owner}: expected for {name} a whole number of {low} or more, not {value!r}")
+    return value

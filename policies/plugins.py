@@ -1,7 +1,4 @@
-"""Specs such as `name?key=value`: their options, and the installed packages that bring what they name.
-
-Policies (`registry`) and drafters (`decode.drafters.find`) are written and found alike. What is wrong is a `PolicyError`.
-"""
+"""Policies and drafters of installed packages, and the specs `name:value` and `name?key=value` that name them."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from .errors import PolicyError, SpecstopWarning
 from .validation import error_text, plugin_errors
 
 SWITCH = "SPECSTOP_PLUGINS"
-"""The environment variable that turns discovery off where it is 0."""
+"""Environment variable; 0 turns the discovery of plugins off."""
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
-class Listed:
-    """An entry of a list: its name, where it comes from, its module, its use, and why it does not load ("" if it does)."""
+class PluginInfo:
+    """A row of `specstop policies`; `problem` says why the entry cannot be used, "" if it can."""
 
     name: str
     where: str
@@ -36,63 +33,58 @@ class Listed:
 
 @dataclass(frozen=True)
 class Plugins:
-    """What installed packages bring of one kind.
+    """Entry points of one kind.
 
     Attributes:
-        group: of their entry points.
-        kind, kinds: what one is called, and several.
-        taken: names of those that come with specstop.
+        group: of the entry points.
+        kind, kinds: singular and plural, for messages.
+        builtin: names that no plugin may have.
     """
 
     group: str
     kind: str
     kinds: str
-    taken: Collection[str]
+    builtin: Collection[str]
 
-    def installed(self) -> tuple[list[EntryPoint], dict[str, str]]:
-        """Return all of them, not imported, and by name why one cannot be used: no other name is affected."""
+    def installed(self) -> dict[str, tuple[EntryPoint, str]]:
+        """Return the entry points by name, not imported, each with the reason why it cannot be used, or ""."""
+        found: dict[str, tuple[EntryPoint, str]] = {}
         if os.environ.get(SWITCH) == "0":
-            return [], {}
+            return found
         try:
             points = list(entry_points(group=self.group))
         except Exception as error:  # the metadata of any package may be damaged
             text = f"installed {self.kinds} cannot be looked for: {error_text(error)}"
             warnings.warn(text, SpecstopWarning, stacklevel=2)
-            return [], {}
-        refused = {}
-        for name in sorted({point.name for point in points}):
-            claims = [_origin(point) for point in points if point.name == name]
-            two = f"two {self.kinds} are called {name!r}: {claims[-1]}"
-            if not NAME.fullmatch(name):
-                refused[name] = f"the {self.kind} {name!r} of {claims[0]} needs a name of letters, digits, - and _"
-            elif name in self.taken:
-                refused[name] = f"{two} and a built-in; rename that entry point"
-            elif len(claims) > 1:
-                refused[name] = f"{two} and {claims[0]}; uninstall one"
-        return points, refused
+            return found
+        for point in points:
+            problem, two = "", f"two {self.kinds} are called {point.name!r}: {_origin(point)}"
+            if not NAME.fullmatch(point.name):
+                problem = f"the {self.kind} {point.name!r} of {_origin(point)} needs a name of letters, digits, - and _"
+            elif point.name in self.builtin:
+                problem = f"{two} and a built-in; rename that entry point"
+            elif point.name in found:
+                problem = f"{two} and {_origin(found[point.name][0])}; uninstall one"
+            found[point.name] = point, problem
+        return found
 
     def usable(self) -> dict[str, EntryPoint]:
-        """Return by name those that can be named, not imported."""
-        points, refused = self.installed()
-        return {point.name: point for point in points if point.name not in refused}
+        """Return the entry points that can be used by name, not imported."""
+        return {name: point for name, (point, problem) in self.installed().items() if not problem}
 
     def find(self, name: str) -> EntryPoint | None:
-        """Return the one of a name, not imported; None where there is none.
+        """Return the entry point of a name, not imported, or None.
 
         Raises:
-            PolicyError: several claim the name, or one does that comes with specstop: which one is meant?
+            PolicyError: the name is ambiguous, as several packages, or a package and specstop, use it.
         """
-        points, refused = self.installed()
-        if name in refused:
-            raise PolicyError(f"--{self.kind}: {refused[name]}")
-        return next((point for point in points if point.name == name), None)
+        point, problem = self.installed().get(name, (None, ""))
+        if problem:
+            raise PolicyError(f"--{self.kind}: {problem}")
+        return point
 
     def load(self, point: EntryPoint) -> Callable[..., Any]:
-        """Import one.
-
-        Raises:
-            PolicyError: that fails, or it is nothing that can be called.
-        """
+        """Import the class or function of an entry point; a `PolicyError` if that fails."""
         with plugin_errors(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
             build: Callable[..., Any] = point.load()
         if not callable(build):
@@ -101,46 +93,41 @@ class Plugins:
             )
         return build
 
-    def listed(self, builtins: Mapping[str, tuple[str, str]], use: Callable[[EntryPoint], str]) -> list[Listed]:
-        """Return those that come with specstop and the plugins, with whether they load: this imports them.
+    def listed(self, builtin: Mapping[str, tuple[str, str]], usage: Callable[[EntryPoint], str]) -> list[PluginInfo]:
+        """Return the built-ins and the plugins, which are imported.
 
         Args:
-            builtins: module and use by name.
-            use: returns how a plugin is written, or raises `PolicyError`.
+            builtin: module and usage by name.
+            usage: returns the usage of a plugin, or raises `PolicyError`.
         """
-        points, refused = self.installed()
-        found = [Listed(name, "built in", *told, refused.get(name, "")) for name, told in builtins.items()]
-        for point in points:
-            usage, problem = f"{point.name}?key=value", refused.get(point.name, "")
+        installed = self.installed()
+        rows = [PluginInfo(name, "built in", *row, installed.get(name, ("", ""))[1]) for name, row in builtin.items()]
+        for name, (point, problem) in installed.items():
+            if name in builtin:
+                continue
+            what = f"{name}?key=value"
             try:
-                usage = usage if problem else use(point)
+                what = what if problem else usage(point)
             except PolicyError as error:
                 problem = " ".join(error.command_line.removeprefix(f"--{self.kind}: ").split())
-            found.append(Listed(point.name, _package(point), point.value.partition(":")[0], usage, problem))
-        return found
+            rows.append(PluginInfo(name, _package(point), point.value.partition(":")[0], what, problem))
+        return rows
 
 
 def _package(point: EntryPoint) -> str:
-    """Return the distribution and its version, or "?"."""
     try:
         return f"{point.dist.name} {point.dist.version}" if point.dist else "?"
-    except Exception:  # its metadata may be damaged, or gone
+    except Exception:  # its metadata may be damaged
         return "?"
 
 
 def _origin(point: EntryPoint) -> str:
-    """Return `module:name`, and the distribution where it is known."""
     package = _package(point)
     return point.value if package == "?" else f"{point.value} of {package}"
 
 
 def read_options(query: str, where: str) -> dict[str, Any]:
-    """Return what stands after a question mark, numbers as numbers.
-
-    Args:
-        query: `key=value`, with `&` between several.
-        where: begins the message of an error.
-    """
+    """Return the options of `key=value&key=value`, numbers as numbers; `where` begins the message of an error."""
     options: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
         key, equals, value = part.partition("=")
@@ -163,7 +150,7 @@ def read_number(value: str) -> int | float | str:
 
 
 def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of what makes a thing."""
+    """Return the parameters of a class or function of a plugin."""
     with plugin_errors(where, "reading what it takes"):
         return inspect.signature(build).parameters
 
@@ -171,11 +158,40 @@ def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Pa
 def check_options(
     takes: Mapping[str, inspect.Parameter], where: str, options: Mapping[str, Any], given: tuple[Any, ...] = ()
 ) -> None:
-    """Raise `PolicyError` unless what has these parameters can be called with the options, after the arguments `given`.
-
-    Asked before the call: a TypeError of a plugin's own code is no wrong option.
-    """
-    try:
+    """Raise `PolicyError` unless these parameters accept the options after the positional arguments `given`."""
+    try:  # before the call: a TypeError of a plugin's own code is not a wrong option
         inspect.Signature([*takes.values()]).bind(*given, **options)
     except TypeError as error:
         raise PolicyError(f"{where}: {error}; it takes {', '.join([*takes][len(given) :]) or 'nothing'}") from None
+
+
+DRAFTERS = ("model", "lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer")
+"""Built-in drafters, which `decode.drafters` makes; traces and profiles compare their specs."""
+
+DRAFTER_PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", DRAFTERS)
+"""Classes or functions that make a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
+
+_FIRST = re.compile(rf"({NAME.pattern})(?:[:?+]|$)")
+
+
+def known_names(text: str) -> set[str]:
+    """Return the names of drafters that a spec may contain."""
+    return {*DRAFTERS, *(DRAFTER_PLUGINS.usable() if "+" in text else ())}
+
+
+def split_first(text: str, known: Collection[str]) -> tuple[str, str | None]:
+    """Return the first drafter of a spec such as `suffix:FILE?sure=0.6+hydra:PATH` and the rest, None if there is none."""
+    for sign in re.finditer(r"\+", text):
+        first, rest = text[: sign.start()], text[sign.end() :]
+        start = _FIRST.match(rest)
+        # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
+        if NAME.fullmatch(first) or (start and start[1] in known):
+            return first, rest
+    return text, None
+
+
+def kinds_of(text: str) -> str:
+    """Return the spec of a drafter without values and options, such as `suffix+hydra`."""
+    first, rest = split_first(text, known_names(text))
+    kind = re.split("[:?]", first, maxsplit=1)[0]
+    return kind if rest is None else f"{kind}+{kinds_of(rest)}"

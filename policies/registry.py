@@ -1,7 +1,4 @@
-"""Policies by name: `fixed:4`, a folder, `hub:owner/name`, or `name?key=value` for built-ins and plugins.
-
-A folder may be put under the rule for batches: `folder?rule=batch`.
-"""
+"""Policies by name: `fixed:4`, `name?key=value`, a folder, `folder?rule=batch`, `hub:owner/name`."""
 
 from __future__ import annotations
 
@@ -11,67 +8,71 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from . import baselines, joint
 from .arguments import as_list
-from .baselines.bandit import Bandit
-from .builtins import BUILTINS as BUILTINS, builtin
+from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, close_match
-from .joint.survival import for_batches
 from .latency.profile import Profile
-from .lazy import modules
 from .learned import LearnedPolicy
-from .plugins import Listed, Plugins, check_options, parameters, read_number, read_options
+from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, read_options
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
 from .validation import plugin_errors, validate_policy
 
 GROUP = "specstop.policies"
+
+BUILTINS = {
+    name: EntryPoint(name, f"{__package__}.{value}", GROUP)
+    for name, value in {
+        "fixed": "fixed:FixedLength",
+        "confidence": "fixed:Confidence",
+        "heuristic": "published.hugging_face:Heuristic",
+        "heuristic-transient": "published.hugging_face:HeuristicTransient",
+        "roc": "published.hugging_face:Roc",
+        "entropy": "published.svip:EntropyBound",
+        "adaedl": "published.adaedl:AdaEDL",
+        "maxprob": "published.kangaroo:MaxProb",
+        "product": "published.specdecpp:Product",
+        "online": "published.online:Online",
+        "bandit": "published.bandit:make_bandit",
+        "ddd": "published.ddd:DDD",
+        "eagle": "published.eagle:Eagle",
+        "opt": "published.eagle:OptTree",
+        "c2t": "published.c2t:C2T",
+        "gain": "tree_rules:Gain",
+        "tetris": "published.tetris:Tetris",
+        "adaptive-verification": "published.adaptive_verification:AdaptiveVerification",
+        "load": "published.load:LoadLength",
+        "smartspec": "published.smartspec:SmartSpec",
+    }.items()
+}
+"""The policies of specstop, declared as the entry points of a plugin are. Each is imported when it is used."""
+
 _PLUGINS = Plugins(GROUP, "policy", "policies", BUILTINS)
-
-
-for _folder in (baselines, joint):
-    modules(_folder)  # each enters its policies
-
-ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
-
-
-@builtin("bandit", "explore", "bandit?kind=thompson&arms=fixed:2,fixed:6 picks a policy each round")
-def build_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
-    """Return the bandit over the policies that `arms` names, with commas between them."""
-    # The default arms are built-ins: a plugin that claims the name of one must not break the bandit.
-    return Bandit([load_policy(arm, plain=arms == ARMS) for arm in str(arms).split(",") if arm], kind, explore)
-
-
-def plugins() -> dict[str, EntryPoint]:
-    """Return the installed plugins that can be named, without importing them.
-
-    The environment variable `SPECSTOP_PLUGINS=0` turns discovery off: there are none then.
-    """
-    return _PLUGINS.usable()
-
-
-def listed_policies() -> list[Listed]:
-    """Return the built-in policies, and the plugins with whether they load: this imports them, and makes them if it can."""
-    return _PLUGINS.listed({name: (made.build.__module__, made.usage) for name, made in BUILTINS.items()}, _usage)
-
-
-def load_policy(spec: str | Path, *, plain: bool = False) -> StopPolicy:
-    """Return the policy that `spec` names.
-
-    Args:
-        spec: see the top of this module.
-        plain: a built-in is meant, whatever plugins are installed.
-
-    Raises:
-        PolicyError: no such policy (the message has the close match), a wrong value, or a broken folder.
-    """
-    policy = _of_spec(str(spec), plain)
-    object.__setattr__(policy, "label", str(spec))  # a plugin may be a frozen dataclass
-    return policy
-
 
 PolicySpec = StopPolicy | str | Path
 """A policy, or what `load_policy` reads."""
+
+
+def plugins() -> dict[str, EntryPoint]:
+    """Return the installed plugins, not imported; none with `SPECSTOP_PLUGINS=0` in the environment."""
+    return _PLUGINS.usable()
+
+
+def listed_policies() -> list[PluginInfo]:
+    """Return the built-in policies and the plugins, all imported, with the reason where one does not load."""
+    builtin = {name: (point.value.partition(":")[0], _usage(point)) for name, point in BUILTINS.items()}
+    return _PLUGINS.listed(builtin, _usage)
+
+
+def load_policy(spec: str | Path) -> StopPolicy:
+    """Return the policy that `spec` names; the value after a colon sets its first parameter.
+
+    Raises:
+        PolicyError: no such policy, a wrong value, or a broken folder.
+    """
+    policy = _load(str(spec))
+    object.__setattr__(policy, "label", str(spec))  # a plugin may be a frozen dataclass
+    return policy
 
 
 def as_policy(policy: PolicySpec) -> StopPolicy:
@@ -80,20 +81,20 @@ def as_policy(policy: PolicySpec) -> StopPolicy:
 
 
 def as_policies(policies: PolicySpec | Sequence[PolicySpec]) -> list[StopPolicy]:
-    """Return policies that are given as such or named; one by itself is a list of one."""
+    """Return one policy or several, or those that specs or folders name, as a list."""
     return [as_policy(policy) for policy in as_list(policies, StopPolicy)]
 
 
-def _of_spec(text: str, plain: bool) -> StopPolicy:
-    if _is_folder(text):
-        return load_policy_folder(Path(os.path.expanduser(text)))
-    where = f"--policy: {text!r}"
+def _load(text: str) -> StopPolicy:
     name, _, query = text.partition("?")
+    where = f"--policy: {text!r}"
+    if _is_folder(text):
+        return load_policy_folder(Path(text).expanduser())
     if query and _is_folder(name):
-        return _under_options(load_policy_folder(Path(os.path.expanduser(name))), read_options(query, where), text)
+        return _batch_policy(load_policy_folder(Path(name).expanduser()), read_options(query, where), where)
     name, colon, value = name.partition(":")
-    point = None if plain else _PLUGINS.find(name)
-    if name not in BUILTINS and point is None:
+    point = _PLUGINS.find(name) or BUILTINS.get(name)
+    if point is None:
         if text.startswith("hub:"):
             return from_pretrained(text.removeprefix("hub:"))
         if "/" in text or text.startswith("."):
@@ -103,52 +104,51 @@ def _of_spec(text: str, plain: bool) -> StopPolicy:
             f"--policy: unknown policy {text!r}{close_match(name, known)}; expected a policy folder or one of "
             f"{', '.join(known)}"
         )
-    arguments = read_options(query, where)
+    build, options = _PLUGINS.load(point), read_options(query, where)
+    takes = parameters(build, where)
     if colon:
-        if name not in BUILTINS:
-            raise PolicyError(f"{where}: write the plugin's options as {name}?key=value")
-        if BUILTINS[name].value in arguments:
-            raise PolicyError(f"{where}: {BUILTINS[name].value} is given twice; give it once")
-        arguments[BUILTINS[name].value] = number = read_number(value)
-        if isinstance(number, str):
+        first = next(iter(takes), "value")
+        if first in options:
+            raise PolicyError(f"{where}: {first} is given twice; give it once")
+        options[first] = read_number(value)
+        if isinstance(options[first], str):
             raise PolicyError(f"{where}: expected a number after the colon, not {value!r}")
-    return _build(BUILTINS[name].build if point is None else _PLUGINS.load(point), arguments, text)
+    check_options(takes, where, options)
+    return _build(build, options, where)
 
 
 def _is_folder(text: str) -> bool:
-    # A bare name is a folder only if a policy is in it: a folder `fixed` in the way does not hide the built-in.
-    path = Path(os.path.expanduser(text))
+    # A bare name is a folder only if a policy is in it: a folder `fixed` does not hide the built-in.
+    path = Path(os.path.expanduser(text))  # unlike that of `Path`, leaves an unknown user as it is
     return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
 
 
-def _under_options(policy: LearnedPolicy, arguments: dict[str, Any], text: str) -> StopPolicy:
-    """Return a policy of a folder under the rule `batch`, the only one that needs no training of its own."""
-    rule, profile, send = (str(arguments.pop(name, "")) for name in ("rule", "profile", "send"))
-    if arguments or rule != "batch":
-        raise PolicyError(
-            f"--policy: {text!r}: expected rule=batch after the folder, and perhaps profile=FILE or send=all"
-        )
+def _batch_policy(policy: LearnedPolicy, options: dict[str, Any], where: str) -> StopPolicy:
+    """Return the policy of a folder under the rule `batch`, the only one that needs no training of its own."""
+    rule, profile, send = (str(options.pop(name, "")) for name in ("rule", "profile", "send"))
+    if options or rule != "batch":
+        raise PolicyError(f"{where}: expected rule=batch after the folder, and perhaps profile=FILE or send=all")
     try:
         return for_batches(policy, send, Profile.load(profile) if profile else None)
     except InputError as error:
-        raise PolicyError(f"--policy: {text!r}: {error.command_line.removeprefix('--profile: ')}") from None
+        raise PolicyError(f"{where}: {error.command_line.removeprefix('--profile: ')}") from None
 
 
 def _usage(point: EntryPoint) -> str:
-    """Return how a plugin is written in a spec, once it was made with what it takes by default."""
-    build, usage = _PLUGINS.load(point), f"{point.name}?key=value"
-    takes = parameters(build, f"{point.name!r}")
-    if all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in takes.values()):
-        _build(build, {}, point.name)
-    return f"{usage}; takes {', '.join(takes)}" if takes else usage
+    """Return how a policy is written, with its parameters and summary; build it with its defaults if it is a plugin."""
+    build, where = _PLUGINS.load(point), f"{point.name!r}"
+    takes = parameters(build, where)
+    needed = [p for p in takes.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not needed and point.name not in BUILTINS:
+        _build(build, {}, where)
+    written = f"{point.name}:{next(iter(takes))}; takes {', '.join(takes)}" if takes else point.name
+    summary = (build.__doc__ or "").strip().partition("\n")[0]
+    return f"{written}. {summary}" if summary else written
 
 
-def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> StopPolicy:
-    """Make a policy, and check what it says of itself."""
-    where = f"--policy: {text!r}"
-    check_options(parameters(build, where), where, arguments)
+def _build(build: Callable[..., Any], options: dict[str, Any], where: str) -> StopPolicy:
     with plugin_errors(where, "making it"):
-        policy = build(**arguments)
+        policy = build(**options)
     if not isinstance(policy, StopPolicy):
         raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
     try:

@@ -21,6 +21,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from .batch_rules import BatchPolicy, BatchStop
 from .calibration import Calibrator, PathCalibrator, SurvivalMaps
 from .conditions import sampling_text
 from .contract import Array
@@ -28,7 +29,6 @@ from .errors import PolicyError
 from .features import feature
 from .files import RUN_FILE, staged_folder, write_atomic, write_json
 from .heads import build_head
-from .joint.survival import BatchPolicy, BatchStop
 from .learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
 from .rules import BatchRule, Continuation
 from .safe_loading import (

@@ -1,4 +1,4 @@
-"""What nodes of a tree cost and bring: which branches to extend, and which nodes to verify."""
+"""Rules for trees: values of nodes by the draft's own probabilities, and which nodes are worth their price."""
 
 from __future__ import annotations
 
@@ -6,24 +6,126 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from .arguments import validate_int, validate_number
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError
 from .kernels import on_first_use
 from .latency.robust_fits import extended
 from .rules import Rule
-from .typing import Array
+
+UNSEEN = 0.5
+"""Probability of a node without a decision, as at the last depth, given its parent; half as much per better sibling."""
 
 MOST_NODES = 64
-"""Values that the price of a further node is worked out from: those of the best nodes."""
+"""Number of best nodes by which the price of a further node is computed."""
 
 MOST_ENTRIES = 1024
-"""Of any list, and nodes of the tree."""
-
+"""Largest length of a list of a rule, and of nodes of its tree."""
 
 kernels = on_first_use("trees")
+
+
+def append_level(levels: Sequence[Array], step: DraftStep, values: Array) -> tuple[Array, ...]:
+    """Return the values [S, B] float32 of the depths 1..j, given those before; -infinity if not alive.
+
+    For the state of a policy that ranks the nodes of a tree in `select`; see `node_values`.
+    """
+    return (*levels[: step.depth - 1], np.where(step.alive, values, np.float32(-np.inf)))
+
+
+def node_values(levels: Sequence[Array], tree: DraftTree) -> Array:
+    """Return [S, N] float32, the log-probability of the path of each node; -infinity if it was not drawn.
+
+    No value is above the parent's, and parents come first, so that the best n nodes are closed under parents.
+
+    Args:
+        levels: of `append_level`, with log-probabilities of paths; a node at a depth without a decision counts as `UNSEEN`.
+        tree: the nodes.
+    """
+    known = np.concatenate(levels, 1) if levels else np.empty((len(tree.drawn), 0), dtype=np.float32)  # [S, M]
+    out = np.empty(tree.drawn.shape, dtype=np.float32)
+    kernels().value_nodes(known, tree.parent[0], tree.drawn, math.log(UNSEEN), out)  # one topology for all streams
+    return out
+
+
+class Gain(StopPolicy):
+    """Buy draft steps and verified nodes with expected tokens, the survival of a node read off the draft's own probabilities.
+
+    A node is accepted with probability s = (product of q along its path)^power. Prices are in tokens: rho, the tokens per
+    second that are had otherwise, times seconds.
+
+    * After each depth the m best branches are expanded, m the one that maximises
+      follow (s_1 + ... + s_m) - draft(m) - verify m, or none, which ends drafting. So doubt widens the tree as long as rows
+      are cheap, and ends it where a step is not worth it.
+    * Of all that was drawn the n best nodes are verified, n the one that maximises s_1 + ... + s_n - target(n).
+
+    It reads the drawn tokens and leaves some out, so it is for `match` verification, and for temperature 0. Expected accepted
+    length as a sum of path probabilities is OPT-Tree's (arXiv 2406.17276, eq. 5); prices at the own rate are ours.
+
+    Args:
+        step: of a draft step of one row.
+        row: of each further row.
+        verify: of verifying one more node.
+        power: below 1 the target accepts more than the draft believes.
+        follow: the probability that something below a node is accepted, if it is.
+        max_depth: levels.
+        draft_prices, target_prices: tables in the place of the three prices: of a step of 1, 2, ... rows, and of
+            verifying 0, 1, ... nodes; beyond them prices go on as at their end.
+    """
+
+    reads_seconds: ClassVar[bool] = False
+    features = ("path_logprob",)
+
+    def __init__(
+        self,
+        step: float = 0.1,
+        row: float = 0.01,
+        verify: float = 0.02,
+        power: float = 1.0,
+        follow: float = 0.8,
+        max_depth: int = 20,
+        draft_prices: Sequence[float] = (),
+        target_prices: Sequence[float] = (),
+    ) -> None:
+        step, row, verify = (
+            validate_number("gain", name, value, 0.0)
+            for name, value in (("step", step), ("row", row), ("verify", verify))
+        )
+        self.power = validate_number("gain", "power", power, 0.0)
+        self.follow = validate_number("gain", "follow", follow, 0.0)
+        self.max_depth = validate_int("gain", "max_depth", max_depth)
+        self.draft_prices = tuple(draft_prices) or (step, step + row)  # `extended` goes on along the line
+        self.target_prices = tuple(target_prices) or (0.0, verify)
+        ends = self.target_prices
+        # A node's share on average: while drafting nobody knows how many will be verified, thus at which step of the table.
+        self.verify = (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
+        self.name = "gain" if draft_prices else f"gain:{step:g}"
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return no levels."""
+        return ()
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that are worth another draft step, and remember the paths' probabilities."""
+        levels, kept = append_level(state, step, self.power * step.features[:, :, 0]), np.zeros_like(step.alive)
+        table = extended(self.draft_prices, kept.shape[1])
+        kernels().keep_worth(levels[-1], step.alive, self.follow, self.verify, table, kept)
+        return kept, levels
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Return the nodes that are worth their verification."""
+        values, kept = node_values(state, tree), np.zeros_like(tree.drawn)
+        table = extended(self.target_prices, kept.shape[1] + 1)
+        kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)  # verifying none is paid anyway
+        return kept
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Forget the round's levels."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

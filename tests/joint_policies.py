@@ -6,16 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import StopPolicy
 from specstop.policies.features import feature
 from specstop.policies.heads import build_head
-from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
-from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import BatchStop, for_batches
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.published.adaptive_verification import AdaptiveVerification
+from specstop.policies.published.load import LoadLength
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import Derived
 
 MOST = 3

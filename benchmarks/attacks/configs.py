@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import load_pair
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PairError
+from specstop.policies.fixed import FixedLength
 from transformers import AutoModelForCausalLM
 
 from .random_pair import END, prompt_ids, save_pair

@@ -17,8 +17,8 @@ from specstop.decode.drafters.spec import TRAINED
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .policy_folders import damage_folders

@@ -18,7 +18,7 @@ import torch
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import load_pair
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 

@@ -11,8 +11,8 @@ from bars import Bars
 from specstop.decode import Pair, Settings, Speculator
 from specstop.decode.benchmark import run_alternating, texts_per_turn
 from specstop.decode.profile import CalibrationRun
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch

@@ -8,15 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bars import Bars
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.contract import StopPolicy
-from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
-from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import BatchStop, for_batches
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.published.adaptive_verification import AdaptiveVerification
+from specstop.policies.published.load import LoadLength
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.published.tetris import Tetris
 from specstop.policies.registry import load_policy
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE, achievable_in_batches
 from specstop.train.fit.rates import Part

@@ -13,7 +13,7 @@ import intervals as worlds
 import numpy as np
 import torch
 from bars import Bars
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.train.report.evaluate import evaluate
 
 from .machines import NOISY

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from bars import Bars
 from specstop.collect.schema import Header, chain
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.features import DRAFT_HIDDEN, Kind, feature
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.train.fit.plan import Plan

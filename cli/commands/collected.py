@@ -63,7 +63,7 @@ def _rounds(header: Header, through: str | None) -> list[str]:
     """Return the options under which `profile` times rounds as a trace holds them, where it would not by itself."""
     from ...decode.topology import chain
     from ...decode.verify.modes import resolve_mode
-    from ...policies.baselines.fixed import FixedLength
+    from ...policies.fixed import FixedLength
 
     shape = ["--depth", str(header.depth)]
     if through is not None:

@@ -15,9 +15,17 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from ...policies.drafter_names import PLUGINS, known_names, split_first
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
-from ...policies.plugins import Listed, check_options, parameters, read_number, read_options
+from ...policies.plugins import (
+    DRAFTER_PLUGINS,
+    PluginInfo,
+    check_options,
+    known_names,
+    parameters,
+    read_number,
+    read_options,
+    split_first,
+)
 from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from ..topology import parse_tree
@@ -121,7 +129,7 @@ def check_drafter(name: str) -> None:
     for part in parse_spec(name).parts():
         if part.kind in TRAINED:
             _trained_path(part)
-        elif part.kind not in BUILTINS and PLUGINS.find(part.kind) is None:
+        elif part.kind not in BUILTINS and DRAFTER_PLUGINS.find(part.kind) is None:
             raise _unknown(part)
 
 
@@ -159,9 +167,9 @@ def _attribute(kind: str, name: str, allowed: tuple[Any, ...]) -> Any:
     """Return a class attribute of a drafter; the default, which is the first allowed value, if there is no such drafter."""
     if builtin := BUILTINS.get(kind) or TRAINED.get(kind):
         return getattr(builtin.build, name)
-    if (point := PLUGINS.find(kind)) is None:
+    if (point := DRAFTER_PLUGINS.find(kind)) is None:
         return allowed[0]
-    value = getattr(PLUGINS.load(point), name, allowed[0])
+    value = getattr(DRAFTER_PLUGINS.load(point), name, allowed[0])
     if type(value) is not type(allowed[0]) or value not in allowed:
         raise PolicyError(
             f"--drafter: {point.value}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}"
@@ -192,20 +200,20 @@ def _absolute(path: str) -> str:
     return str(Path(path).expanduser().resolve()) if path else ""
 
 
-def listed_drafters() -> list[Listed]:
+def listed_drafters() -> list[PluginInfo]:
     """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
     entries = (BUILTINS | TRAINED).items()
-    return PLUGINS.listed({name: (entry.build.__module__, _USAGE[name]) for name, entry in entries}, _usage)
+    return DRAFTER_PLUGINS.listed({name: (entry.build.__module__, _USAGE[name]) for name, entry in entries}, _usage)
 
 
 def _usage(point: EntryPoint) -> str:
-    names = [*parameters(PLUGINS.load(point), f"{point.name!r}")][1:]
+    names = [*parameters(DRAFTER_PLUGINS.load(point), f"{point.name!r}")][1:]
     draft = "; needs the draft model" if _attribute(point.name, "needs_draft", (False, True)) else ""
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 
 
 def _unknown(spec: DrafterSpec) -> InputError:
-    plugins = sorted(PLUGINS.usable())
+    plugins = sorted(DRAFTER_PLUGINS.usable())
     known = [*BUILTINS, *TRAINED, *plugins]
     more = f", or a plugin's ({', '.join(plugins)})" if plugins else ""
     match = "" if spec.kind in known else close_match(spec.kind, known)
@@ -266,7 +274,7 @@ def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
     where = f"--drafter: {spec.text!r}"
     if spec.kind in TRAINED:
         return TRAINED[spec.kind].build(pair, _shared_network(spec.kind, _trained_path(spec), pair))
-    point = PLUGINS.find(spec.kind)  # raises an error for a built-in if a plugin has its name
+    point = DRAFTER_PLUGINS.find(spec.kind)  # raises an error for a built-in if a plugin has its name
     if spec.kind in BUILTINS:
         build, options = BUILTINS[spec.kind].build, _builtin_options(spec)
         check_options(parameters(build, where), where, options, (pair,))
@@ -275,7 +283,7 @@ def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
         raise _unknown(spec)
     if spec.value is not None:
         raise InputError(f"{where}: write the plugin's options as {spec.kind}?key=value")
-    build = PLUGINS.load(point)
+    build = DRAFTER_PLUGINS.load(point)
     if _attribute(spec.kind, "needs_draft", (False, True)):
         _ = pair.draft_model  # raises an error if there is none
     check_options(parameters(build, where), where, spec.options, (pair,))

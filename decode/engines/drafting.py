@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import DrawnTokens, Layout
+from ...policies.fixed import FixedLength
 from ...policies.history import History
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile

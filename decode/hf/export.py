@@ -18,13 +18,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from ...policies.builtins import BUILTINS
 from ...policies.conditions import sampling_text
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from ...policies.registry import load_policy
+from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage import load_policy_folder, save_policy
 from ...policies.text import read_json
 from ..drafters.folder import TrainedDrafter, save_drafter

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import DraftStep, State
+from ...policies.fixed import FixedLength
 from ...policies.latency.estimate import (
     BATCH_DRAFTS,
     BATCH_FIRST,

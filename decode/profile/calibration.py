@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from ...policies.arguments import check_token_ids
-from ...policies.baselines.fixed import FixedLength
 from ...policies.errors import InputError
+from ...policies.fixed import FixedLength
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile

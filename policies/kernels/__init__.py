@@ -40,5 +40,5 @@ def load(progress: Progress = silent) -> None:
 
 @functools.cache
 def _names() -> tuple[str, ...]:
-    inside = pkgutil.walk_packages(__path__, f"{__name__}.")
+    inside = pkgutil.iter_modules(__path__, f"{__name__}.")
     return tuple(sorted(module.name.removeprefix(f"{__name__}.") for module in inside))

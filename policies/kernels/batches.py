@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import copy_row, exact, kernel
+from .compiled import copy_row, kernel, kernel_part
 
 
-@exact
+@kernel_part
 def _gathered(values: Any, offered: Any, mine: Any, found: Any, places: Any) -> Any:
     """Write the values offered by some streams, falling, and their places s N + n; return how many.
 
@@ -87,7 +87,7 @@ def best_budgets(
                 best, budgets[g] = worth, m
 
 
-@exact
+@kernel_part
 def _placed(pool: Any, count: Any, value: Any) -> None:
     """Put a value into a falling row of `count`."""
     at = count
@@ -97,7 +97,7 @@ def _placed(pool: Any, count: Any, value: Any) -> None:
     pool[at] = value
 
 
-@exact
+@kernel_part
 def _worth(pool: Any, count: Any, streams: Any, trims: Any, rate: Any, verify: Any) -> Any:
     """Return tokens less what their verification is worth in tokens: of the best, or of all where none is left out."""
     total, best = 0.0, -np.inf

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from .compiled import argsort_desc, kernel, kernel_part
 
 # Log-odds of 60 are a probability of 1 in double precision, and their exponential is far from infinite.
 # The edges hold chances away from 0 and 1 where log-odds are taken: the ones that the fit used (`train.fit.trees.calibrate`).
@@ -15,12 +15,12 @@ _LEAST = 1e-9
 """Below this survival what is left of it is not told apart from `next`."""
 
 
-@exact
+@kernel_part
 def _sigmoid(odds: Any) -> Any:
     return 1.0 / (1.0 + np.exp(-min(max(odds, -_STEEPEST), _STEEPEST)))
 
 
-@exact
+@kernel_part
 def _path_chance(parent_chance: Any, logit: Any, row: Any) -> Any:
     """Return the chance of a whole path, of that of its parent's; `row`: scale, tilt and shift. See `PathCalibrator`."""
     product = min(max(parent_chance * _sigmoid(logit), _EDGE), 1.0 - _EDGE)
@@ -28,7 +28,7 @@ def _path_chance(parent_chance: Any, logit: Any, row: Any) -> Any:
     return min(_sigmoid(row[0] * np.log(product / (1.0 - product)) + row[1] * logit + row[2]), parent_chance)
 
 
-@exact
+@kernel_part
 def _share(chance: Any, rank: Any, shares: Any) -> Any:
     """Return the chance that the child of a rank is accepted, given that of the best one."""
     if rank == 0:
@@ -36,17 +36,6 @@ def _share(chance: Any, rank: Any, shares: Any) -> Any:
     at = min(rank, shares.shape[0] - 1)  # row 0 stands for the best child; ranks beyond the table count as its last
     inside = min(max(chance, _SHARE_EDGE), 1.0 - _SHARE_EDGE)
     return 1.0 / (1.0 + np.exp(-shares[at, 0] - shares[at, 1] * np.log(inside / (1.0 - inside))))
-
-
-@exact
-def falling(values: Any, order: Any) -> None:
-    """Write the places of the values in falling order, equal ones in theirs. Nodes come nearly sorted: by depth."""
-    for i in range(values.shape[0]):
-        at = i
-        while at > 0 and values[order[at - 1]] < values[i]:
-            order[at] = order[at - 1]
-            at -= 1
-        order[at] = i
 
 
 @kernel("void(int64[::1], int64[::1])")
@@ -142,7 +131,7 @@ def survive(scores: Any, rows: Any, parent_chance: Any, maps: Any, root: bool, o
         out[s, 1, b] = _path_chance(survival, scores[r, 1], maps[1, b]) / max(survival, _LEAST)
 
 
-@exact
+@kernel_part
 def _price(values: Any, tokens: Any, rises: Any, best: Any) -> Any:
     """Return what a further node must be worth; `best` is scratch."""
     # The M best, inserted one by one: a sort of all would do the work of the many that are never looked at.
@@ -183,7 +172,7 @@ def price(known: Any, tokens: Any, rises: Any, out: Any) -> None:
         out[s] = _price(known[s, 0], tokens, rises, best)
 
 
-@exact
+@kernel_part
 def _extend(
     survival: Any, next_: Any, limit: Any, counts: Any, costs: Any, decay: Any, shares: Any, width: Any, best: Any,
     order: Any, gains: Any, out: Any,
@@ -192,7 +181,7 @@ def _extend(
     for b in range(out.shape[0]):
         best[b] = max(survival[b], 0.0) * next_[b] if counts[b] > 0 else 0.0  # survival of the best child
         out[b] = False
-    falling(best, order)
+    argsort_desc(best, order)
     for t in range(gains.shape[0]):
         gains[t] = 0.0
     # gains[t]: survival above the price in t + 1 levels below the best branches so far. The pair of branches and levels of
@@ -243,7 +232,7 @@ def extend(
         )  # fmt: skip
 
 
-@exact
+@kernel_part
 def _known_nodes(depth: Any, columns: Any, first: Any) -> Any:
     """Return the nodes (begin, end) that are known; none where `columns` do not end with a level, so are of another tree."""
     count, begin = depth.shape[0], 0
@@ -306,7 +295,7 @@ def select(values: Any, tokens: Any, out: Any) -> None:
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(out.shape[0]):
         # Equals keep their order and no node exceeds its parent, so the best n are closed under parents.
-        falling(values[s], order)
+        argsort_desc(values[s], order)
         total, top, count = 0.0, 0.0, 0
         for i in range(order.shape[0]):
             total += values[s, order[i]]
@@ -314,3 +303,51 @@ def select(values: Any, tokens: Any, out: Any) -> None:
                 top, count = total - tokens[i + 1], i + 1
         for i in range(order.shape[0]):
             out[s, order[i]] = i < count and values[s, order[i]] >= 0.0
+
+
+@kernel("void(float32[:,::1], boolean[:,::1], float64, float64, float64[::1], boolean[:,::1])")
+def keep_worth(values: Any, alive: Any, follow: float, each: float, prices: Any, kept: Any) -> None:
+    """Keep the n best, n >= 0 the one of the largest sum of follow e^value - each over them, less the price of n.
+
+    Args:
+        values, alive: [S, N]; -infinity if not alive.
+        follow, each: see above.
+        prices: [N] of 1, 2, ...
+        kept: [S, N], all False, is written.
+    """
+    order = np.empty(values.shape[1], dtype=np.int64)
+    for s in range(values.shape[0]):
+        argsort_desc(values[s], order)
+        count, most, total = 0, 0.0, 0.0
+        for i in range(order.shape[0]):
+            total += follow * np.exp(np.float64(values[s, order[i]])) - each
+            if total - prices[i] > most:
+                count, most = i + 1, total - prices[i]
+        for i in range(count):
+            kept[s, order[i]] = alive[s, order[i]]
+
+
+@kernel("void(float32[:,::1], int64[::1], boolean[:,::1], float64, float32[:,::1])")
+def value_nodes(levels: Any, parent: Any, drawn: Any, guess: float, out: Any) -> None:
+    """Write the log-probability of the path to each node, at most that of its parent; -infinity where none was drawn.
+
+    Args:
+        levels: [S, M] of the first M nodes; -infinity = not asked about, as nodes from M on.
+        parent: [N], -1 = root; parents come first.
+        drawn: [S, N].
+        guess: what a node that was not asked about has more than its parent, once for itself and once for each better
+            sibling.
+        out: [S, N].
+    """
+    siblings = np.empty(parent.shape[0], dtype=np.int64)
+    sibling_ranks(parent, siblings)
+    for s in range(out.shape[0]):
+        for n in range(parent.shape[0]):
+            parent_value = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0  # the root: log 1
+            if n < levels.shape[1] and levels[s, n] > -np.inf:
+                out[s, n] = min(np.float64(levels[s, n]), parent_value)
+            else:
+                out[s, n] = parent_value + guess * (1 + siblings[n])
+        for n in range(parent.shape[0]):
+            if not drawn[s, n]:
+                out[s, n] = -np.inf

@@ -8,10 +8,10 @@ import pytest
 from benchmark_scripts import script
 from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
-from specstop.policies.builtins import BUILTINS
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.latency.profile import Profile
+from specstop.policies.registry import BUILTINS
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

@@ -17,8 +17,8 @@ from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params
 from specstop.train.heads.fitting import FitOptions
 

@@ -27,12 +27,12 @@ from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
 from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
-from specstop.policies.joint.lengths import SmartSpec
+from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TrainingMetadata
+from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
 

@@ -18,12 +18,12 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
-from specstop.policies.joint.lengths import SmartSpec
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
+from specstop.policies.published.smartspec import SmartSpec
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

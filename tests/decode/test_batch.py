@@ -20,9 +20,9 @@ from specstop.decode.records import Generation
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.registry import load_policy
 from specstop.policies.typing import Array
 

@@ -10,7 +10,7 @@ from specstop.decode.benchmark import bench, count_differences
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import join
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.fixed import FixedLength
 
 PROMPTS = table.prompts(2)
 SETTINGS = Settings(0.0, 8)

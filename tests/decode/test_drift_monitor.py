@@ -19,12 +19,12 @@ from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.batch_rules import for_batches
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads import build_head
-from specstop.policies.joint.survival import for_batches
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable

@@ -22,9 +22,9 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PairError, PolicyError, SpecstopWarning, TraceError, with_parameters
 from specstop.policies.features import check_hidden
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage import save_policy

@@ -9,8 +9,8 @@ import pytest
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 
 
 @pytest.mark.parametrize("hook", [None, Hook()])

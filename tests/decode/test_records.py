@@ -8,7 +8,7 @@ from contract_policies import TEST_POLICIES
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation, Round, Tally
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.fixed import FixedLength
 
 
 def make_round(drafted: int, verified: int, accepted: int, cut: bool = False, committed: int = -1) -> Round:

@@ -13,8 +13,8 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings, stop_strings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from torch import Tensor

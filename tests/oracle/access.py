@@ -28,7 +28,7 @@ def use_helpers() -> None:
 
 def builtin_policies() -> list[str]:
     """Return the names of the built-in policies, as `specstop policies` lists them."""
-    from specstop.policies.builtins import BUILTINS
+    from specstop.policies.registry import BUILTINS
 
     return sorted(BUILTINS)
 
@@ -213,10 +213,10 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     import random_heads
     from head_tensors import NAMES, TENSORS, knots
     from specstop.policies import save_policy
+    from specstop.policies.batch_rules import for_batches
     from specstop.policies.calibration import Calibrator, SurvivalMaps
     from specstop.policies.heads import build_head
     from specstop.policies.heads.dynasd import HARD_FEATURES
-    from specstop.policies.joint.survival import for_batches
     from specstop.policies.learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, head_names
     from specstop.policies.rules import BatchRule, Continuation, Derived, Threshold
     from trees import FREE, make_tree_policy

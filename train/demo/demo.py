@@ -27,9 +27,9 @@ from ...decode.profile import CalibrationRun, loop_decisions, measure_profile
 from ...decode.settings import Settings
 from ...decode.verify.modes import find_mode
 from ...policies import kernels
-from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.files import check_separate, prepare_output_dir, replace_folder, sha256, staging_path, write_json
+from ...policies.fixed import Confidence, FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, shown

@@ -21,9 +21,9 @@ from ...decode.loop import Speculator
 from ...decode.models.pair import Pair
 from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
-from ...policies.baselines.fixed import FixedLength
 from ...policies.errors import InputError
 from ...policies.files import STAGE_PREFIX, cache_folder, write_json
+from ...policies.fixed import FixedLength
 from ...policies.text import read_json
 
 STATE_FILE = "demo.json"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...decode.benchmark import Ratio
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
+from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from ..replay.arrivals import at_once, deal
 from ..replay.batch import replay_batch

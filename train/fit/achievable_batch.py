@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...policies.batch_rules import BatchStop, for_batches
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.heads.base import NO_HIDDEN, Head, Hidden
 from ...policies.history import HISTORY_FEATURES
-from ...policies.joint.survival import BatchStop, for_batches
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
 from ...policies.learned import LearnedPolicy, TrainingMetadata
@@ -100,4 +100,4 @@ def achievable_in_batches(
     if price is not None:
         return known, settle_batch(made, [Part(known)], profile.with_decisions({made.cost_name: price}))
     rates = solved_rates(made, [Part(known)], profile)  # decisions are free
-    return known, for_batches(made, rule=BatchRule(made.send, rates))
+    return known, for_batches(made, rule=BatchRule(made.rule.send, rates))

@@ -11,10 +11,10 @@ from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.arguments import as_list
+from ...policies.batch_rules import BatchStop
 from ...policies.errors import InputError, TraceError
 from ...policies.heads.base import Head
 from ...policies.history import HISTORY_FEATURES
-from ...policies.joint.survival import BatchStop
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits

@@ -16,12 +16,11 @@ import numpy as np
 
 from ...collect.store.folder import Trace
 from ...decode.benchmark import Ratio
-from ...policies.builtins import BUILTINS
 from ...policies.conditions import warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.latency.profile import Profile
-from ...policies.registry import PolicySpec, as_policy
+from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
 from ...policies.validation import with_costs
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
@@ -165,16 +164,13 @@ def estimate_offline(
 
 def _named(name: str) -> StopPolicy | None:
     """Return the built-in policy that a header names, or None: no folder, hub or plugin is opened because a trace says so."""
-    kind, _, value = name.partition(":")
-    builtin = BUILTINS.get(kind)
-    if builtin is None:
+    if name.partition(":")[0] not in BUILTINS or "?" in name:
         return None
     try:
-        # A name ends in its value, such as `fixed:4`; what is built must have that very name, or it is another policy.
-        number = float(value)
-        made = builtin.build(**{builtin.value: int(number) if number.is_integer() else number})
-    except (PolicyError, ValueError, TypeError):
+        made = load_policy(name)
+    except PolicyError:
         return None
+    # A name ends in its value, such as `fixed:4`; what is built must have that very name, or it is another policy.
     return made if made.name == name else None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...decode.round_state import RoundState
-from ...policies.baselines.fixed import FixedLength
+from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.typing import Array
 from .log import Rounds

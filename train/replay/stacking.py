@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...policies.baselines.online import Online
-from ...policies.baselines.scores import AtLeast
 from ...policies.contract import StopPolicy
+from ...policies.fixed import FeatureThreshold
 from ...policies.learned import LearnedPolicy
+from ...policies.published.online import Online
 from ...policies.rules import Rule
 from ...policies.typing import Array
 from ...policies.validation import is_trusted
@@ -27,8 +27,8 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         return None
     if any(type(p) is not type(first) or p.max_depth != first.max_depth or p.first != first.first for p in policies):
         return None
-    if isinstance(first, AtLeast):
-        return _at_levels(first, [p.level for p in policies if isinstance(p, AtLeast)], streams, np.float32)
+    if isinstance(first, FeatureThreshold):
+        return _at_levels(first, [p.level for p in policies if isinstance(p, FeatureThreshold)], streams, np.float32)
     if isinstance(first, Online):
         online = [p for p in policies if isinstance(p, Online)]
         if any((p.prior, p.decay) != (first.prior, first.decay) for p in online):
@@ -47,7 +47,7 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
 
 
 def _at_levels(
-    policy: AtLeast | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
+    policy: FeatureThreshold | Online, levels: Sequence[float | Array], streams: int, dtype: type[np.floating]
 ) -> StopPolicy:
     """Return the policy with a level for each stream [R, 1], in the type in which it compares."""
     made = copy.copy(policy)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...decode.benchmark import Ratio
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
+from ...policies.fixed import FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.progress import Progress, silent
 from ..replay.arrivals import at_once, deal

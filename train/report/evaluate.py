@@ -14,10 +14,10 @@ from ...collect.store.folder import Trace
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
-from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir
+from ...policies.fixed import Confidence, FixedLength
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.progress import Progress, shown

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
+from ...policies.fixed import FixedLength
 from ...policies.progress import Progress, silent
 from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
 from ..replay.traces.arrays import TraceArrays

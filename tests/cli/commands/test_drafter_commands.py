@@ -10,7 +10,7 @@ from commands import cli
 from conftest import make_prompts
 from specstop.collect.store.folder import Trace
 from specstop.decode.benchmark import Ratio
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.drafters.choice import SureChoice
 from specstop.train.report.comparing import drafters

@@ -18,8 +18,8 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.train.replay.rounds import ROUND_COLUMNS
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.insight import acceptance_bands

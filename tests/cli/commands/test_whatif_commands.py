@@ -15,8 +15,8 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.files import MANIFEST
+from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.storage import save_policy

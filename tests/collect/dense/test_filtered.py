@@ -23,9 +23,9 @@ from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import UNCHANGED, Shaping, effective_sampling
 from specstop.decode.verify.trained_for import tell_if_untrained
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train

@@ -24,9 +24,9 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay

@@ -14,8 +14,8 @@ import pytest
 from engine_records import write
 from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.off_policy.estimate import estimate_offline

@@ -15,8 +15,8 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.topology import parse_tree
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 
 BLANK = -1
 ROOM = parse_tree("ctc-released")

@@ -19,8 +19,8 @@ from specstop.decode.drafters.folder import DRAFTER_FILE, WEIGHTS_FILE, TrainedD
 from specstop.decode.drafters.spec import load_trained, warn_depth_limited
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.topology import chain
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.safe_loading import digest
 
 

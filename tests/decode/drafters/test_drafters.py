@@ -22,10 +22,10 @@ from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.drafter_names import DRAFTERS, kinds_of
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.plugins import DRAFTERS, kinds_of
 from specstop.policies.typing import Array
 from torch import Tensor
 

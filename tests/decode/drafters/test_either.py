@@ -24,8 +24,8 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 
 REPEATS, NEW_TEXT = [5, 8, 30, 31, 5, 8], [5, 8, 30, 31, 6, 7]
 

@@ -19,7 +19,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.fixed import Confidence, FixedLength
 
 SAME = {"atol": 1e-9, "rtol": 0.0}  # float64, in another order of operations
 

@@ -15,8 +15,8 @@ from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafte
 from specstop.decode.drafters.spec import listed_drafters, needs_draft, reading_of
 from specstop.decode.models.pair import Pair
 from specstop.policies import plugins as specs
-from specstop.policies.drafter_names import PLUGINS
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.plugins import DRAFTER_PLUGINS
 
 PLUGIN = """
 from specstop.decode.drafters import LookupDrafter, ModelDrafter
@@ -52,8 +52,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.syspath_prepend(tmp_path)
 
     def declare(**points: str) -> None:
-        found = [EntryPoint(name, value, PLUGINS.group) for name, value in points.items()]
-        monkeypatch.setattr(specs, "entry_points", lambda group: found if group == PLUGINS.group else [])
+        found = [EntryPoint(name, value, DRAFTER_PLUGINS.group) for name, value in points.items()]
+        monkeypatch.setattr(specs, "entry_points", lambda group: found if group == DRAFTER_PLUGINS.group else [])
 
     names = {"copycat": "copycat", "second": "Second", "unsure": "Unsure", "nothing": "nothing"}
     declare(**{name: f"drafting_plugin:{value}" for name, value in names.items()}, gone="no_such_module:X")

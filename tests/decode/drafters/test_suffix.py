@@ -20,8 +20,8 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
 
 
 def occurrences(texts: Sequence[Sequence[int]], part: tuple[int, ...]) -> int:

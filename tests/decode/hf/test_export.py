@@ -20,8 +20,8 @@ from specstop.decode.hf.export import deploy_hf
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import save_policy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer

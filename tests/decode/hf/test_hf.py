@@ -18,8 +18,8 @@ from specstop.decode import (
     stream_key,
 )
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
 from stock_generate import inputs, stock
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList, TextStreamer

@@ -10,8 +10,8 @@ from specstop.decode.loop import Request
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
+from specstop.policies.fixed import FixedLength
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import candidate_generator
 

@@ -20,9 +20,9 @@ from specstop.decode import (
     Speculator,
 )
 from specstop.decode.models.pair import Pair, join
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.typing import Array

@@ -16,8 +16,8 @@ from specstop.decode.models import adapters
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PairError
+from specstop.policies.fixed import FixedLength
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 

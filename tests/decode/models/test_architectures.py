@@ -15,9 +15,9 @@ from conftest import build_model
 from contract_policies import TEST_POLICIES
 from small_models import table
 from specstop.decode.models.pair import join, load_pair, with_engine
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PairError
+from specstop.policies.fixed import Confidence, FixedLength
 from transformers import (
     MambaConfig,
     MambaForCausalLM,

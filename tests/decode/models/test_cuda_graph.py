@@ -26,8 +26,8 @@ from specstop.decode.models.device import filled_up
 from specstop.decode.models.packing import Part, TreeRows
 from specstop.decode.models.pair import join
 from specstop.policies import FixedLength
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
+from specstop.policies.fixed import Confidence
 from tape import Graphs, recorder, simulate_graphs
 from transformers import PreTrainedModel
 from transformers.integrations import sdpa_attention

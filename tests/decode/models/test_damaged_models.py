@@ -18,8 +18,8 @@ from conftest import build_draft, build_model
 from safetensors.torch import load_file, save_file
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import load_pair
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
+from specstop.policies.fixed import FixedLength
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 UP = "model.layers.1.mlp.up_proj.weight"

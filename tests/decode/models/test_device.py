@@ -16,8 +16,8 @@ from specstop.decode.models.device import wide_linear, widen
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.profile import add_decisions, decisions as decisions_module
 from specstop.policies import FixedLength
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
+from specstop.policies.fixed import Confidence
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from torch import nn

@@ -17,8 +17,8 @@ from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import PairError
+from specstop.policies.fixed import FixedLength
 from transformers import PreTrainedModel
 
 NEW, LATER = 12, 6

@@ -19,8 +19,8 @@ from specstop.decode.models.device import Compiled
 from specstop.decode.models.engine import CompactModel
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.plain import plain_texts
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 
 pytestmark = [
     pytest.mark.gpu,

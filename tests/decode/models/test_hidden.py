@@ -21,10 +21,10 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.features import HIDDEN_STATES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from specstop.policies.typing import Array
 from specstop.train.replay.traces import hidden_states as features

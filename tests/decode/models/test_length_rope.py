@@ -11,8 +11,8 @@ from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import join
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 NEW = 24

@@ -14,8 +14,8 @@ from conftest import EOS, VOCABULARY, build_draft, build_model
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join, load_pair, model_hash
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PairError
+from specstop.policies.fixed import FixedLength
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,

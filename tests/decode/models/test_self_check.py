@@ -12,8 +12,8 @@ from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

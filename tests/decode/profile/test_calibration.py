@@ -43,9 +43,9 @@ from specstop.decode.profile.trees import RandomTree, _is_whole
 from specstop.decode.records import Generation
 from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.verify.match import Match
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY, VERIFY
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable

@@ -17,8 +17,8 @@ from scipy import stats
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor
 
 FALSE_ALARM = 1e-4

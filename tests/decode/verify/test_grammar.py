@@ -21,8 +21,8 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.grammar import Grammar
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 

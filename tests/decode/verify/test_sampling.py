@@ -14,8 +14,8 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import gumbel
 from specstop.decode.verify.sampling import Sampler, Shaping
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor
 from transformers import (
     LogitsProcessor,

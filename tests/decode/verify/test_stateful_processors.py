@@ -16,8 +16,8 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import FixedLength
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 from transformers.generation.logits_process import (

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
-from specstop.policies.joint.grid import SingleStreamCosts
+from specstop.policies.batches import SingleStreamCosts
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.robust_fits import along, between, extended, line
 from specstop.policies.latency.tables import CostTable

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CLEARLY, Price
 

@@ -18,11 +18,11 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.adaptive import Heuristic
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.files import staging_path
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
+from specstop.policies.published.hugging_face import Heuristic
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.demo import Demo, demo
 from specstop.train.demo.resume import Sizes

@@ -15,8 +15,8 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TreeGain
 from specstop.policies.storage import load_policy_folder

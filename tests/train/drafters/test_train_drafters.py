@@ -21,8 +21,8 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.train.drafters.acceptance import acceptance
 from specstop.train.drafters.losses import loss_of
 from specstop.train.drafters.proposals import positions, proposals

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.joint.survival import for_batches
+from specstop.policies.batch_rules import for_batches
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable

@@ -12,8 +12,8 @@ from contract_policies import DEPTH
 from joint_policies import batch_policy
 from learned_policies import Certain, learned, with_head
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import FixedLength
-from specstop.policies.joint.survival import BatchStop, for_batches
+from specstop.policies.batch_rules import BatchStop, for_batches
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.rules import BatchRule, Derived
@@ -67,7 +67,7 @@ def test_what_was_settled_stays_where_only_decisions_have_another_price(
     assert "on the training traces" in told
     assert again.rule.to_dict() == settle_batch(settled, [Part(held)], cheap, KNOWN).rule.to_dict()  # type: ignore[attr-defined]
     everything = for_batches(settled, "all")
-    assert for_batches(everything, profile=cheap).send == "all" != for_batches(settled, profile=cheap).send
+    assert for_batches(everything, profile=cheap).rule.send == "all" != for_batches(settled, profile=cheap).rule.send
 
 
 def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
@@ -143,7 +143,7 @@ def test_the_rule_for_batches_is_worth_the_rate_of_its_fastest_replay(
     assert load_policy_folder(tmp_path / "p").rule.to_dict() == made.rule.to_dict()
     seen = trace_arrays(sides[0])
     again = settle_batch(made, [Part(seen)], made.profile)
-    bare = for_batches(made, rule=BatchRule(made.send))
+    bare = for_batches(made, rule=BatchRule(made.rule.send))
     for size, times in again.rule.rates:
         mine, theirs = (batch_rate(policy, [Part(seen)], made.profile, size) for policy in (again, bare))
         assert mine >= theirs if times == 1.0 else mine > 0.99 * theirs

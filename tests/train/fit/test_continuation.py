@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price

@@ -11,9 +11,9 @@ import pytest
 import torch
 import xgboost as xgb
 from specstop.collect.schema import NO_TOKEN
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
+from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
 from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.latency.profile import Profile

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence
 from specstop.policies.latency.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import Plan

@@ -22,10 +22,10 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
@@ -386,7 +386,7 @@ def test_networks_keep_a_folder_for_each_fold_pass_and_tree_and_go_on_from_it(
 def test_traces_that_cannot_be_replayed_are_refused(
     pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
-    from specstop.policies.baselines.fixed import FixedLength
+    from specstop.policies.fixed import FixedLength
 
     live = collect(pair, prompts, tmp_path, tree=TREE, max_new_tokens=NEW, collector="live", policy=FixedLength(2))
     with pytest.raises(TraceError, match="rule gain"):

@@ -10,9 +10,9 @@ import pytest
 from contract_policies import DEPTH
 from learned_policies import Certain, with_head
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Threshold

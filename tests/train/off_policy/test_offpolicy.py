@@ -16,9 +16,9 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.off_policy.estimate import Offline, _named, estimate_offline
 from specstop.train.off_policy.estimators import ESTIMATORS

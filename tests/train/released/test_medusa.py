@@ -15,8 +15,8 @@ from conftest import NEW
 from specstop.decode import Settings, decode, with_drafter
 from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PolicyError
+from specstop.policies.fixed import FixedLength
 from specstop.train.released.medusa import PREFIX, import_medusa
 from torch import Tensor, nn
 

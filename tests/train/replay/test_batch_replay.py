@@ -19,15 +19,17 @@ from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.batch_rules import for_batches
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
-from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import for_batches
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.batch import BatchCosts, BatchTable
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.published.adaptive_verification import AdaptiveVerification
+from specstop.policies.published.load import LoadLength
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.typing import Array
 from specstop.train.replay.arrivals import at_once, poisson, recorded

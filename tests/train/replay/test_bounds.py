@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract_policies import TEST_POLICIES
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.train.replay.bounds.oracle import oracle_seconds

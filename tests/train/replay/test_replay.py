@@ -15,11 +15,11 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads.tokens import TokenHead
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy

@@ -19,11 +19,11 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features import HIDDEN_STATES
+from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import NO_HIDDEN, Head
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy

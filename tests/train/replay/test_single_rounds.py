@@ -11,8 +11,8 @@ from contract_policies import DEPTH
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import TraceError
+from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays

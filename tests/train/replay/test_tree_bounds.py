@@ -16,10 +16,10 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.baselines.online import Online
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
+from specstop.policies.published.online import Online
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import (
     StaticTree,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.traces.arrays import trace_arrays

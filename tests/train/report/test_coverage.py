@@ -8,7 +8,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from benchmark_scripts import script
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.train.off_policy.rounds import COLUMNS, shown_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

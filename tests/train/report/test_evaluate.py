@@ -15,13 +15,13 @@ import torch
 from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
 from specstop.decode.benchmark import Ratio
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.files import MANIFEST
-from specstop.policies.joint.lengths import SmartSpec
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live

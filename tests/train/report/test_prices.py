@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.store.folder import Trace
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile

@@ -14,8 +14,8 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import DECISIONS
 from specstop.policies.latency.measurements import Key, collected
 from specstop.policies.latency.profile import Profile

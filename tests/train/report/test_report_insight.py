@@ -14,9 +14,9 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.batch_rules import for_batches
 from specstop.policies.errors import SpecstopWarning, TraceError
-from specstop.policies.joint.survival import for_batches
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy

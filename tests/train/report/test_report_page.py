@@ -19,8 +19,8 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.decode.models.pair import Pair
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.continuation.values import Achievable, achievable_estimate

@@ -11,8 +11,8 @@ import pytest
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.store.folder import Trace
 from specstop.decode.benchmark import Ratio
-from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
 from specstop.train.fit.tuning.rates import fixed_grid

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ....decode.profile import add_decisions
-from ....policies.baselines.fixed import FixedLength
+from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
-from ....policies.joint.survival import BatchStop, for_batches
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
 from ....policies.rules import BatchRule, Derived
@@ -50,16 +50,18 @@ def settle_batch(policy: LearnedPolicy, parts: Sequence[Part], profile: Profile,
     made = for_batches(policy, send, profile)
     profile = add_decisions(profile, [made], header.vocabulary, header.hidden)
     # Made again, since the policy keeps the price of its own decisions, which has only now been measured.
-    made = for_batches(policy, rule=BatchRule(made.send), profile=profile)
+    made = for_batches(policy, rule=BatchRule(made.rule.send), profile=profile)
     if profile.batch is None or not (header.has_every_anchor and header.tree.is_chain):
         return made
     fixed = {size: _best_length(parts, profile, size, made.max_depth) for size in profile.batch.sizes}
-    firsts = [for_batches(made, rule=BatchRule(made.send, first=first)) for first in FIRST if first < made.max_depth]
+    firsts = [
+        for_batches(made, rule=BatchRule(made.rule.send, first=first)) for first in FIRST if first < made.max_depth
+    ]
     best = max(firsts, key=lambda policy: _gain(policy, parts, profile, fixed))  # of equally good ones the earliest
     solved = _solved(best, parts, profile)
     rates = [(size, times) for size, (_, times) in solved.items()]
     lengths = [(size, length) for size, (length, rate) in fixed.items() if solved[size][0] < (1.0 + clearly) * rate]
-    return for_batches(best, rule=BatchRule(made.send, rates, best.first, lengths))
+    return for_batches(best, rule=BatchRule(made.rule.send, rates, best.first, lengths))
 
 
 def settle_lengths(
@@ -126,7 +128,7 @@ def _solved(policy: BatchStop, parts: Sequence[Part], profile: Profile) -> dict[
     fixed = dict(zip(sizes, policy.fixed_rate(np.array(sizes)).tolist(), strict=True))
     assumed, best = dict.fromkeys(sizes, 1.0), dict.fromkeys(sizes, (0.0, 1.0))  # (rate, times)
     for _ in range(_ROUNDS):
-        made, going = for_batches(policy, rule=BatchRule(policy.send, [*assumed.items()], policy.first)), False
+        made, going = for_batches(policy, rule=BatchRule(policy.rule.send, [*assumed.items()], policy.first)), False
         for size in sizes:
             if best[size][0] and assumed[size] == best[size][1]:
                 continue  # it was replayed, and is settled

@@ -8,9 +8,9 @@ from typing import TypeGuard
 
 import numpy as np
 
-from ....policies.baselines.fixed import Confidence, FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
+from ....policies.fixed import Confidence, FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy, TreeGain
 from ....policies.rules import Derived

@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 
 from ....collect.store.folder import Trace
+from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
-from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy, TrainingMetadata
 from ....policies.storage import load_policy_folder, save_policy

@@ -14,9 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from ....decode.topology import Topology
-from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ....policies.errors import InputError
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.typing import Array
 from ..run import Replayed, replay

@@ -11,9 +11,9 @@ import torch
 
 from ....decode.benchmark import Ratio
 from ....decode.drafters.spec import needs_draft, parse_spec, reads_states
-from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.progress import Progress, silent
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts

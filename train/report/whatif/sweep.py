@@ -10,10 +10,10 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....decode.benchmark import Ratio
-from ....policies.baselines.fixed import FixedLength
+from ....policies.batch_rules import BatchStop
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
-from ....policies.joint.survival import BatchStop
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown

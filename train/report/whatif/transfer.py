@@ -10,10 +10,10 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
-from ....policies.baselines.fixed import FixedLength
 from ....policies.conditions import other_conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
+from ....policies.fixed import FixedLength
 from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown

@@ -14,15 +14,17 @@ import pytest
 import torch
 from asking import ask, tell
 from sklearn.metrics import roc_curve
-from specstop.policies.baselines.adaptive import AdaEDL, Heuristic, HeuristicTransient
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.baselines.online import Online
-from specstop.policies.baselines.roc import Roc
-from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
 from specstop.policies.contract import StopPolicy
 from specstop.policies.counter_rng import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
+from specstop.policies.fixed import Confidence
+from specstop.policies.published.adaedl import AdaEDL
+from specstop.policies.published.bandit import Bandit
+from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
+from specstop.policies.published.kangaroo import MaxProb
+from specstop.policies.published.online import Online
+from specstop.policies.published.specdecpp import Product
+from specstop.policies.published.svip import EntropyBound
 from specstop.policies.registry import load_policy
 from specstop.policies.splitmix import mix, shift
 from specstop.policies.state import take
@@ -115,7 +117,7 @@ def test_the_heuristic_adds_two_or_takes_one(kind: type[HeuristicTransient]) -> 
             assert r.verified == min(length, DEPTH - 1) or length == DEPTH
             if not r.cut:
                 length = min(length + 2, DEPTH) if r.accepted == r.verified else max(1, length - 1)
-    assert (kind().begin, kind().up, kind().down, kind().max_depth) == (20, 2, 1, 20)
+    assert (kind().first_length, kind().up, kind().down, kind().max_depth) == (20, 2, 1, 20)
     assert (Heuristic.carries, HeuristicTransient.carries) == (True, False)
 
 
@@ -134,7 +136,7 @@ def test_adaedl_moves_its_level_with_the_share_accepted() -> None:
                 levels.add(level)
     assert min(levels) < 0.45 < 0.55 < max(levels)
     policy = AdaEDL()
-    assert (policy.gamma, policy.alpha, policy.eps, policy.b1, policy.b2) == (0.2, 0.9, 0.01, 0.5, 0.9)
+    assert (policy.gamma, *policy._constants[:4]) == (0.2, 0.9, 0.01, 0.5, 0.9)
 
 
 def test_the_roc_threshold_is_that_of_hugging_face() -> None:

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from asking import ask, tell
-from specstop.policies.baselines.adaptive import Heuristic
-from specstop.policies.baselines.bandit import Bandit
-from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.baselines.gain import Gain
-from specstop.policies.baselines.trees import C2T, DDD, UNSEEN, Eagle, OptTree, best as best_of
 from specstop.policies.contract import DraftTree, StopPolicy
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.published.bandit import Bandit
+from specstop.policies.published.c2t import C2T
+from specstop.policies.published.ddd import DDD
+from specstop.policies.published.eagle import Eagle, OptTree, keep_best
+from specstop.policies.published.hugging_face import Heuristic
 from specstop.policies.registry import load_policy
+from specstop.policies.tree_rules import UNSEEN, Gain
 
 PARENTS = (-1, -1, -1, 0, 0, 1, 2, 3, 3, 4, 5, 5, 7, 8, 9, 10)
 """Levels of 3, 4, 5 and 4 nodes."""
@@ -207,7 +209,8 @@ def test_the_first_of_equals_are_the_best() -> None:
     values = np.array([[0.5, 2.0, 0.5, -np.inf, 2.0]], dtype=np.float32)
     order = [1, 4, 0, 2]
     for count in range(6):
-        kept = best_of(values, np.isfinite(values), count)
+        kept = np.zeros(values.shape, dtype=bool)
+        keep_best(values, np.isfinite(values), count, kept)
         assert kept[0].nonzero()[0].tolist() == sorted(order[:count])
 
 
@@ -278,7 +281,7 @@ def test_the_arm_of_the_round_decides_and_the_others_hear_nothing() -> None:
 def test_a_limited_bandit_limits_its_arms() -> None:
     limited = Bandit([FixedLength(8), Confidence(0.4)]).limited(3)
     assert isinstance(limited, Bandit)
-    assert ([arm.max_depth for arm in limited.arms], limited.max_depth) == ([3, 3], 3)
+    assert ([arm.max_depth for arm in limited.parts], limited.max_depth) == ([3, 3], 3)
     assert load_policy("bandit?kind=thompson").limited(3).shown_name == "bandit?kind=thompson"
 
 

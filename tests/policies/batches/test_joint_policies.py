@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
+from specstop.policies.batch_rules import BatchPolicy, BatchStop, for_batches
+from specstop.policies.batches import Batches, CostGrid, LinearCosts, SingleStreamCosts
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
-from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
-from specstop.policies.joint.grid import Grids, LinearCosts, SingleStreamCosts, grids_of
-from specstop.policies.joint.groups import batches_of
-from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
 from specstop.policies.kernels.batches import best_budgets, draft_on
 from specstop.policies.latency.tables import Price
 from specstop.policies.learned import build_rule
+from specstop.policies.published.adaptive_verification import AdaptiveVerification
+from specstop.policies.published.load import LoadLength
+from specstop.policies.published.smartspec import SmartSpec
+from specstop.policies.published.tetris import Tetris
 from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule
 from specstop.policies.storage import save_policy
@@ -42,7 +43,7 @@ class TestLearnsSoon(TreePolicyTests):
 
     def make(self) -> StopPolicy:
         policy = AdaptiveVerification(5)
-        policy.EVERY = 2  # type: ignore[misc]
+        policy.FIT = np.array((2, 1e-3, 50.0))
         return policy
 
 
@@ -132,8 +133,8 @@ def test_costs_are_taken_where_none_were_given(kind: type[SmartSpec | AdaptiveVe
     profile, other = synthetic_profile(STEPPED), synthetic_profile(LINEAR)
     bare = kind()
     told = bare.with_costs(profile)
-    assert told._grids.costs == kind(profile=profile)._grids.costs  # type: ignore[attr-defined]
-    assert bare._grids.costs == LinearCosts(), "another policy is made"
+    assert told._grid.costs == kind(profile=profile)._grid.costs  # type: ignore[attr-defined]
+    assert bare._grid.costs == LinearCosts(), "another policy is made"
     for own in (kind(draft=0.2), kind(profile=other), told, Tetris()):
         assert own.with_costs(profile) is own
 
@@ -169,7 +170,7 @@ def test_adaptive_verification_spends_the_budget_of_the_round_before_on_the_best
 
 def test_adaptive_verification_learns_as_newton_does() -> None:
     rng, policy = np.random.default_rng(3), AdaptiveVerification(3)
-    policy.EVERY = 4  # type: ignore[misc]
+    policy.FIT = np.array((4, 1e-3, 50.0))
     state = policy.start(2, np.arange(2))
     rows, labels = [], []
     for _ in range(4):
@@ -215,8 +216,8 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
     rate = 4.0 if verify_s is LINEAR else 1.0
-    grid, rng = grids_of(synthetic_profile(verify_s)).of(3, 2), np.random.default_rng(1)
-    rates, batches = np.full(len(grid.verify), rate), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
+    grid, rng = CostGrid.of_profile(synthetic_profile(verify_s)).fit(3, 2), np.random.default_rng(1)
+    rates, batches = np.full(len(grid.verify), rate), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     taken = set()
     for _ in range(40):
         values = np.ascontiguousarray(np.cumprod(rng.uniform(0.2, 1.0, (3, 2)), 1))
@@ -235,8 +236,8 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
     """Every set of streams and number of steps is tried; sets beyond the streams of the largest gains are no better."""
-    grid, rng = grids_of(synthetic_profile(verify_s, 0.3)).of(3, 3), np.random.default_rng(2)
-    rates, batches = np.full(len(grid.verify), 1.0), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
+    grid, rng = CostGrid.of_profile(synthetic_profile(verify_s, 0.3)).fit(3, 3), np.random.default_rng(2)
+    rates, batches = np.full(len(grid.verify), 1.0), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.2], [1.0]]
     for turn in range(30):
         depth = turn % 3
@@ -281,7 +282,7 @@ def test_plain_decoding_is_left_only_for_what_is_expected_to_beat_it() -> None:
             policy.start(4, np.arange(4)),
         )  # fmt: skip
         assert kept.all() == drafts and kept.any() == drafts
-        assert policy._may_pay(batches_of(np.zeros(4, dtype=np.int64), np.arange(4))) == drafts
+        assert policy._may_pay(Batches.of(np.zeros(4, dtype=np.int64), np.arange(4))) == drafts
 
 
 def begun(policy: BatchStop, streams: int = 4) -> int:
@@ -298,17 +299,17 @@ def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
         priced = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
         made = for_batches(policy, profile=priced)
         assert begun(made) == drafts
-        assert made._grids.of(2, 3).drafts[2, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
+        assert made._grid.fit(2, 3).drafts[2, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
     by_row = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
-    draft = for_batches(policy, profile=by_row)._grids.of(3, 3).drafts
+    draft = for_batches(policy, profile=by_row)._grid.fit(3, 3).drafts
     assert draft[2, :4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
 
 
 def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
     policy, rates = batch_policy(), [(2, 1.5), (4, 2.0)]
     made = for_batches(policy, rule=BatchRule("best", rates))
-    grid, streams = made._grids.of(4, 3), np.arange(5)
-    assert (made._rate(grid)[:5] / policy._rate(grid)[:5])[1:] == pytest.approx([1.5, 1.5, 1.75, 2.0])
+    streams = np.arange(5)
+    assert (made._rates(5) / policy._rates(5))[1:] == pytest.approx([1.5, 1.5, 1.75, 2.0])
     assert policy.fixed_rate(streams)[0] == 0.0
     assert for_batches(made).rule.to_dict() == {"kind": "batch", "send": "best", "rates": [[2, 1.5], [4, 2.0]]}
     assert build_rule(made.rule.to_dict()).to_dict() == made.rule.to_dict()
@@ -362,9 +363,9 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     cold = dataclasses.replace(cold, low=dataclasses.replace(cold.low, second_draft_s=0.45))
     cold = dataclasses.replace(cold, high=dataclasses.replace(cold.high, second_draft_s=0.45))
     assert SingleStreamCosts(cold).second_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.45])
-    drafts = grids_of(cold).of(2, 2).drafts
+    drafts = CostGrid.of_profile(cold).fit(2, 2).drafts
     assert drafts[:, 1].tolist() == pytest.approx([0.25, 0.45, 0.25])
-    assert grids_of(cold).of(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
+    assert CostGrid.of_profile(cold).fit(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
         [0.0, 0.25, 0.7, 0.95]
     )
     dips = SingleStreamCosts(synthetic_profile((1.0, 1.5, 1.2, 1.4)))
@@ -373,8 +374,8 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not filled up"
     level = SingleStreamCosts(synthetic_profile((1.0, 1.24, 1.2, 1.4)))
     assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
-    grid = Grids(LinearCosts(0.5, 0.1), 0.0).of(20, 3)
-    assert grid.verify.shape[0] == 33 and grid.verify[2, 5] == pytest.approx(1.4)
+    grid = CostGrid(LinearCosts(0.5, 0.1), 0.0).fit(20, 3)
+    assert len(grid.verify) > 20 and grid.verify[2, 5] == pytest.approx(1.4)
     assert grid.verify[4, 1] == pytest.approx(1.3)  # the anchors are always sent
 
 

@@ -1,1 +1,0 @@
-"""Published rules without training, one file a family."""

@@ -1,0 +1,62 @@
+"""Rules that need no training: a fixed length, and a threshold on one feature."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .arguments import validate_int, validate_number
+from .contract import Array, DraftStep, State, StopPolicy
+
+
+class FixedLength(StopPolicy):
+    """Draft the same number of tokens each round; 0 is plain decoding (Leviathan et al. 2023, arXiv 2211.17192).
+
+    It is never called: drafting reaches `first` without a decision and ends at `max_depth`.
+    """
+
+    def __init__(self, length: int = 4) -> None:
+        self.max_depth = self.first = validate_int("fixed", "length", length, 0)
+        self.name = f"fixed:{length}"
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep every branch above the length."""
+        return step.alive & (step.depth < self.max_depth), state
+
+
+class FeatureThreshold(StopPolicy):
+    """Draft while the policy's one feature is at least `level`.
+
+    Subclasses set `features`.
+
+    Args:
+        name: of the policy.
+        threshold: 0 to 1.
+        max_depth: longest draft.
+
+    Attributes:
+        level: the threshold as float32, or [S, 1] float32 with one of each stream.
+    """
+
+    level: float | Array
+
+    def __init__(self, name: str, threshold: float, max_depth: int) -> None:
+        self.threshold = validate_number(name, "threshold", threshold, 0.0, 1.0)
+        self.level = float(np.float32(self.threshold))
+        self.max_depth = validate_int(name, "max_depth", max_depth)
+        self.name = f"{name}:{threshold:g}"
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches that reach the level."""
+        return step.alive & (step.features[:, :, 0] >= self.level), state
+
+
+class Confidence(FeatureThreshold):
+    """Stop after the first drawn token whose probability under the draft is below a threshold.
+
+    Hugging Face's `ConfidenceCriteria` (transformers 5.23): threshold 0.4, 1 to 20 tokens.
+    """
+
+    features = ("drawn_prob",)
+
+    def __init__(self, threshold: float = 0.4, max_depth: int = 20) -> None:
+        super().__init__("confidence", threshold, max_depth)

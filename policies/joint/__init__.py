@@ -1,1 +1,0 @@
-"""Policies that weigh the streams of a batch against each other."""

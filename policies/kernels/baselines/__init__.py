@@ -1,1 +1,0 @@
-"""What online baselines compute and remember."""

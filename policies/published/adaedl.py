@@ -1,0 +1,76 @@
+"""AdaEDL: a lower bound of the acceptance probability by the entropy, with an adaptive threshold."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, kernel, known_depths, validate_int, validate_number
+
+
+@kernel(
+    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64[::1], float64[::1], float64[::1], float32[::1])"
+)
+def update(
+    active: Any, cut: Any, accepted: Any, verified: Any, constants: Any, level: Any, rate: Any, max_entropy: Any
+) -> None:
+    """Update lambda [S] and the running acceptance rate [S] after a round, and write the largest entropy [S].
+
+    `constants` are alpha, eps, b1, b2 and gamma.
+    """
+    alpha, eps, b1, b2, gamma = constants[0], constants[1], constants[2], constants[3], constants[4]
+    for s in range(level.shape[0]):
+        if known_depths(active[s], cut[s], accepted[s], verified[s]):
+            rate[s] = b1 * rate[s] + (1.0 - b1) * accepted[s] / verified[s]
+            target = level[s] + eps if rate[s] <= alpha else level[s] - eps
+            level[s] = min(max(b2 * level[s] + (1.0 - b2) * target, 0.0), 1.0)
+        max_entropy[s] = (1.0 - level[s]) * (1.0 - level[s]) / gamma
+
+
+class AdaEDL(StopPolicy):
+    """Draft while the bound 1 - sqrt(gamma H_j) on the acceptance probability is at least an adaptive lambda.
+
+    AdaEDL (arXiv 2410.18351): gamma = 0.2. After each round, with r a running acceptance rate,
+    r <- b1 r + (1 - b1) accepted / drafted and lambda <- b2 lambda + (1 - b2) (lambda +- eps), + if r <= alpha. The update
+    and its constants are from self-speculative decoding (arXiv 2309.08168 and its script): alpha 0.9, b1 0.5, b2 0.9,
+    eps 0.01, r = 0 at first. No source was found for the first lambda; 0.6 is ours.
+
+    The state is (lambda, r, largest entropy to draft on from): 1 - sqrt(gamma H) >= lambda iff H <= (1 - lambda)^2 / gamma.
+    """
+
+    reads_seconds: ClassVar[bool] = False
+    features = ("entropy",)
+
+    def __init__(
+        self,
+        start: float = 0.6,
+        gamma: float = 0.2,
+        alpha: float = 0.9,
+        eps: float = 0.01,
+        b1: float = 0.5,
+        b2: float = 0.9,
+        max_depth: int = 20,
+    ) -> None:
+        shares = {"start": start, "alpha": alpha, "eps": eps, "b1": b1, "b2": b2}
+        self.first_level, *rest = (validate_number("adaedl", k, v, 0.0, 1.0) for k, v in shares.items())
+        self.gamma = validate_number("adaedl", "gamma", gamma, 1e-6)
+        self._constants = np.array([*rest, self.gamma])
+        self.max_depth = validate_int("adaedl", "max_depth", max_depth)
+        self.name = f"adaedl:{start:g}"
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the first state."""
+        level = np.full(streams, self.first_level)
+        return level, np.zeros(streams), ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches whose bound is high enough."""
+        return step.alive & (step.features[:, :, 0] <= state[2][:, None]), state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state with lambda updated."""
+        level, rate, max_entropy = (values.copy() for values in state)
+        known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
+        update(*known, self._constants, level, rate, max_entropy)
+        return level, rate, max_entropy

@@ -1,0 +1,258 @@
+"""vLLM's adaptive verification: a budget of tokens for a batch by a model of acceptance that is learned while decoding."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import (
+    Array,
+    Batches,
+    CostGrid,
+    DraftStep,
+    DraftTree,
+    Profile,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    kernel,
+    kernel_part,
+    known_depths,
+    validate_int,
+)
+
+
+@kernel("void(int64[::1], int64[::1], int64[::1], float64[:,::1])")
+def share_latest(members: Any, starts: Any, updates: Any, weights: Any) -> None:
+    """Write to the streams of each batch the weights of the one that was fitted most often: others may have paused."""
+    for g in range(starts.shape[0] - 1):
+        rows = members[starts[g] : starts[g + 1]]
+        latest = rows[0]
+        for i in range(rows.shape[0]):
+            if updates[rows[i]] > updates[latest]:
+                latest = rows[i]
+        for i in range(rows.shape[0]):
+            for k in range(weights.shape[1]):
+                weights[rows[i], k] = weights[latest, k]
+
+
+@kernel("void(boolean[:,::1], float32[:,:,::1], int64, float64, float64[:,::1])")
+def note_odds(alive: Any, features: Any, depth: int, most: float, odds: Any) -> None:
+    """Write the log-odds of a depth in `odds` [S, K], clipped to +-`most`: the largest of a stream; infinite if none."""
+    for s in range(alive.shape[0]):
+        prob = -1.0
+        for b in range(alive.shape[1]):
+            if alive[s, b]:
+                prob = max(prob, np.float64(features[s, b, 0]))
+        odds[s, depth - 1] = np.inf
+        if prob >= 0.0:  # 0 and 1 give infinities, which are clipped
+            odds[s, depth - 1] = min(max(np.log(prob / (1.0 - prob)), -most), most)
+
+
+@kernel("void(float64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1])")
+def predict(odds: Any, weights: Any, stale: Any, out: Any) -> None:
+    """Write the confidences [S, K]; at depths not seen yet by the odds before them, else as in the round before."""
+    for s in range(odds.shape[0]):
+        z = np.inf
+        for k in range(odds.shape[1]):
+            if not np.isinf(odds[s, k]):
+                z = odds[s, k]
+            out[s, k] = stale[s, k] if np.isinf(z) else 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
+
+
+@kernel_part
+def _newton_step(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
+    """Take a damped Newton step on the slope w and the intercepts b_k of `weights` [1 + K], given sums [K, 6]."""
+    # The curvature is diagonal but for the row and column of w: the b_k are eliminated (`slope` is the Schur complement of
+    # w), then found by substitution. Damping is by the tokens that a number rests on.
+    slope, level, total = ridge, 0.0, 0.0
+    for k in range(sums.shape[0]):
+        c = sums[k, 2] + ridge
+        slope += sums[k, 0] - sums[k, 1] * sums[k, 1] / c
+        level += sums[k, 3] - sums[k, 1] * sums[k, 4] / c
+        total += sums[k, 5]
+    step = level / slope * total / (total + damping)
+    if not weights[0] + step >= 0.0:  # a slope below 0 would invert the confidence; `not` also catches NaN
+        step = 0.0
+    weights[0] += step
+    for k in range(sums.shape[0]):
+        c, n = sums[k, 2] + ridge, sums[k, 5]
+        weights[1 + k] += (sums[k, 4] - sums[k, 1] * step) / c * n / (n + damping)
+
+
+@kernel(
+    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64[:,::1], float64[::1], int64[::1], int64[::1], "
+    "float64[:,::1], int64[::1], int64[::1], float64[:,:,::1])"
+)
+def learn(
+    active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, constants: Any, members: Any, starts: Any, weights: Any,
+    updates: Any, rounds: Any, sums: Any,
+) -> None:  # fmt: skip
+    """Add a round to the sums, and fit the batches that are due; see `AcceptanceState`.
+
+    `constants` are rounds between fits, ridge and damping.
+    """
+    depths = odds.shape[1]
+    for s in range(odds.shape[0]):
+        for k in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), depths)):
+            z = odds[s, k]
+            if np.isinf(z):
+                continue
+            prob = 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
+            # Gradient and curvature at the weights of the last fit, which all streams of the batch have (`share_latest`).
+            w, rest = prob * (1.0 - prob), (1.0 if k < accepted[s] else 0.0) - prob
+            sums[s, k, 0] += w * z * z
+            sums[s, k, 1] += w * z
+            sums[s, k, 2] += w
+            sums[s, k, 3] += rest * z
+            sums[s, k, 4] += rest
+            sums[s, k, 5] += 1.0
+    total = np.empty((depths, 6))
+    for g in range(starts.shape[0] - 1):
+        rows = members[starts[g] : starts[g + 1]]
+        since, count = 0, 0
+        for i in range(rows.shape[0]):
+            rounds[rows[i]] += 1
+            since, count = max(since, rounds[rows[i]]), max(count, updates[rows[i]])
+        if since < constants[0]:
+            continue
+        for k in range(depths):
+            for j in range(total.shape[1]):  # in the order of the members: the same bits in any order of the rows
+                total[k, j] = 0.0
+                for i in range(rows.shape[0]):
+                    total[k, j] += sums[rows[i], k, j]
+                    sums[rows[i], k, j] = 0.0
+        _newton_step(total, constants[1], constants[2], weights[rows[0]])
+        for i in range(rows.shape[0]):
+            for k in range(weights.shape[1]):
+                weights[rows[i], k] = weights[rows[0], k]
+            updates[rows[i]] = count + 1
+            rounds[rows[i]] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceState:
+    """State of `AdaptiveVerification`; each row has the weights of its batch.
+
+    Attributes:
+        key, batch: [S] int64.
+        weights: [S, 1 + K] float64, the slope and the intercept of each depth.
+        updates, rounds: [S] int64, fits so far, and rounds since the last one.
+        sums: [S, K, 6] float64 of this stream since then: w z z, w z, w, r z, r and the number of tokens known.
+        odds: [S, K] float64 log-odds of this round by depth; infinite = not seen.
+        stale: [S, K] float64 confidences of the round before.
+    """
+
+    key: Array
+    batch: Array
+    weights: Array
+    updates: Array
+    rounds: Array
+    sums: Array
+    odds: Array
+    stale: Array
+
+
+class AdaptiveVerification(StopPolicy):
+    """Draft K tokens for every stream, and send as many of the batch's as make the most tokens per second.
+
+    vLLM's adaptive verification (0.33, `v1/worker/gpu/spec_decode/adaptive_verification.py` and `acceptance_estimator.py`). A
+    token at depth k is accepted with probability sigmoid(w z + b_k), z the log-odds of the draft's likeliest token within
+    +-40, and survives with the product along its stream. How many are sent, B, is the argmax of (streams + the B best
+    survivals) / (draft seconds + verification seconds of streams + B tokens), by the survivals of the round before; then the
+    B best of this round are. It starts from w = 0.5, b = -0.2; every 100 rounds one Newton step on the tokens known since
+    (the accepted ones and the first rejected) updates them, ridge 0.001, damped by n / (n + 50).
+
+    It trims verification, never drafting. It reads only features that do not depend on the drawn token, so it is exact under
+    `rejection` too, where it is called level by level: the rest of the budget goes to the level's best, by the confidences
+    known before it. The last depth, at which no policy is called, has the odds of the one before. vLLM begins a request with
+    confidences of 1; here a text continues with those of the text before it in its row. In a tree a depth counts as its best
+    branch.
+
+    Args:
+        length: K.
+        draft, token, profile: costs; see `SmartSpec`.
+    """
+
+    reads_seconds: ClassVar[bool] = False
+    features = ("top1",)
+    joint: ClassVar[bool] = True
+    carries: ClassVar[bool] = True
+    first = 0
+
+    SLOPE, INTERCEPT, MAX_ODDS = 0.5, -0.2, 40.0
+    FIT = np.array((100, 1e-3, 50.0))  # rounds between fits, ridge, damping
+
+    def __init__(
+        self, length: int = 4, draft: float = 0.1, token: float = 0.01, profile: str | Path | Profile = ""
+    ) -> None:
+        self.max_depth = self._length = validate_int("adaptive-verification", "length", length)
+        self._grid = CostGrid.of_options("adaptive-verification", profile, draft, token)
+        self.name = f"adaptive-verification:{length}"
+
+    def with_costs(self, profile: Profile) -> StopPolicy:
+        """Return this policy with the costs of a profile, unless it was given others."""
+        other = copy.copy(self)
+        other._grid = self._grid.with_profile(profile)
+        return self if other._grid is self._grid else other
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams without rounds."""
+        depths, zeros = self._length, np.zeros(streams, dtype=np.int64)
+        weights = np.tile([self.SLOPE, *[self.INTERCEPT] * depths], (streams, 1))
+        sums, odds = np.zeros((streams, depths, 6)), np.full((streams, depths), np.inf)
+        return AcceptanceState(keys.copy(), zeros - 1, weights, zeros, zeros, sums, odds, np.ones((streams, depths)))
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep all, and note the odds."""
+        if step.depth == 0:
+            batches, weights = Batches.of(step.batch, state.key), state.weights.copy()
+            share_latest(batches.members, batches.starts, state.updates, weights)
+            odds = np.full_like(state.odds, np.inf)
+            return step.alive.copy(), replace(state, batch=step.batch, weights=weights, odds=odds)
+        odds = state.odds.copy()
+        note_odds(step.alive, step.features, step.depth, self.MAX_ODDS, odds)
+        return step.alive.copy(), replace(state, odds=odds)
+
+    def _confidences(self, state: AcceptanceState) -> Array:
+        """Return [S, K] of this round."""
+        out = np.empty(state.odds.shape)
+        predict(state.odds, state.weights, state.stale, out)
+        return out
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Return the tokens of each batch with the largest survival, as many as pay."""
+        batches, offered = Batches.of(state.batch, state.key), tree.offered
+        sent_before = batches.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels before
+        left = np.maximum(self._budgets(tree, batches, state.stale) - sent_before, 0)
+        values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]  # [S, N]
+        return batches.best(values, offered, left)
+
+    def _budgets(self, tree: DraftTree, batches: Batches, stale: Array) -> Array:
+        """Return [G], the tokens that each batch sends, by the confidences of the round before.
+
+        Those of this round do not enter: an argmax over its tokens would let tokens drawn later decide what is sent, which
+        `rejection` does not allow.
+        """
+        drawn = np.zeros(stale.shape, dtype=bool)
+        stream, node = tree.drawn.nonzero()
+        drawn[stream, tree.depth[stream, node] - 1] = True  # [S, K]; in a tree a depth counts once
+        if tree.by_level:  # how far the streams will draft is not known yet
+            drawn = drawn.any(1, keepdims=True) & (np.arange(self._length) < self.max_depth)
+        grid, steps = self._grid.fit(batches.largest, self._length), (batches.sums(drawn.astype(np.int64)) > 0).sum(1)
+        spent, no_rates = grid.drafting_s(batches.sizes, steps), np.zeros(len(grid.verify))
+        return batches.best_budgets(np.cumprod(stale, 1), drawn, grid.verify, no_rates, spent=spent)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state with the round's outcomes, fitted if it is due."""
+        stale = self._confidences(state)
+        weights, updates, rounds, sums = (a.copy() for a in (state.weights, state.updates, state.rounds, state.sums))
+        # If the policy was not called in this round, the state still has the batches of an older one.
+        batches = Batches.of(np.where(outcome.active, state.batch, -1), state.key)
+        known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
+        learn(*known, state.odds, self.FIT, batches.members, batches.starts, weights, updates, rounds, sums)
+        return replace(state, weights=weights, updates=updates, rounds=rounds, sums=sums, stale=stale)

@@ -1,0 +1,220 @@
+"""BanditSpec and TapOut: a bandit over stop policies, rewarded by tokens per second."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import (
+    Array,
+    DraftStep,
+    PolicyError,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    kernel,
+    kernel_part,
+    keyed_normal,
+    load_policy,
+    validate_number,
+)
+
+KINDS = ("ucb", "thompson")
+ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
+
+DRAFT_COST = 0.1
+"""Seconds of a drafted token as a share of a round, if there is no profile."""
+
+TINY = 1e-30  # replaces 0 in a denominator
+
+
+@kernel(
+    "void(boolean[::1], int64[::1], int64[::1], float64[::1], float64, int64[::1], float64[:,::1], float64[:,:,::1])"
+)
+def add_reward(
+    counts: Any, accepted: Any, drafted: Any, seconds: Any, draft_cost: float, choice: Any, pulls: Any, sums: Any
+) -> None:
+    """Add the rounds that count [S] to the sums of the arm that decided them; see `BanditState`."""
+    for s in range(choice.shape[0]):
+        if counts[s]:
+            tokens = accepted[s] + 1.0
+            spent = seconds[s] if seconds[s] > 0.0 else 1.0 + draft_cost * drafted[s]
+            pulls[s, choice[s]] += 1.0
+            arm = sums[s, choice[s]]
+            arm[0] += tokens
+            arm[1] += spent
+            arm[2] += tokens * tokens
+            arm[3] += tokens * spent
+            arm[4] += spent * spent
+
+
+@kernel_part
+def _by_bonus(pulls: Any, sums: Any, explore: Any) -> Any:
+    """Return the arm with the largest rate relative to the best one, plus bonus."""
+    total, best_rate = 0.0, TINY
+    for a in range(pulls.shape[0]):
+        total += pulls[a]
+        best_rate = max(best_rate, sums[a, 0] / max(sums[a, 1], TINY))
+    best, most = 0, -np.inf
+    for a in range(pulls.shape[0]):
+        if pulls[a] == 0.0:
+            return a
+        # Relative to the best rate: the bonus is that of rewards between 0 and 1.
+        rate = sums[a, 0] / max(sums[a, 1], TINY)
+        value = rate / best_rate + explore * np.sqrt(np.log(max(total, 1.0)) / pulls[a])
+        if value > most:
+            best, most = a, value
+    return best
+
+
+@kernel_part
+def _by_sample(pulls: Any, sums: Any, explore: Any, normals: Any) -> Any:
+    """Return the arm with the largest sample from a normal around its rate."""
+    best, most = 0, -np.inf
+    for a in range(pulls.shape[0]):
+        if pulls[a] == 0.0:
+            return a
+        seconds = max(sums[a, 1], TINY)
+        rate = sums[a, 0] / seconds
+        # The variance of tokens - rate x seconds, plus that of one token before any is observed; the deviation of a ratio
+        # of sums by the delta method.
+        spread = max(sums[a, 2] - 2.0 * rate * sums[a, 3] + rate * rate * sums[a, 4], 0.0) + 1.0
+        value = rate + explore * (np.sqrt(spread) / seconds) * normals[a]
+        if value > most:
+            best, most = a, value
+    return best
+
+
+@kernel("void(boolean[::1], float64[:,::1], float64[:,:,::1], float64, float64[:,::1], int64[::1])")
+def choose(active: Any, pulls: Any, sums: Any, explore: float, normals: Any, choice: Any) -> None:
+    """Write the next arm [S]: by normals [S, A], or by the bonus of UCB if they have no columns."""
+    for s in range(choice.shape[0]):
+        if active[s] and normals.shape[1]:
+            choice[s] = _by_sample(pulls[s], sums[s], explore, normals[s])
+        elif active[s]:
+            choice[s] = _by_bonus(pulls[s], sums[s], explore)
+
+
+@dataclass(frozen=True, slots=True)
+class BanditState:
+    """State of `Bandit`.
+
+    Attributes:
+        key: [S] of the random numbers.
+        choice: [S] int64, the arm of this round.
+        pulls: [S, A] rounds of each arm.
+        sums: [S, A, 5] sums over its rounds of tokens t, seconds s, t t, t s and s s.
+        arms: the arms' own states.
+    """
+
+    key: Array
+    choice: Array
+    pulls: Array
+    sums: Array
+    arms: tuple[State, ...]
+
+
+class Bandit(StopPolicy):
+    """Let one of several policies decide each round: the one with the best throughput, or one that is not known well.
+
+    The value of an arm is its rate, the tokens of its rounds over their modelled seconds: a ratio of sums, since a mean of
+    ratios, as of accepted over drafted tokens, rewards short rounds or long drafts. Each arm is tried once, in order; then
+
+    * `ucb`: the largest rate / best rate + explore sqrt(ln t / n) (UCB1, Auer et al. 2002, explore = sqrt 2; so BanditSpec,
+      arXiv 2505.15141, and TapOut, arXiv 2511.02017, with rewards of acceptance);
+    * `thompson`: the largest sample from a normal around each rate, with `explore` times its standard deviation.
+
+    Rates pass from text to text, and so does each arm's own state. An arm sees and observes the rounds that it decides, and
+    no others. Rounds that an end of text or a limit cut do not count.
+
+    Args:
+        arms: policies that neither trim nor select, on scalar features.
+        kind: `ucb` or `thompson`.
+        explore: see above.
+    """
+
+    carries: ClassVar[bool] = True
+
+    def __init__(self, arms: Sequence[StopPolicy], kind: str = "ucb", explore: float = 2.0**0.5) -> None:
+        if not arms:
+            raise PolicyError("bandit: expected one arm or more")
+        if kind not in KINDS:
+            raise PolicyError(f"bandit: expected for kind one of {', '.join(KINDS)}, not {kind!r}")
+        for arm in arms:
+            # A host reads these once, and cannot follow an arm that differs in them from round to round.
+            if arm.trims or arm.hidden or arm.reads_clock or arm.joint or type(arm).select is not StopPolicy.select:
+                raise PolicyError(
+                    f"bandit: the arm {arm.name} trims, selects, reads hidden states or the clock, or weighs streams"
+                )
+        self.parts, self.kind = tuple(arms), kind
+        self.explore = validate_number("bandit", "explore", explore, 0.0)
+        self.features = tuple(dict.fromkeys(name for arm in arms for name in arm.features))
+        self._columns = [[self.features.index(name) for name in arm.features] for arm in arms]
+        self.max_depth = max(arm.max_depth for arm in arms)
+        self.first = min(arm.first for arm in arms)
+        self.name = f"bandit:{kind}"
+
+    def limited(self, depth: int) -> StopPolicy:
+        """Return this policy with every arm limited; see `StopPolicy.limited`."""
+        if self.max_depth <= depth:
+            return self
+        other = copy.copy(self)
+        other.parts = tuple(arm.limited(depth) for arm in self.parts)
+        other.max_depth = max(arm.max_depth for arm in other.parts)
+        return other
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams that have tried nothing."""
+        shape, states = (streams, len(self.parts)), tuple(arm.start(streams, keys) for arm in self.parts)
+        return BanditState(keys, np.zeros(streams, np.int64), np.zeros(shape), np.zeros((*shape, 5)), states)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep what the round's arm keeps."""
+        kept, states, chosen = np.zeros_like(step.alive), list(state.arms), set(state.choice.tolist())
+        for at in chosen:
+            arm = self.parts[at]
+            own = step.alive if len(chosen) == 1 else step.alive & (state.choice == at)[:, None]
+            # The bandit is the arm's host: an arm is not called at its `max_depth` nor before its `first`.
+            if step.depth >= arm.max_depth or (own is not step.alive and not own.any()):
+                continue
+            if step.depth < arm.first:
+                kept |= own
+                continue
+            answer, states[at] = arm.keep(self._step_of(step, at, own), state.arms[at])
+            kept |= answer & own
+        return kept, BanditState(state.key, state.choice, state.pulls, state.sums, tuple(states))
+
+    def _step_of(self, step: DraftStep, at: int, own: Array) -> DraftStep:
+        """Return the step as an arm sees it: its own features, and only the streams that it decides."""
+        features = step.features
+        if self.parts[at].features != self.features:
+            features = features.take(self._columns[at], 2)  # indexing by a list need not give C order
+        if own is not step.alive:
+            features = np.where(own[..., None], features, np.float32(0.0))
+        return DraftStep(step.depth, own, step.parent, features, step.hidden, step.batch)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state with the round's reward, and the next round's arm."""
+        states = list(state.arms)
+        for at in set(state.choice.tolist()):
+            if type(self.parts[at]).observe is not StopPolicy.observe:
+                own = replace(outcome, active=outcome.active & (state.choice == at))
+                states[at] = self.parts[at].observe(own, state.arms[at])
+        choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
+        # A round whose tokens were all left out says nothing about the arm.
+        counts = outcome.active & ~outcome.cut & ((outcome.verified > 0) | (outcome.drafted == 0))
+        add_reward(counts, outcome.accepted, outcome.drafted, outcome.seconds, DRAFT_COST, choice, pulls, sums)
+        normals = np.empty((len(choice), 0))
+        if self.kind == "thompson":  # numbered by the rounds that count, so that replay equals the live loop
+            normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.parts))
+        choose(outcome.active, pulls, sums, self.explore, normals, choice)
+        return BanditState(state.key, choice, pulls, sums, tuple(states))
+
+
+def make_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
+    """Pick one of the policies `arms`, comma-separated specs, for each round; see `Bandit`."""
+    return Bandit([load_policy(arm) for arm in str(arms).split(",") if arm], kind, explore)

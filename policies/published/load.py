@@ -1,0 +1,50 @@
+"""The schedules of engines: a draft length by the size of the batch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .. import Array, DraftStep, PolicyError, State, StopPolicy
+
+LARGEST = 1024
+"""Streams of a batch up to which `LoadLength.unasked` holds."""
+
+
+class LoadLength(StopPolicy):
+    """Draft the length that a table has for the number of streams that share the verification.
+
+    `num_speculative_tokens_per_batch_size` of vLLM, `draft_len_schedule` of TensorRT-LLM.
+
+    Args:
+        table: comma-separated `size:length`; each length holds from its batch size on, the first from 1 on.
+    """
+
+    joint: ClassVar[bool] = True
+    first = 0
+
+    def __init__(self, table: str = "1:4,4:3,8:2,16:1,32:0") -> None:
+        try:
+            pairs = [tuple(int(number) for number in entry.split(":")) for entry in str(table).split(",")]
+            sizes, lengths = zip(*pairs, strict=True)
+        except ValueError:
+            raise PolicyError(f"load: expected a table such as 1:6,4:4,16:0, not {table!r}") from None
+        if sizes[0] != 1 or list(sizes) != sorted(set(sizes)) or min(lengths) < 0:
+            raise PolicyError(
+                f"load: expected batch sizes that rise from 1 on, and lengths of 0 or more, not {table!r}"
+            )
+        self._sizes, self._lengths = np.array(sizes), np.array(lengths)
+        self.max_depth = max(lengths)
+        self.unasked = {size: int(self._length(size)) for size in range(1, LARGEST + 1)}
+        self.name = f"load:{table}"
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches above the length of their batch."""
+        _, which, counts = np.unique(step.batch, return_inverse=True, return_counts=True)
+        return step.alive & (step.depth < self._length(counts[which]))[:, None], state
+
+    def _length(self, size: ArrayLike) -> Array:
+        lengths: Array = self._lengths[np.searchsorted(self._sizes, size, side="right") - 1]
+        return lengths

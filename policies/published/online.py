@@ -1,0 +1,155 @@
+"""vLLM's logistic model of acceptance on one feature of the draft, learned while decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .. import (
+    Array,
+    DraftStep,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    kernel,
+    kernel_part,
+    known_depths,
+    validate_int,
+    validate_number,
+)
+
+EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
+
+
+@kernel_part
+def _sigmoid(value: Any) -> Any:
+    if value >= 0.0:  # either form overflows on the other side
+        return 1.0 / (1.0 + np.exp(-value))
+    return np.exp(value) / (1.0 + np.exp(value))
+
+
+@kernel(
+    "void(float32[:,:,::1], boolean[:,::1], int64[:,::1], int64, boolean, float64[:,::1], float64[:,::1], float64[:,::1], "
+    "float64[:,::1])"
+)
+def follow_survival(
+    features: Any,
+    alive: Any,
+    parent: Any,
+    depth: int,
+    begins: bool,
+    weights: Any,
+    before: Any,
+    seen: Any,
+    survival: Any,
+) -> None:
+    """Write the survival [S, B], given that of the depth before [S, B'], and note the best log-odds in `seen` [S, K]."""
+    for s in range(alive.shape[0]):
+        most = -np.inf
+        for b in range(alive.shape[1]):
+            survival[s, b] = 0.0
+            if not alive[s, b]:
+                continue
+            prob = min(max(np.float64(features[s, b, 0]), EDGE), 1.0 - EDGE)
+            odds = np.log(prob / (1.0 - prob))
+            most = max(most, odds)
+            survival[s, b] = _sigmoid(weights[s, 0] * odds + weights[s, 1])
+            if not begins:
+                survival[s, b] *= before[s, parent[s, b]]
+        if most > -np.inf:
+            seen[s, depth - 1] = most
+
+
+@kernel(
+    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64, float64[:,::1], float64[:,::1], float64[:,::1])"
+)
+def newton_step(
+    active: Any, cut: Any, accepted: Any, verified: Any, decay: float, seen: Any, weights: Any, precision: Any
+) -> None:
+    """Take a Newton step on the accept bits of a round; see `OnlineState`."""
+    for s in range(weights.shape[0]):
+        slope, level = weights[s, 0], weights[s, 1]
+        a, b, d = decay * precision[s, 0], decay * precision[s, 1], decay * precision[s, 2]
+        to_slope, to_level, samples = 0.0, 0.0, 0
+        for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
+            odds = seen[s, j]
+            if not np.isfinite(odds):
+                continue
+            samples += 1
+            prob = _sigmoid(slope * odds + level)
+            error, spread = (1.0 if j < accepted[s] else 0.0) - prob, prob * (1.0 - prob)
+            # Curvature and slope at the weights from before the round, so that the order of depths does not matter.
+            a, b, d = a + spread * odds * odds, b + spread * odds, d + spread
+            to_slope, to_level = to_slope + error * odds, to_level + error
+        if samples:  # the system of two unknowns, by determinants: a decayed prior keeps it positive
+            size = a * d - b * b
+            weights[s, 0] = slope + (d * to_slope - b * to_level) / size
+            weights[s, 1] = level + (a * to_level - b * to_slope) / size
+            precision[s, 0], precision[s, 1], precision[s, 2] = a, b, d
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineState:
+    """State of `Online`, all float64.
+
+    Attributes:
+        weights: [S, 2] slope and intercept.
+        precision: [S, 3] of the slope, of both, of the intercept.
+        seen: [S, K] best log-odds by depth of this round; infinite if not asked.
+        survival: [S, B] of the last depth.
+    """
+
+    weights: Array
+    precision: Array
+    seen: Array
+    survival: Array
+
+
+class Online(StopPolicy):
+    """Draft while S_j, the product of the modelled acceptance probabilities, is at least a threshold.
+
+    P(x_j accepted) = sigmoid(w z + b) with z = logit(max q_j), as vLLM learns it for any drafter (vLLM #52228): one PRE
+    feature, hence lossless. It starts from w = 1, b = 0 and takes one Newton step a round on the accept bits of that round:
+    precision <- decay precision + sum p (1 - p) (z, 1)(z, 1)', weights <- weights + precision^-1 sum (accepted - p) (z, 1).
+    The weights pass from text to text. vLLM spends them on the token budget of a batch; for one stream that is a threshold
+    on S_j. In a tree the best branch of a depth is its sample. vLLM's rate, prior and decay were not found; these are ours.
+
+    Attributes:
+        level: the threshold, or [S, 1] float64 with one of each stream.
+    """
+
+    reads_seconds: ClassVar[bool] = False
+    features = ("top1",)
+    carries: ClassVar[bool] = True
+    level: float | Array
+
+    def __init__(self, threshold: float = 0.4, prior: float = 20.0, decay: float = 0.999, max_depth: int = 20) -> None:
+        self.level = self.threshold = validate_number("online", "threshold", threshold, 0.0, 1.0)
+        self.prior = validate_number("online", "prior", prior, 1e-3)
+        self.decay = validate_number("online", "decay", decay, 0.0, 1.0)
+        self.max_depth = validate_int("online", "max_depth", max_depth)
+        self.name = f"online:{threshold:g}"
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams without rounds: sigmoid(logit(max q)) = max q, the draft's own probability."""
+        weights, precision = np.tile((1.0, 0.0), (streams, 1)), np.tile((self.prior, 0.0, self.prior), (streams, 1))
+        return OnlineState(weights, precision, self._unseen(streams), np.ones((streams, 1)))
+
+    def _unseen(self, streams: int) -> Array:
+        return np.full((streams, self.max_depth), np.inf)
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the branches with enough survival, and note the log-odds."""
+        survival, seen, begins = np.empty(step.alive.shape), state.seen.copy(), step.depth <= self.first
+        shown = step.features, step.alive, step.parent, step.depth
+        follow_survival(*shown, begins, state.weights, state.survival, seen, survival)
+        return step.alive & (survival >= self.level), OnlineState(state.weights, state.precision, seen, survival)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Return the state after a Newton step on the round's accept bits."""
+        weights, precision = state.weights.copy(), state.precision.copy()
+        known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
+        newton_step(*known, self.decay, state.seen, weights, precision)
+        return OnlineState(weights, precision, self._unseen(len(weights)), state.survival)

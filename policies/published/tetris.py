@@ -1,0 +1,77 @@
+"""TETRIS: a budget of tokens for a batch, spent on the likeliest ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from .. import (
+    Array,
+    Batches,
+    DraftStep,
+    DraftTree,
+    RoundOutcome,
+    State,
+    StopPolicy,
+    append_level,
+    node_values,
+    validate_int,
+    validate_number,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TetrisState:
+    """State of `Tetris`: key, batch [S] int64, and by depth so far the log-probability of the paths [S, B] float32."""
+
+    key: Array
+    batch: Array
+    levels: tuple[Array, ...] = ()
+
+
+class Tetris(StopPolicy):
+    """Draft a few tokens more than can be verified, and send the likeliest of the batch, by the probability of their paths.
+
+    TETRIS (arXiv 2502.15197; its vLLM: a capacity of (K - extra) tokens a stream, K being drafted). It reads the drawn
+    tokens and leaves some out, so it is for `match` and `point` verification, and for temperature 0.
+
+    Args:
+        each: tokens sent per stream, on average over the batch.
+        extra: tokens drafted beyond that.
+        capacity: tokens sent of the whole batch, whatever its size; 0 = `each` per stream.
+    """
+
+    reads_seconds: ClassVar[bool] = False
+    features = ("path_logprob",)
+    joint: ClassVar[bool] = True
+    first = 0  # if `max_depth` is 1, only depth 0 shows which streams share a verification
+
+    def __init__(self, each: float = 3, extra: int = 2, capacity: int = 0) -> None:
+        self.each = validate_number("tetris", "each", each, 0.0, 1024.0)
+        self.capacity = validate_int("tetris", "capacity", capacity, 0)
+        self.max_depth = math.ceil(self.each) + validate_int("tetris", "extra", extra, 0)
+        self.name = f"tetris:{each:g}"
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return no levels."""
+        return TetrisState(keys.copy(), np.full(streams, -1, dtype=np.int64))
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep all, and store the paths' probabilities."""
+        levels = append_level(state.levels, step, step.features[:, :, 0]) if step.depth else ()
+        return step.alive.copy(), TetrisState(state.key, step.batch, levels)
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Return the likeliest tokens of each batch."""
+        batches = Batches.of(state.batch, state.key)
+        budgets = np.full(len(batches.sizes), self.capacity)
+        if not self.capacity:
+            budgets = (self.each * batches.sizes).astype(np.int64)
+        return batches.best(node_values(state.levels, tree).astype(np.float64), tree.drawn, budgets)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Drop the round's levels."""
+        return replace(state, levels=())
