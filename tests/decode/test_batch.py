@@ -239,9 +239,9 @@ def test_a_batch_ends_early_texts_and_keeps_its_memory(pair: Pair, prompt_ids: l
     """Rows of the cache are taken over by the next texts: buffers are made once, however many texts there are."""
     loop = Speculator(pair, FixedLength(2), Settings(0.0, NEW), batch=2)
     loop.run(requests(prompt_ids))
-    before = [buffer.data_ptr() for buffer in loop._source.target._kv._shared]
+    before = [buffer.data_ptr() for buffer in loop._source.target._kv.shared]
     loop.run(requests(prompt_ids * 3))
-    assert [buffer.data_ptr() for buffer in loop._source.target._kv._shared] == before
+    assert [buffer.data_ptr() for buffer in loop._source.target._kv.shared] == before
     assert loop._source.texts == [None, None]
 
 

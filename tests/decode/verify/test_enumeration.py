@@ -160,7 +160,7 @@ def test_an_oracle_tells_positions_and_masks_apart() -> None:
     def read(positions: list[int], mask: torch.Tensor | None) -> torch.Tensor:
         class Slots:
             update = staticmethod(lambda keys, values, layer: (keys, values))
-            layers = (SimpleNamespace(packing=None),)
+            layers = (SimpleNamespace(kv=SimpleNamespace(call=None)),)
 
         ids = torch.tensor([[2, 0, 1]])
         return model(ids, mask, torch.tensor([positions]), Slots(), 1).logits[0, -1]

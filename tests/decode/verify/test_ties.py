@@ -17,11 +17,11 @@ from specstop.decode.verify.match import Match, best_tokens
 
 def draw(rows: torch.Tensor, width: int) -> Draw:
     """Return the greedy candidates below as many roots as there are rows, one per stream."""
-    topology = parse_tree(str(width))
-    choices = [SimpleNamespace(greedy=True)] * len(rows)
-    return Match().draw(
-        cast(Any, SimpleNamespace(topology=topology, choices=choices)), [(s, [0]) for s in range(len(rows))], rows
-    )
+    round_state = SimpleNamespace(topology=parse_tree(str(width)), choices=[SimpleNamespace(greedy=True)] * len(rows))
+    drawn = Match().draw(cast(Any, round_state), [(stream, [0]) for stream in range(len(rows))], rows)
+    if isinstance(drawn.tokens, torch.Tensor):
+        drawn.tokens = drawn.tokens[:, None].tolist()
+    return drawn
 
 
 def tied_rows() -> torch.Tensor:

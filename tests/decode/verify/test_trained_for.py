@@ -28,7 +28,7 @@ def told(profile: Profile | None, temperature: float, drafter: str, **more: Any)
 def test_a_profile_of_another_verification_is_told_of(profile: Profile) -> None:
     match = replace(profile, verification="match")
     (text,) = told(match, 0.7, "model", verification="block")  # once for both policies
-    assert text.startswith("the profile timed rounds under match verification, this run plays those of block")
+    assert text.startswith("the profile timed rounds of the verification match, this run plays those of block")
     assert not told(match, 0.0, "model") and not told(match, 0.7, "model", verification="match")
     assert not told(match, 0.7, "model", tree="2,2", verification="rejection"), "chains alone are timed under a mode"
     assert not told(profile, 0.7, "model") and not told(None, 0.7, "suffix")
@@ -51,7 +51,7 @@ def test_a_profile_of_another_drafter_is_told_of(profile: Profile) -> None:
 def test_a_policy_that_hears_seconds_wants_them_for_all_that_it_drafts(pair: Pair, profile: Profile) -> None:
     bandit = load_policy("bandit?arms=fixed:1,fixed:8")
     with pytest.raises(
-        InputError, match=r"hears what rounds take and drafts up to 8 tokens, but the profile ends at 6"
+        InputError, match=r"observes the seconds of rounds and drafts up to 8 tokens, but the profile ends at 6"
     ):
         Speculator(pair, bandit, Settings(0.0, 8, 8), profile)
     assert Speculator(pair, bandit, Settings(0.0, 8, 6), profile).generate([5, 6, 7]).tokens
