@@ -135,10 +135,10 @@ def replayed(arrays: TraceArrays, policy: StopPolicy) -> list[Rounds]:
     while source.active.any():
         anchor, active = source.anchor, source.active
         made = play_round(source, host)
-        sent = made.found.sent[:, 1:]
+        sent = made.sent[:, 1:]
         for at in np.flatnonzero(active).tolist():
             rows = tuple((node + 1, int(tokens[source.row[at], node])) for node in np.flatnonzero(sent[at]).tolist())
-            rounds[at].append((int(anchor[at]), int(made.found.drafted[at]), rows, int(made.accepted[at])))
+            rounds[at].append((int(anchor[at]), int(made.drafted[at]), rows, int(made.accepted[at])))
         source.next_texts()
     return [tuple(told) for told in rounds]
 
