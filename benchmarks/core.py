@@ -264,7 +264,7 @@ def seconds_of(code: str, cache: str | None = None, runs: int = 3) -> float:
 def check_imports(bars: Bars, runs: int) -> None:
     """Time the import of the contract, and the kernels with an empty and with a full cache."""
     bare = "import sys, specstop.policies; assert 'torch' not in sys.modules"
-    rooms = ("learned.policy", "storage", "baselines.fixed", "testing")
+    rooms = ("learned", "storage", "fixed", "testing")
     every = "import sys; " + "".join(f"import specstop.policies.{room}; " for room in rooms)
     seconds_of(every + "assert 'torch' not in sys.modules", runs=1)
     took = seconds_of(bare, runs=runs)

@@ -65,6 +65,7 @@ class FeatureReader:
         streams: int = 1,
     ) -> None:
         self.policy, self._topology, self._temperature, self._streams = policy, topology, temperature, streams
+        self._first = policy.first  # a policy may change its attributes while it runs
         self._layout, self._widths = Layout(policy.features), dict(widths or {})
         self._columns = self._layout.node_columns
         self._follows_path = self._columns.needs.path
@@ -84,7 +85,7 @@ class FeatureReader:
 
     def drawn(self, depth: int, scores: DraftScores) -> None:
         """Keep what the tokens of a depth were drawn from until the policy is called, if it reads them or follows paths."""
-        is_called = self.policy.first <= depth < self._topology.deepest
+        is_called = self._first <= depth < self._topology.deepest
         if self._follows_path or (self._reads_draft and is_called):
             self._unread = scores
 
