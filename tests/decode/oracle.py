@@ -111,16 +111,15 @@ class Oracle(torch.nn.Module):
             list(zip(at.flatten().long().tolist(), text.flatten().long().tolist(), strict=True))
             for at, text in zip(positions, tokens, strict=True)
         ]
-        packing, mask = past_key_values.layers[0].packing, attention_mask
+        call, mask = past_key_values.layers[0].kv.call, attention_mask
         if mask is None:
             seen = len(texts[0])
             mask = torch.ones(count, seen, dtype=torch.bool).tril_(seen - count)[None, None]
         mask = mask if mask.dtype == torch.bool else mask == 0
         owner, row = [0] * count, list(range(count))
-        if packing is not None:  # of each token its stream, and its row in that stream's part of the mask
-            owner = packing.stream.tolist()
-            place = range(count) if packing.place is None else packing.place.tolist()
-            row = [at - stream * packing.count for at, stream in zip(place, owner, strict=True)]
+        if call is not None:  # of each token its stream, and its row in that stream's part of the mask
+            owner, size = call.line[2].tolist(), call.relation.shape[1]
+            row = [at - stream * size for at, stream in zip(call.line[4].tolist(), owner, strict=True)]
         assert mask.shape[0] == len(texts) and mask.shape[3] == len(texts[0])
 
         def prefix(token: int) -> Prefix:

@@ -10,9 +10,18 @@ import torch
 from conftest import VOCABULARY
 from specstop.collect.dense.proposals import Asked, BestScores
 from specstop.decode.models.pair import Pair
+from specstop.decode.topology import parse_tree
+from specstop.decode.verify.base import Draw
 from specstop.decode.verify.match import Match, best_tokens
 
-GREEDY = cast(Any, [SimpleNamespace(choices=SimpleNamespace(greedy=True))])
+
+def draw(rows: torch.Tensor, width: int) -> Draw:
+    """Return the greedy candidates below as many roots as there are rows, one per stream."""
+    topology = parse_tree(str(width))
+    choices = [SimpleNamespace(greedy=True)] * len(rows)
+    return Match().draw(
+        cast(Any, SimpleNamespace(topology=topology, choices=choices)), [(s, [0]) for s in range(len(rows))], rows
+    )
 
 
 def tied_rows() -> torch.Tensor:
@@ -30,7 +39,7 @@ def by_score_then_number(row: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("width", [1, 2, 3, 10])
 def test_of_equal_scores_the_first_token_is_drawn_first(width: int) -> None:
     rows = tied_rows()
-    drawn = Match().draw(rows, [width] * len(rows), GREEDY)
+    drawn = draw(rows, width)
     assert drawn.tokens == [by_score_then_number(row)[:width] for row in rows]
     assert best_tokens(rows, [width] * len(rows)) == drawn.tokens
     if width > 1:
@@ -42,4 +51,4 @@ def test_a_dense_trace_takes_the_same(pair: Pair, width: int) -> None:
     rows, number = tied_rows(), torch.arange(40)
     asked = Asked(rows, cast(Any, None), number, number, number, 1, torch.full((40,), -1), torch.ones(40).double())
     found, _ = BestScores(pair, None, 0, 0, None)(asked, width, width + 1)
-    assert found.tokens.tolist() == Match().draw(rows, [width] * 40, GREEDY).tokens
+    assert found.tokens.tolist() == draw(rows, width).tokens
