@@ -31,7 +31,7 @@ import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect import Trace, merge, open_trace
 from specstop.collect.schema import Header
-from specstop.collect.store.staging import STAGE_PREFIX
+from specstop.policies.files import MANIFEST, STAGE_PREFIX
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -181,7 +181,7 @@ class Bench:
         self.tally.different += not (trace.complete and same_rows(trace, self.expected))
         keys = trace.table(["sequence", "anchor"])
         self.tally.twice += trace.row_count - len(set(zip(*keys.to_pydict().values(), strict=True)))
-        left = [path for path in out.rglob(".*") if path.name != "."]
+        left = [path for path in out.rglob(".*") if path.name not in (".", MANIFEST)]
         if left:
             # The next run would remove them; none may be taken for a part of the trace.
             self.tally.failures.append(f"left behind in {out.name}: {', '.join(p.name for p in left)}")
