@@ -153,7 +153,7 @@ def prepare_output_file(out: StrPath, mark: bytes, *, overwrite: bool = False, i
 def check_separate(out: StrPath, inputs: Iterable[Input], option: str = "--out") -> None:
     """Raise `InputError` if an output is, contains or lies in an input, or contains a file that an input links to."""
     path = Path(os.path.realpath(out))
-    for given in (os.path.expanduser(given) for given in inputs if given is not None):
+    for given in (os.path.expanduser(given) for given in inputs if given):
         source = Path(os.path.realpath(given))
         if not source.exists():
             continue
