@@ -13,9 +13,13 @@ import pytest
 from commands import cli
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
 from specstop.decode.drafters.spec import listed_drafters, needs_draft, reading_of
+from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
+from specstop.decode.plain import plain_texts
+from specstop.decode.settings import Settings
 from specstop.policies import plugins as specs
 from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.fixed import FixedLength
 from specstop.policies.plugins import DRAFTER_PLUGINS
 
 PLUGIN = """
@@ -61,6 +65,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     sys.modules.pop("drafting_plugin", None)
 
 
+PAGE = Path(__file__).parents[3] / "docs" / "drafters.md"
+
+
 @pytest.fixture(scope="session")
 def pair(plain_pair: Pair) -> Pair:
     return plain_pair
@@ -74,6 +81,29 @@ def test_they_are_named_as_policies_are(pair: Pair) -> None:
     both = find_drafter("copycat?longest=5&sure=0.7+model", pair)
     assert isinstance(both, FallbackDrafter) and both._first._longest == 5 and isinstance(both._other, ModelDrafter)
     assert isinstance(find_drafter("suffix+copycat?longest=3", pair)._other, LookupDrafter)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("tree", "verification"), [("chain:3", "match"), ("2,2,1", "match"), ("2,2,1", "rejection"), ("chain:3", "block")]
+)
+def test_the_drafter_of_the_page_works(
+    pair: Pair, installed: Callable[..., None], tmp_path: Path, tree: str, verification: str, temperature: float
+) -> None:
+    (code,) = re.findall(r"^`specstop_bigram.py`:\n\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "specstop_bigram.py").write_text(code)
+    (entry,) = re.findall(r'^bigram = "(.*)"$', PAGE.read_text(), re.MULTILINE)
+    installed(bigram=entry)
+    used = with_drafter(pair, "bigram?limit=2")
+    settings = Settings(temperature, max_new_tokens=30, tree=tree, verification=verification)
+    prompts = [[7, 8, 7, 8, 7], [9, 9, 9, 9], [3, 4]]
+    speculator = Speculator(used, FixedLength(3), settings, batch=2)
+    texts = speculator.run([Request(prompt, key) for key, prompt in enumerate(prompts)])
+    assert any(record.accepted for text in texts for record in text.rounds)
+    if temperature == 0.0 or verification == "match":
+        plain = plain_texts(pair, prompts, range(3), 30, temperature).tokens
+        assert [list(text.tokens) for text in texts] == plain
+    sys.modules.pop("specstop_bigram")
 
 
 @pytest.mark.parametrize(
