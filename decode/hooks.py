@@ -1,4 +1,4 @@
-"""What observes the loop: hooks, which collectors, benchmarks and tests implement, and the timer of its phases."""
+"""Hooks, with which collectors, benchmarks and tests observe the loop, and the timer of its phases."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from .round_state import RoundState
 
 
 class Hook:
-    """Observes the rounds of a loop, to which it is given at construction; override what is needed.
+    """Observes the rounds of a loop. Subclasses override the methods that they need and are passed to `Speculator`.
 
-    Tensors of a round may be kept, not changed. The clock of a round includes `on_draft_step` and `on_verified`, so they must
-    be short; it has stopped before `on_round_end`.
+    Tensors of a round may be kept but not changed. The measured time of a round includes `on_draft_step` and `on_verified`,
+    so they must be fast. It does not include `on_round_end`.
     """
 
     def on_draft_step(self, round: RoundState, depth: int) -> None:
-        """Observe candidates of a depth that were just drawn, from `round.levels[depth - 1]`."""
+        """Observe the candidates of a depth, just drawn from `round.levels[depth - 1]`."""
 
     def on_verified(self, round: RoundState) -> None:
         """Observe the accepted paths, before they are committed."""
 
     def on_round_end(self, round: RoundState) -> None:
-        """Observe a round whose tokens are committed and whose `records` are written."""
+        """Observe the round after its tokens were committed and its `records` were written."""
 
 
 class Timer:
     """Seconds by phase of a round: draft, verify, policy.
 
-    On CUDA a lap is the time between two events in the stream: the host does not wait, and what it does while the device is
-    busy counts for nothing.
+    On CUDA a lap is the time between two events of the CUDA stream. The host does not wait, and its work while the device is
+    busy is not counted.
 
     Args:
-        device: whose work is timed; None = nothing is timed.
+        device: device to time; None = no timing.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -45,13 +45,13 @@ class Timer:
         self._begun = 0.0
 
     def now(self) -> float:
-        """Return the clock, once the device has finished."""
+        """Synchronise the device and return the time."""
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def mark(self) -> Any:
-        """Return the beginning of a lap, for `add`."""
+        """Return the start of a lap, for `add`."""
         return self._event() if self._on_cuda else self.now()
 
     def add(self, phase: str, mark: Any) -> None:
@@ -62,7 +62,7 @@ class Timer:
             self._laps[phase].append(self.now() - mark)
 
     def restart(self) -> None:
-        """Forget all laps and begin a round."""
+        """Discard all laps and begin a round."""
         self._pending.clear()
         self._laps.clear()
         self._begun = self.now()

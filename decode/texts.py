@@ -1,4 +1,4 @@
-"""Texts while they are decoded: the request, the committed tokens, and what the next round starts from."""
+"""Texts that are being decoded: the request, the committed tokens, and the anchor of the next round."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        key: of the stream (`noise.stream_key`); without effect at temperature 0.
-        padding: tokens left of the prompt that logits processors and stopping criteria see and models do not.
-        shaping: of this text; None = that of the settings.
-        read: the prompt as the target has read it already (`hf.prefill`); None = the loop reads the token ids.
+        key: random key of the stream (`noise.stream_key`); no effect at temperature 0.
+        padding: tokens to the left of the prompt that logits processors and stopping criteria receive and models do not.
+        shaping: sampling parameters of this text; None = those of the settings.
+        read: a prompt that the target has already read (`hf.prefill`); None = the loop reads the token ids.
     """
 
     prompt: Sequence[int]
@@ -34,7 +34,7 @@ class Request:
 
     @property
     def excess(self) -> tuple[int, int]:
-        """How many slots, and positions, the prompt takes beyond its number of tokens; at least 0."""
+        """Cache slots and positions that the prompt uses beyond its number of tokens, each at least 0."""
         if self.read is None:
             return 0, 0
         shift = self.read.slots - len(self.prompt)
@@ -43,12 +43,12 @@ class Request:
 
 @dataclass(slots=True)
 class Anchor:
-    """What an anchor was drawn from.
+    """The target row from which an anchor was drawn.
 
     Attributes:
-        rows: [R, V] raw logits of the target's call.
-        at: the row of the anchor. It is sliced when needed: most policies do not read it.
-        hidden: [1, H] the target's last hidden state there, where it is kept.
+        rows: [R, V] raw logits of the target call.
+        at: index of the row. The row is sliced on access, as most policies do not read it.
+        hidden: [1, H] last hidden state of the target at that row; None if not kept.
     """
 
     rows: Tensor
@@ -63,17 +63,18 @@ class Anchor:
 
 @dataclass
 class Text:
-    """One sequence while it is decoded.
+    """A sequence that is being decoded.
 
     Attributes:
         tokens: committed, prompt included. The last one is the anchor of the next round.
         prompt: number of prompt tokens.
-        key: of the stream.
-        source: of its random numbers.
-        sampler: of its logits.
-        anchor: what the last token was drawn from.
+        key: random key of the stream.
+        source: source of its random numbers.
+        sampler: processes its logits.
+        anchor: the row from which the last token was drawn.
         round: number of the next round, from 1; the prompt is 0.
-        shift: slots of the target's cache that the prompt fills, minus its tokens.
+        ended: whether the text is complete.
+        shift: number of cache slots of the target that the prompt uses, minus its number of tokens.
     """
 
     tokens: list[int]
@@ -94,13 +95,13 @@ class Text:
     def extend(
         self, new: Sequence[int], limit: int, eos: Collection[int], stops: Sequence[StoppingCriteria] = ()
     ) -> int:
-        """Commit tokens one by one until the text ends, and return their number.
+        """Commit tokens one by one until the text ends, and return the number committed.
 
         Args:
-            new: tokens.
-            limit: on the generated tokens.
-            eos: ids that end the text.
-            stops: transformers' criteria, called after each token as in plain decoding.
+            new: tokens to commit.
+            limit: maximum number of generated tokens.
+            eos: token ids that end the text.
+            stops: stopping criteria of transformers, called after each token as in plain decoding.
         """
         before = len(self.tokens)
         for token in new:

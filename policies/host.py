@@ -18,7 +18,7 @@ from .validation import Failure, is_trusted, plugin_errors
 
 
 class FinishedRound(Protocol):
-    """A finished round of S streams, as `PolicyHost.finished` reads it: `decode.round_state.RoundState`."""
+    """The part of `decode.round_state.RoundState` that `PolicyHost.finished` reads. All arrays are [S]."""
 
     active: Array
     context: Array
@@ -52,13 +52,13 @@ class Monitor(Protocol):
 
 
 class PolicyHost:
-    """Call a policy for S streams; own its state and their history.
+    """Calls a policy for S streams, and owns its state and their history.
 
-    Answers of plugins are validated, and plugins are given copies of arrays. Policies of specstop are trusted.
+    Results of plugins are validated, and plugins receive copies of arrays. Policies of specstop are trusted.
 
     Args:
         policy: the policy.
-        profile: models the seconds of rounds; None = 0.
+        profile: models the seconds of rounds; None = rounds take 0 seconds.
         batch: streams that share a verification; 1 = each stream is verified alone.
         fallback: replaces the policy after a failure, with one warning; None = failures are raised.
         monitor: observes decisions and outcomes.
@@ -70,7 +70,7 @@ class PolicyHost:
         first, trims: of the policy.
         selects, observes: whether the policy implements `select` and `observe`.
         state, history: of the S streams.
-        failure: of the given policy; None = it has not failed.
+        failure: of the given policy; None if it has not failed.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PolicyHost:
         self.failure: Failure | None = None
         self.state: State = None
         self.history = History.start(0)
-        self._stored: dict[int, tuple[History, State, int]] = {}  # by row: where it is, and its index there
+        self._stored: dict[int, tuple[History, State, int]] = {}  # by row: history and state that contain it, and its index
         self._use(policy)
 
     def _use(self, policy: StopPolicy) -> None:
@@ -128,7 +128,7 @@ class PolicyHost:
         self.state = self._start(keys)
 
     def refill(self, rows: Array, keys: Array) -> None:
-        """Begin new texts with `keys` [R] in the streams `rows` [R]; a policy that carries its state keeps it."""
+        """Begin new texts with `keys` [R] in the streams `rows` [R]; state is kept if the policy carries it."""
         if not len(self.history.record):
             # Streams without a text start with key 0 until they are refilled, unless the policy carries its state.
             all_keys = np.zeros(self.batch, dtype=np.int64)
@@ -157,7 +157,7 @@ class PolicyHost:
             history, state, at = self._stored[row]
             if not parts or parts[-1][0] is not history or parts[-1][1] is not state:
                 parts.append((history, state, []))
-            parts[-1][2].append(at)  # neighbours that were stored together are taken together
+            parts[-1][2].append(at)  # adjacent rows that were stored together are taken in one call
         self.history = join([take(history, np.array(at)) for history, _, at in parts])
         states = [take(state, np.array(at)) for _, state, at in parts]
         like = next((state for state in states if state is not None), None)
@@ -165,7 +165,7 @@ class PolicyHost:
         self.state = join([empty(like, n) if s is None else s for s, n in zip(states, sizes, strict=True)])
 
     def refill_rows(self, rows: Array, keys: Array) -> None:
-        """Begin new texts with `keys` [R] in stored rows [R]; a policy that carries its state keeps it."""
+        """Begin new texts with `keys` [R] in stored rows [R]; state is kept if the policy carries it."""
         if not self.policy.carries:
             self.start(keys)
         else:
