@@ -1,4 +1,4 @@
-"""`FeatureReader`: what a policy is shown of live rounds, read only when the policy is called."""
+"""`FeatureReader`: computes the `DraftStep` of live rounds when the policy is called."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _Level:
 
     Attributes:
         features: [n, F].
-        path: [n] log-probabilities of the paths to them, if a feature follows paths; else empty.
-        streams, rows: of each token; empty = one token of each stream in order, as in most rounds of chains.
-        branch: [n] int64, the place of each token in its depth of the topology.
-        states: [n, H] of the draft, if the policy reads them.
+        path: [n] log-probabilities of the paths to them if a feature needs paths, otherwise empty.
+        streams, rows: of each token; empty = one token per stream in order, as in most rounds of chains.
+        branch: [n] int64, index of each token among the nodes of its depth.
+        states: [n, H] hidden states of the draft; None if the policy does not read them.
     """
 
     features: Array
@@ -46,12 +46,12 @@ class _Level:
 
 
 class FeatureReader:
-    """Reads the rounds of S streams for a policy.
+    """Computes the features and hidden states that a policy reads in the rounds of S streams.
 
     Args:
         policy: any stop policy.
-        topology: of the rounds.
-        temperature: of the sampling.
+        topology: tree of the rounds.
+        temperature: sampling temperature; 0 = greedy.
         widths: H of each hidden state that the policy reads.
         streams: S.
     """
@@ -76,7 +76,7 @@ class FeatureReader:
         self._unread: DraftScores | None = None
 
     def begin(self, round: RoundState) -> None:
-        """Begin a round; also in the middle of one, where a policy replaces another."""
+        """Begin a round, or continue one with a policy that replaces another."""
         self.round, self._batch = round, self._one_batch
         self._base: Array | None = None  # [S, F], the ANCHOR and HISTORY columns
         self._target_states: Array | None = None  # [S, H]
@@ -84,23 +84,23 @@ class FeatureReader:
         self._unread = None
 
     def drawn(self, depth: int, scores: DraftScores) -> None:
-        """Keep what the tokens of a depth were drawn from until the policy is called, if it reads them or follows paths."""
+        """Keep the scores of a depth until the policy is called, if features need them."""
         is_called = self._first <= depth < self._topology.deepest
         if self._follows_path or (self._reads_draft and is_called):
             self._unread = scores
 
     @property
     def has_unread_path(self) -> bool:
-        """Whether tokens have not been read that the policy was not called for, but that paths lead through."""
+        """Whether a feature needs paths through tokens for which the policy was not called."""
         return self._unread is not None and self._follows_path
 
     def read(self) -> None:
-        """Read tokens that the policy is not called for."""
+        """Read tokens for which the policy is not called."""
         self._read_level(np.zeros((self._streams, len(self._layout.names)), dtype=np.float32))
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
-        """Return what the policy is shown of the branches that are `alive` [S, B]."""
-        if self._base is None:  # once a round, within which neither anchor nor history changes
+        """Return the arguments of the policy for the branches that are `alive` [S, B]."""
+        if self._base is None:  # once per round: anchor and history do not change within it
             self._base = self._read_base(history)
         if self._unread is not None:
             self._read_level(self._base)
@@ -162,7 +162,7 @@ class FeatureReader:
         scores, before, tree = self._unread, self._level, self._topology
         assert scores is not None
         drawn, streams, rows = self.round.drawn_tokens(scores)
-        is_full = tree.is_chain and len(rows) == self._streams  # then the tokens are in order already
+        is_full = tree.is_chain and len(rows) == self._streams  # one token per stream, in order
         if self._follows_path and before is not None:
             drawn.parent_path = before.path
             if not is_full and not before.streams:
@@ -192,9 +192,9 @@ def read_anchors(
 
     Args:
         layout: of the features.
-        rows: [A, V] the target's logits that the anchors were drawn from.
-        anchors: A, each with the token before it.
-        temperature: of the sampling.
+        rows: [A, V] logits of the target from which the anchors were drawn.
+        anchors: A pairs of an anchor and the token before it.
+        temperature: sampling temperature.
         out: [A, F] float32.
     """
     if layout.anchor:

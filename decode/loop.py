@@ -1,8 +1,8 @@
-"""The live loop: texts decoded round by round (`rounds`) with the models of a pair.
+"""The live loop: decodes texts round by round (`rounds`) with the models of a pair.
 
 A round starts at the anchor, the last committed token, which neither model has read yet. The draft reads its backlog and
-proposes candidates while the policy keeps their branches. The target reads anchor and candidates in one call. The
-verification mode accepts a path, which is committed with one more token of the target.
+proposes candidates while the policy keeps a branch. The target reads anchor and candidates in one call. The verification
+mode accepts a path, which is committed with one more token of the target.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OnCommit = Callable[[int, list[int]], None]
 
 @dataclass
 class _Running:
-    """A request that is being decoded: its number, its text, the seconds of reading its prompt, its rounds."""
+    """A request that is being decoded: its number, its text, the seconds to read its prompt, its rounds."""
 
     number: int
     text: Text
@@ -53,14 +53,14 @@ class _Running:
     rounds: list[Round] = field(default_factory=list)
 
     def generation(self, failure: Failure | None) -> Generation:
-        """Return what has become of it."""
+        """Return the result."""
         text, seconds = self.text, self.prefill_s + sum(record.seconds for record in self.rounds)
         tokens = tuple(text.tokens[text.prompt :])
         return Generation(tokens, tuple(self.rounds), text.prompt, self.prefill_s, seconds, failure=failure)
 
 
 class Speculator:
-    """Decodes prompts with one pair, one policy and one set of settings, up to S of them side by side.
+    """Decodes prompts with a pair, a policy and settings, up to S of them side by side.
 
     If the policy raises or breaks the contract, one warning is issued and a fixed draft length is used instead; the text is
     not affected.
@@ -70,14 +70,14 @@ class Speculator:
         policy: a stop policy.
         settings: see `Settings`.
         profile: models the seconds that policies observe; verifications of one chain are padded to a cheaper size.
-        source: makes the random source of a stream from (key, window); by default the keyed noise.
-        drafter: proposes the candidates; the pair's by default.
+        source: returns the random source of a stream for (key, window); default: keyed noise.
+        drafter: proposes the candidates; default: that of the pair.
         hooks: observe the rounds.
-        hidden: hidden states that hooks need besides those that the policy reads (`features.hidden_states`).
-        batch: S. A text that ends gives its stream to the next prompt.
+        hidden: names of hidden states that hooks need in addition to those of the policy (`features.HIDDEN_STATES`).
+        batch: S. When a text ends, the next prompt uses its stream.
 
     Raises:
-        PolicyError, InputError: policy, mode, drafter, tree or logits processors do not go together.
+        PolicyError, InputError: policy, mode, drafter, tree or logits processors are incompatible.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Speculator:
     ) -> None:
         validate_policy(policy)
         check_limits(batch=batch)
-        kernels.load()  # not in the middle of a text
+        kernels.load()  # compile before the first text, not within it
         self.pair, self.settings, self.batch = pair, (settings or Settings()).for_pair(pair), batch
         tree, temperature = self.settings.topology, self.settings.temperature
         self.mode = find_mode(resolve_mode(self.settings.verification, policy, tree, temperature), temperature)
@@ -135,7 +135,7 @@ class Speculator:
             )
 
     def _widths(self, names: Sequence[str], user: str) -> dict[str, int]:
-        """Return the width of each hidden state, having asked its owner to keep it."""
+        """Return the width of each hidden state, and let its owner keep it."""
         return {
             name: ask_for_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
             for name in names
@@ -162,12 +162,12 @@ class Speculator:
 
     @property
     def policy(self) -> StopPolicy:
-        """The policy in use: the one given, until it fails."""
+        """The policy in use: the given one unless it was replaced."""
         return self._host.policy
 
     @property
     def carries(self) -> bool:
-        """Whether policy or drafter carry state from text to text, so that rounds depend on the order of texts."""
+        """Whether policy or drafter carry state from text to text. Rounds then depend on the order of texts."""
         return self.policy.carries or carries(self._drafter)
 
     def generate(
@@ -185,8 +185,8 @@ class Speculator:
 
         Raises: as `run`.
         """
-        told = None if on_commit is None else lambda number, tokens: on_commit(tokens)
-        return self.run([Request(prompt, key, padding)], told)[0]
+        forward = None if on_commit is None else lambda number, tokens: on_commit(tokens)
+        return self.run([Request(prompt, key, padding)], forward)[0]
 
     @torch.inference_mode()
     def run(
@@ -195,19 +195,19 @@ class Speculator:
         on_commit: OnCommit | None = None,
         on_end: Callable[[int, Generation, int], None] | None = None,
     ) -> list[Generation]:
-        """Decode prompts, S side by side: a text that ends gives its stream to the next one.
+        """Decode prompts, S side by side. When a text ends, the next prompt uses its stream.
 
         Args:
             requests: in the order in which they begin.
             on_commit: called after each round with a request's number and its new tokens, for streaming.
-            on_end: called with the number of a request that has ended, its text and its stream.
+            on_end: called with the number of a request that has ended, its result and its stream.
 
         Returns:
-            The texts in the order of the requests. Seconds are a text's share of what was done for several at once.
+            The results in the order of the requests. The seconds of rounds are shared equally by the texts in them.
 
         Raises:
-            InputError: a prompt is empty, or longer than the models can read with the new tokens.
-            PairError: a model gives logits that are not finite.
+            InputError: a prompt is empty, or too long for the models together with the new tokens.
+            PairError: a model returns logits that are not finite.
         """
         source = self._source
         source.settings = self.settings
@@ -224,7 +224,7 @@ class Speculator:
         waiting = list(enumerate(requests))[::-1]  # popped from the end
         while waiting or running:
             self._refill(running, waiting, on_commit)
-            # The first token of a text may have ended it already.
+            # The first token may already have ended every text.
             if any(not own.text.ended for own in running.values()):
                 self._play(running, on_commit)
             for stream in [stream for stream, own in running.items() if own.text.ended]:
@@ -258,7 +258,7 @@ class Speculator:
             self._host.refill(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
 
     def _play(self, running: dict[int, _Running], on_commit: OnCommit | None) -> None:
-        """Play a round of all running texts, record it and tell the hooks."""
+        """Play a round of all running texts, record it and call the hooks."""
         self._timer.restart()
         before = {stream: own.text.generated for stream, own in running.items()}
         round = play_round(self._source, self._host)
@@ -273,7 +273,7 @@ class Speculator:
                 on_commit(own.number, own.text.tokens[own.text.prompt + before[stream] :])
 
     def _records(self, round: RoundState, anchors: dict[int, int], seconds: float) -> dict[int, Round]:
-        """Return the record of each stream that had a round; each has its share of the seconds."""
+        """Return the record of each stream that had a round, with its share of the seconds."""
         laps, together = self._timer.laps, len(round.target_rows)
         draft = laps["draft"]
         # The first draft step reads the backlog, so it is counted and priced separately.

@@ -1,7 +1,7 @@
 """`RoundState`: one round of S streams over a topology, from the first draft step to the committed tokens.
 
-The source of a round fills it, policies see views of it, verification marks the accepted path, and records and traces are
-written from it.
+The source fills it, policies receive parts of it, verification marks the accepted path, and records and traces are written
+from it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ kernels = on_first_use("rounds")
 
 @dataclass(slots=True)
 class DraftScores:
-    """What the candidates of one depth were drawn from.
+    """The scores from which the candidates of one depth were drawn.
 
     Attributes:
         rows: the fed rows, R in total, all of one depth.
-        counts: by fed row, how many candidates were drawn below it.
+        counts: by fed row, number of candidates drawn below it.
         raw: [R, V] logits of the draft.
-        sampled: [R, V] log-weights; None where they are raw / T.
-        untruncated: [R, V] `sampled` before a filter (top-k, a nucleus) removed tokens; None without one.
-        scores: [R, V] that `match` took the largest of; None under other modes.
-        best: by fed row the largest of these scores in descending order, one more than candidates, where they are known.
-        states: [R, H] last hidden states of the draft, where they are kept.
+        sampled: [R, V] log-weights that are sampled from; None = raw / T.
+        untruncated: [R, V] `sampled` before a filter (top-k, top-p) removed tokens; None without a filter.
+        scores: [R, V] of which `match` takes the largest; None in other modes.
+        best: by fed row, its largest scores in descending order, one more than there are candidates; None if unknown.
+        states: [R, H] last hidden states of the draft; None if not kept.
     """
 
     rows: Rows
@@ -77,31 +77,33 @@ class RoundState:
     """A round of S streams over a topology of N rows, K deep.
 
     Args:
-        topology: of the round.
-        active: [S] bool, streams that have a round; the other rows are undefined.
-        context: [S] int64, committed tokens before the round.
-        backlog: [S] int64, those of them that the draft has not read; 0 where the drafter of the round reads nothing.
-        limit: [S] int64, the depth at which a length limit ends drafting; None = no limit applies.
+        topology: tree of the round.
+        active: [S] bool, streams that have a round; other rows are undefined.
+        context: [S] int64, number of committed tokens before the round.
+        backlog: [S] int64, number of these that the draft has not read; 0 if the drafter reads nothing.
+        limit: [S] int64, depth at which a length limit ends drafting; None = no limit.
 
     Attributes:
-        drawn, dropped, fed, asked: [S, N] bool: a candidate was drawn there; the policy left it out; the draft read it, to
-            draw below it; the policy was asked whether to extend it.
-        sent: [S, N] bool, rows that the target reads: row 0, and what was drawn and not dropped below such rows.
-        on_path: [S, N] bool, the accepted path, row 0 included. Of chains in replay `accepted` says it, and this is unset.
-        drafted, verified, decisions: [S] int64, candidates drawn, candidates sent, depths at which the policy was asked.
-        accepted, committed: [S] int64, min(A, k); tokens added to the text.
+        drawn: [S, N] bool, a candidate was drawn at the row.
+        dropped: [S, N] bool, the policy excluded the candidate from verification.
+        fed: [S, N] bool, the draft read the row, to draw below it.
+        asked: [S, N] bool, the policy decided whether to extend the row.
+        sent: [S, N] bool, rows that the target reads: row 0, and rows below it that were drawn and not dropped.
+        on_path: [S, N] bool, the accepted path, including row 0. Not set for chains in replay, where `accepted` suffices.
+        drafted, verified, decisions: [S] int64, candidates drawn, candidates sent, depths at which the policy was called.
+        accepted, committed: [S] int64, min(A, k), and number of tokens added to the text.
         hit_limit: [S] bool, an end of text or a length limit ended drafting.
         ended: [S] bool, the text has ended.
         seconds: [S] float64, modelled by the latency profile; 0 without one.
         steps: [S, K] int64, rows fed at each depth; one column at least.
-        levels: by depth of the fed rows, what was drawn from; None where nothing was drawn. Live rounds only, as the rest.
-        draft_probs: by (stream, fed row), the distribution [V] that its candidates were drawn from, under rejection.
+        levels: by depth of the fed rows, their scores; None if nothing was drawn. This and the following: live rounds only.
+        draft_probs: by (stream, fed row), the distribution [V] of its candidates, under rejection modes.
         ended_rows: (stream, row) of the candidates that end a text.
         choices: by stream, its random choices in this round.
-        texts, anchors: by stream, the text and what its anchor was drawn from.
-        target_rows: the rows that the target has read.
-        target_raw, target_sampled: [R, V] logits of the target after these rows, as they are and processed.
-        next_tokens: by stream, the target's own token after the accepted path.
+        texts, anchors: by stream, the text, and the row from which its anchor was drawn.
+        target_rows: rows that the target has read.
+        target_raw, target_sampled: [R, V] logits of the target after these rows, raw and processed.
+        next_tokens: by stream, the token of the target after the accepted path.
         records: by stream, the public record of the round.
         policy_state: the policy's state after the round.
     """
@@ -143,7 +145,7 @@ class RoundState:
         return np.full(self.drawn.shape, -1, dtype=np.int64)
 
     def count(self) -> None:
-        """Compute `sent`, the sums and the steps."""
+        """Compute `sent`, `steps` and the counts of candidates and decisions."""
         tree, streams = self.topology, len(self.active)
         self.sent, counts = np.empty_like(self.drawn), np.empty((3, streams), dtype=np.int64)
         self.steps = np.empty((streams, max(tree.deepest, 1)), dtype=np.int64)
@@ -157,14 +159,14 @@ class RoundState:
 
     @property
     def cut(self) -> Array:
-        """[S] bool, the round met an end of text or a length limit."""
+        """[S] bool, an end of text or a length limit ended the round."""
         out: Array = self.hit_limit | self.ended
         return out
 
     def draft_tree(self, hide_tokens: bool = False) -> DraftTree:
-        """Return the candidates [S, N - 1] as a policy sees them; those to be sent are `drawn`."""
+        """Return the candidates [S, N - 1] as a policy receives them; those to be sent are `drawn`."""
         tree, drawn = self.topology, self.sent[:, 1:]
-        # Copies: compiled policies take contiguous arrays.
+        # Copies, as compiled policies require contiguous arrays.
         parent, depth = (values[None, 1:].repeat(len(drawn), 0) for values in (tree.parents - 1, tree.depths))
         tokens = np.full(drawn.shape, -1) if hide_tokens else np.where(drawn, self.tokens[:, 1:], -1)
         return DraftTree(tokens, parent, depth, drawn.copy())
@@ -187,7 +189,7 @@ class RoundState:
         return children[: int(np.count_nonzero(self.drawn[stream, children[0] : children[-1] + 1]))]
 
     def numbers(self, stream: int) -> list[int]:
-        """Return by row its number in the order of drawing, 0 for the anchor: the key of random choices."""
+        """Return the number of each row in the order of drawing, which keys random choices; 0 = the anchor."""
         numbers: list[int] = self.drawn[stream].cumsum().tolist()
         return numbers
 

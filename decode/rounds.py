@@ -1,7 +1,7 @@
-"""The round of speculative decoding for S streams side by side: draft, verify, commit.
+"""A round of speculative decoding for S streams: draft, verify, commit.
 
 A *source* supplies candidates and outcomes: the models of a pair (`model_source`), or a trace (`train.replay.source`).
-Nothing here depends on which, so that replay plays exactly the rounds of the live loop. A chain is a tree of width 1.
+Replay therefore plays exactly the rounds of the live loop. A chain is a tree of width 1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class CandidateSource(Protocol):
 
     Attributes:
         timer: times the calls of the policy.
-        asks_ended: policies are also asked about candidates that end a text (`verify.Verification.hides`).
-        selects_levels: policies select level by level, not once everything is drafted.
+        asks_ended: policies also decide about candidates that end a text (`verify.Verification.hides`).
+        selects_levels: policies select after each level, not once after drafting.
     """
 
     timer: Timer
@@ -31,7 +31,7 @@ class CandidateSource(Protocol):
     selects_levels: bool
 
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
-        """Return what a policy sees of the branches that are `alive` [S, B]."""
+        """Return the arguments of a policy for the branches that are `alive` [S, B]."""
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed rows [S, B] of a depth and mark what was drawn below them.
@@ -41,17 +41,17 @@ class CandidateSource(Protocol):
         """
 
     def tree(self, round: RoundState) -> DraftTree:
-        """Return the candidates that would be sent, [S, N - 1], as a policy may see them."""
+        """Return the candidates that would be sent, [S, N - 1], as a policy receives them."""
 
 
 class RoundSource(CandidateSource, Protocol):
-    """Supplies candidates and what the target says of them."""
+    """Supplies candidates and their verification."""
 
     def begin(self) -> RoundState:
-        """Begin a round of all streams whose texts go on."""
+        """Begin a round of all streams whose texts have not ended."""
 
     def verify(self, round: RoundState) -> None:
-        """Set how many of the candidates sent are `accepted`, and which."""
+        """Set the number `accepted` of the candidates sent, and the accepted path."""
 
     def commit(self, round: RoundState) -> None:
         """Commit the accepted candidates and one more token: set `committed` and `ended`."""
@@ -70,10 +70,10 @@ def play_round(source: RoundSource, host: PolicyHost) -> RoundState:
 
 
 def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
-    """Draft depth by depth while the policy keeps a branch; then count what is to be sent."""
+    """Draft depth by depth while the policy keeps a branch, then compute which rows are sent."""
     tree, limit, timer = round.topology, round.limit, source.timer
     alive = going = round.active[:, None]  # [S, B]; `going`: does not end a text
-    nearest = tree.deepest if limit is None else int(limit.min())  # no limit applies before it
+    nearest = tree.deepest if limit is None else int(limit.min())  # no length limit applies above this depth
     first, deepest, selects = host.first, tree.deepest, host.selects
     if (length := host.fixed_length(alive)) is not None:
         first, deepest, selects = deepest, min(length, deepest), False
@@ -102,14 +102,14 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             break
         round.fed[:, level] = feeding
         drawn, going = source.grow(round, depth, feeding)
-        # Where tokens must not matter an end of text is asked about like any other, and held back when it would be fed.
+        # If decisions must not depend on tokens, an end of text is decided about too, and removed before feeding.
         alive = drawn if source.asks_ended else _without_ended(round, drawn, going)
-        # At once: what is sent must not depend on anything that is drawn later.
+        # Immediately, as the selection must not depend on tokens that are drawn later.
         if selects and source.selects_levels:
             _select(source, host, round, below)
             alive = alive & ~round.dropped[:, below]
     else:
-        # Nothing is fed from the deepest level, so ended texts have not been looked for there yet.
+        # The deepest level is not fed, so ended texts were not removed from it above.
         if source.asks_ended:
             _without_ended(round, alive, going)
     if selects and not source.selects_levels:
@@ -118,7 +118,7 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
 
 
 def _without_ended(round: RoundState, alive: Array, going: Array) -> Array:
-    """Return the branches that go on; a stream without any has hit an end of text."""
+    """Return the branches that do not end a text; mark streams that have none left."""
     if going is alive:
         return alive
     left = alive & going
@@ -128,10 +128,10 @@ def _without_ended(round: RoundState, alive: Array, going: Array) -> Array:
 
 
 def _select(source: CandidateSource, host: PolicyHost, round: RoundState, span: slice) -> None:
-    """Drop the rows of a span that the policy does not select; it is not called where nothing was drawn."""
+    """Drop the rows of a span that the policy does not select; do not call it if nothing was drawn."""
     if not np.count_nonzero(round.drawn):
         return
-    round.count()  # the policy is shown what the target would read
+    round.count()  # sets `sent`, which the policy receives
     tree = source.tree(round)
     mark = source.timer.mark()
     mask = host.select(tree)

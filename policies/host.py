@@ -90,7 +90,8 @@ class PolicyHost:
         self.failure: Failure | None = None
         self.state: State = None
         self.history = History.start(0)
-        self._stored: dict[int, tuple[History, State, int]] = {}  # by row: history and state that contain it, and its index
+        # By row: history and state that contain it, and its index in them.
+        self._stored: dict[int, tuple[History, State, int]] = {}
         self._use(policy)
 
     def _use(self, policy: StopPolicy) -> None:

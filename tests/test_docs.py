@@ -134,7 +134,14 @@ def test_every_option_named_in_a_page_is_one_of_a_command() -> None:
             assert option in known, f"{page.name}: {option}"
 
 
-@pytest.mark.parametrize("page", documents(), ids=lambda p: p.name)
+def test_every_path_of_the_map_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:policies|decode|collect|train|cli|tests|benchmarks)/[\w./]*)`", text)
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", [*documents(), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"

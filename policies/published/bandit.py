@@ -195,7 +195,8 @@ class Bandit(StopPolicy):
             features = features.take(self._columns[at], 2)  # indexing by a list need not give C order
         if own is not step.alive:
             features = np.where(own[..., None], features, np.float32(0.0))
-        return DraftStep(step.depth, own.copy(), step.parent, features, step.hidden, step.batch)  # an arm may write into it
+        # A copy, as an arm may write into it.
+        return DraftStep(step.depth, own.copy(), step.parent, features, step.hidden, step.batch)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's reward, and the next round's arm."""
