@@ -308,8 +308,9 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDraf
     if needs_draft(drafts.spec):
         models = 'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))'
         draft, alias = "    draft_model=draft,\n", "`assistant_model=draft` is an alias of `draft_model=draft`. "
-    where = f"in `{POLICY}/`" if learned is not None else f"its spec in `{FIGURES}`"
-    beside = f", like the drafter in `{DRAFTER}/`" if drafts.trained is not None else ""
+    data = f"The policy is data in `{POLICY}/`" if learned is not None else f"The spec of the policy is in `{FIGURES}`"
+    if drafts.trained is not None:
+        data += f", the drafter is data in `{DRAFTER}/`"
     return CARD.format(
         name=policy.name,
         drafting=_drafting(drafts),
@@ -317,7 +318,7 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDraf
         models=models,
         draft=draft,
         alias=alias,
-        data=f"The policy is data, {where}{beside}.",
+        data=data + ".",
         gains=_gains(figures),
     )
 
