@@ -295,10 +295,10 @@ def speeds(
     }
     library = {}
     for batch in sizes if stock is not None else ():
-        made = run_alternating(
+        texts = run_alternating(
             [Assisted(stock, PLAIN, Settings(0.0, tokens, ignore_eos=True), batch)], named, batch=batch
         )[0]
-        library[batch] = sum(len(g.tokens) for g in made) / sum(g.seconds for g in made)
+        library[batch] = sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts)
     best = {b: max(lengths, key=lambda k: rate[b, k]) for b in sizes}
     one = rate[1, best[1]]
     for b in sizes:

@@ -150,22 +150,23 @@ def bench(
     check_token_ids([prompt[-1] for prompt in prompts])
     settings = (settings or Settings()).for_pair(pair)
     rules = [with_costs(policy, profile) for policy in as_policies(policies)]
-    methods: dict[str, Method] = {"plain": Speculator(pair, FixedLength(0), settings, profile, batch=batch)}
+    # A list, because two policies may have the same name.
+    methods: list[tuple[str, Method]] = [("plain", Speculator(pair, FixedLength(0), settings, profile, batch=batch))]
     for policy in rules:
         policy_settings = settings.for_policy(policy)
         tell_if_untrained(policy, policy_settings, pair)
-        methods[policy.shown_name] = Speculator(pair, policy, policy_settings, profile, batch=batch)
+        methods.append((policy.shown_name, Speculator(pair, policy, policy_settings, profile, batch=batch)))
     tell_if_unmeasured(profile, rules, settings, pair.drafter)
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
-            methods[setting.name] = Assisted(library, setting, settings, batch)
+            methods.append((setting.name, Assisted(library, setting, settings, batch)))
     recordings = Counter[int]()
     texts = run_alternating(
-        [*methods.values()], prompts, seed=seed, batch=batch, recordings=recordings, progress=progress
+        [method for _, method in methods], prompts, seed=seed, batch=batch, recordings=recordings, progress=progress
     )
     ids = [tuple(tokens) for _, tokens in prompts]
     lines = []
-    for at, (name, method) in enumerate(methods.items()):
+    for at, (name, method) in enumerate(methods):
         line = bench_line(name, texts[at], texts[0], texts_per_turn(batch), ids)
         ties = wrong = 0
         if settings.temperature == 0.0 and isinstance(method, Speculator) and method.mode.lossless:

@@ -139,4 +139,4 @@ def _runs(
 
 def _by_turn(prompts: Sequence[Any], size: int) -> Resamples:
     """Return resamples of turns: texts of one are decoded side by side, and share what the machine is like meanwhile."""
-    return Resamples([number // (texts_per_turn(size)) for number in range(len(prompts))])
+    return Resamples([number // texts_per_turn(size) for number in range(len(prompts))])

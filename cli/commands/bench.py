@@ -64,7 +64,7 @@ def bench(
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
     from ...policies.latency.profile import Profile
 
-    costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
+    costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...decode.benchmark import FEWEST_TURNS, bench as run, texts_per_turn
     from ...decode.models.pair import with_engine
     from ...decode.settings import Settings

@@ -199,7 +199,7 @@ def collect(
     """
     from ...policies.latency.profile import Profile
 
-    costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
+    costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...collect.estimates import estimate
     from ...collect.plan import plan_run
     from ...collect.processes import read_place

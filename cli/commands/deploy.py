@@ -50,7 +50,7 @@ def deploy(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="hf: what drafts there, as of `specstop decode`; a trained drafter's folder is carried. Default: the "
+            help="hf: the drafter, as in `specstop decode`; the folder of a trained drafter is exported too. Default: the "
             "drafter of --traces, or that of the policy's training."
         ),
     ] = None,

@@ -115,7 +115,7 @@ def train(
     """Fit a stop head on traces and save it as a policy folder."""
     from ...policies.latency.profile import Profile
 
-    costs = Profile.load(profile)  # a mangled one is told of before torch is imported
+    costs = Profile.load(profile)  # report an invalid profile before torch is imported
     fit = training.fit_options(device=device, out_of_core=out_of_core, params=_params(param))
     if tune is None and policy:
         raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")

@@ -36,7 +36,7 @@ def estimate(
     """Estimate a policy's rounds from a live trace of another policy that explored."""
     from ...policies.latency.profile import Profile
 
-    costs = Profile.load(profile)  # a mangled one is told of before torch is imported
+    costs = Profile.load(profile)  # report an invalid profile before torch is imported
     from ...policies.registry import load_policy
     from ...train.off_policy.estimate import estimate_offline
     from ...train.report.checks import load_traces

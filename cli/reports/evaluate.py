@@ -82,7 +82,7 @@ def evaluate(
     from ...policies.latency.profile import Profile
 
     sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
-    costs = Profile.load(profile)  # a mangled one is told of before torch is imported
+    costs = Profile.load(profile)  # report an invalid profile before torch is imported
     from ...policies.registry import load_policy
     from ...train.report.checks import load_traces
     from ...train.report.evaluate import evaluate as run

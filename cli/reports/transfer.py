@@ -40,7 +40,7 @@ def transfer(
     """Use policies on traces that they were not trained on: a table that says where not to deploy them."""
     from ...policies.latency.profile import Profile
 
-    costs = [Profile.load(path) for path in profile]  # mangled ones are told of before torch is imported
+    costs = [Profile.load(path) for path in profile]  # report invalid profiles before torch is imported
     from ...policies.registry import load_policy
     from ...train.report.checks import load_traces
     from ...train.report.whatif.records import write_whatif

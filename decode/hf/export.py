@@ -40,6 +40,8 @@ from .arguments import generate_arguments
 from .generate import check_draft_model, specstop_generate
 
 FOLDER, POLICY, DRAFTER, FIGURES = "custom_generate", "policy", "drafter", "figures.json"
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
+"""Arguments of `generate` for the download of a repository."""
 
 GENERATE = '''"""Decodes with the stop policy of this repository. The code is in the package specstop."""
 
@@ -171,17 +173,22 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
     Args:
         model: the target.
         arguments: of `generate`. `draft_model` or `assistant_model` is the draft model, if the drafter needs one; `streamer`
-            and `stop_strings` with `tokenizer` are supported; `policy` and `drafter` replace those of the repository; other
-            arguments are passed to `specstop_generate`.
+            and `stop_strings` with `tokenizer` are supported; `policy` and `drafter` replace those of the repository;
+            `HUB_ARGUMENTS` are used for downloads; other arguments are passed to `specstop_generate`.
 
     Raises:
         PolicyError: the files of the policy are damaged.
-        InputError: see `specstop_generate`.
+        InputError: the repository cannot be read, or see `specstop_generate`.
     """
     options = {name: value for name, value in arguments.items() if value is not None}
     repository = generate_arguments().get("custom_generate") or model.config.name_or_path
-    folder = _local_folder(str(repository), options.get("revision"))
+    download = {name: options.pop(name) for name in HUB_ARGUMENTS if name in options}
+    folder = _local_folder(str(repository), download)
     figures = read_json(folder / FIGURES, "custom_generate")
+    if not isinstance(figures, dict) or figures.get("kind") != "export":
+        raise InputError(
+            f"custom_generate: expected an export in {folder / FIGURES}; write it again with specstop deploy --to hf"
+        )
     # `generate` does not pass `assistant_model` and `streamer` to a callable.
     draft = options.pop("assistant_model", None)
     if draft is not None and options.setdefault("draft_model", draft) is not draft:
@@ -202,14 +209,20 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
     return cls.generate(model, **{"drafter": drafter, **options}, custom_generate=specstop_generate)
 
 
-def _local_folder(repository: str, revision: str | None) -> Path:
+def _local_folder(repository: str, download: Mapping[str, Any]) -> Path:
     """Return the folder of a repository, downloaded if necessary."""
     if Path(repository).is_dir():
         return Path(repository)
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
-    patterns = [FIGURES, f"{POLICY}/*", f"{DRAFTER}/*"]
-    return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    try:
+        patterns = [FIGURES, f"{POLICY}/*", f"{DRAFTER}/*"]
+        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, **download))
+    except (OSError, ValueError) as error:  # the errors of huggingface_hub are subclasses of these
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"custom_generate: expected a folder or a repository of the hub, and {repository} cannot be downloaded: {reason}"
+        ) from None
 
 
 @lru_cache(maxsize=8)
@@ -268,8 +281,8 @@ ids = target.generate(
 {alias}`tokenizer=` enables `stop_strings=`, `streamer=` shows one text; `policy=`, `verification=`, `tree=`, `drafter=`,
 `seed=` and `profile=` are passed to `specstop.decode.specstop_generate`.
 
-`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. The policy is data, in
-`policy/`{beside}; names, sizes, checksums and tensor headers are checked before use, and nothing is unpickled.
+`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. {data} Names,
+sizes, checksums and tensor headers are checked before use, and nothing is unpickled.
 
 ## Expected gain
 
@@ -301,6 +314,9 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDraf
     if needs_draft(drafts.spec):
         models = 'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))'
         draft, alias = "    draft_model=draft,\n", "`assistant_model=draft` is an alias of `draft_model=draft`. "
+    data = f"The policy is data in `{POLICY}/`" if learned is not None else f"The spec of the policy is in `{FIGURES}`"
+    if drafts.trained is not None:
+        data += f", the drafter is data in `{DRAFTER}/`"
     return CARD.format(
         name=policy.name,
         drafting=_drafting(drafts),
@@ -308,7 +324,7 @@ def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDraf
         models=models,
         draft=draft,
         alias=alias,
-        beside=f", like the drafter in `{DRAFTER}/`" if drafts.trained is not None else "",
+        data=data + ".",
         gains=_gains(figures),
     )
 

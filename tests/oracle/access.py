@@ -35,9 +35,9 @@ def builtin_policies() -> list[str]:
 
 def silent() -> Any:
     """Return the progress display that shows nothing."""
-    from specstop.policies.progress import silent as made
+    from specstop.policies.progress import silent
 
-    return made
+    return silent
 
 
 def request(prompt: Sequence[int], key: int) -> Any:
@@ -130,9 +130,9 @@ def padded_sizes(profile: Any) -> list[int]:
     return list(profile.padded())
 
 
-def decision_seconds(profile: Any, policy: Any, asked: Array) -> Array:
+def decision_seconds(profile: Any, policy: Any, decisions: Array) -> Array:
     """Return the seconds of a policy's decisions."""
-    return profile.decision(policy.cost_name).of(asked)
+    return profile.decision(policy.cost_name).of(decisions)
 
 
 def noise_of(profile: Any) -> dict[str, Any]:
@@ -141,13 +141,13 @@ def noise_of(profile: Any) -> dict[str, Any]:
 
 
 def estimated_again(profile: Any) -> dict[str, Any]:
-    """Return the JSON form of the profile that the measurements of a profile tell."""
+    """Return the JSON form of the measurements of a profile."""
     contexts = profile.low.context, profile.high.context
     return type(profile).measured(profile.measurements, contexts, profile.max_depth).to_dict()
 
 
 def make_timed_profile(costs: Any) -> Any:
-    """Return a profile with made-up measurements of a machine that has these costs."""
+    """Return a profile with synthetic measurements of a machine that has these costs."""
     use_helpers()
     from timed import timed_profile
 
@@ -229,8 +229,8 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
 
     def save(name: str, head: tuple[str, tuple[str, ...], dict[str, Array]], rule: Any, **more: Any) -> None:
         kind, names, tensors = head
-        made = LearnedPolicy(name, names, build_head(kind, names, tensors), *maps, rule, 5, facts, **more)
-        save_policy(made, folder / name)
+        policy = LearnedPolicy(name, names, build_head(kind, names, tensors), *maps, rule, 5, facts, **more)
+        save_policy(policy, folder / name)
 
     def scalar(kind: str) -> tuple[str, tuple[str, ...], dict[str, Array]]:
         return kind, NAMES, TENSORS[kind]()
@@ -281,9 +281,9 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
         "batch-all": BatchRule("all", ((1, 1.0), (4, 1.2)), 1),
         "batch-first2": BatchRule("best", (), 2),
     }.items():
-        made = for_batches(plain, rule=rule)
-        made.name = name
-        save_policy(made, folder / name)
+        policy = for_batches(plain, rule=rule)
+        policy.name = name
+        save_policy(policy, folder / name)
     save_policy(make_tree_policy(), folder / "tree-gain")
     save_policy(make_tree_policy(FREE), folder / "tree-free")
     save_policy(make_tree_policy(FREE, first=0, rate=60.0), folder / "tree-root")

@@ -109,7 +109,7 @@ LEARNS = ("online", "roc", "adaptive-verification", "bandit", "adaedl", "heurist
 """What they decide changes in the course of many rounds."""
 
 
-def told(policy: StopPolicy) -> dict[str, Any]:
+def attributes(policy: StopPolicy) -> dict[str, Any]:
     """Return what a policy says of itself."""
     names = [
         "name",
@@ -137,14 +137,14 @@ def told(policy: StopPolicy) -> dict[str, Any]:
 
 def drives(policy: StopPolicy, spec: str) -> list[Drive]:
     """Return how a policy is driven: alone and together, in chains and trees, and for long if it learns."""
-    made = [Drive(1), Drive(5), Drive(5, 3), Drive(1, 2), Drive(5, 1, batch="together")]
+    drives = [Drive(1), Drive(5), Drive(5, 3), Drive(1, 2), Drive(5, 1, batch="together")]
     if policy.joint:
-        made += [Drive(5, 3, batch="together"), Drive(5, 1, batch="two"), Drive(8, 1, 12, batch="together")]
+        drives += [Drive(5, 3, batch="together"), Drive(5, 1, batch="two"), Drive(8, 1, 12, batch="together")]
     if type(policy).select is not StopPolicy.select:
-        made += [Drive(5, 1, hidden_tokens=True), Drive(5, 3, batch="together", hidden_tokens=True)]
+        drives += [Drive(5, 1, hidden_tokens=True), Drive(5, 3, batch="together", hidden_tokens=True)]
     if spec.partition(":")[0].partition("?")[0] in LEARNS:
-        made += [Drive(3, 1, 230, batch="together" if policy.joint else "alone"), Drive(2, 2, 60)]
-    return made
+        drives += [Drive(3, 1, 230, batch="together" if policy.joint else "alone"), Drive(2, 2, 60)]
+    return drives
 
 
 def decisions(inputs: Inputs, small: bool = False) -> Cases:
@@ -161,7 +161,7 @@ def decisions(inputs: Inputs, small: bool = False) -> Cases:
         where = inputs.policy(spec) if spec.partition("?")[0] in inputs.policies else spec
         policy = OWN[spec]() if spec in OWN else load_policy(where)
         if spec not in OWN:
-            yield f"{spec} | facts", told(policy)
+            yield f"{spec} | facts", attributes(policy)
         for how in drives(policy, spec):
             yield f"{spec} | {how.name}", answer(lambda policy=policy, how=how: drive(policy, how))
         if spec not in SPECS:

@@ -34,7 +34,7 @@ RANGES = {
     "last_verified": (0.0, 5.0),
     "temperature": (0.8, 0.8),
 }
-"""Of features that are no probabilities; ids and places are made otherwise."""
+"""Of features that are no probabilities; ids and positions have ranges of their own."""
 IDS = ("anchor_token", "before_token", "drawn_token", "above_token")
 
 
@@ -60,9 +60,9 @@ class Drive:
 
     @property
     def name(self) -> str:
-        """Short text that tells drives apart."""
-        told = f"S={self.streams} B={self.branches} rounds={self.rounds} {self.batch}"
-        return told + (" by-level" if self.hidden_tokens else "")
+        """Short text that identifies the drive."""
+        label = f"S={self.streams} B={self.branches} rounds={self.rounds} {self.batch}"
+        return label + (" by-level" if self.hidden_tokens else "")
 
 
 def features_at(names: tuple[str, ...], depth: int, shape: tuple[int, int], dice: np.random.Generator) -> Array:

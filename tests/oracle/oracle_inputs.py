@@ -105,7 +105,7 @@ def build_profiles(folder: Path) -> None:
     low, high = sides
     more = {"tree_outside_s": (2e-4, 3e-5, 4e-6), "plain_outside_s": 1.5e-4, "carry_over": 0.02}
     dataclasses.replace(plain, low=low, high=high, **more).save(folder / "trees.json")
-    told = json.loads((folder / "plain.json").read_text(encoding="utf-8"))
+    profile = json.loads((folder / "plain.json").read_text(encoding="utf-8"))
     verify = {
         "2": [[2, 4.1e-3], [6, 4.6e-3], [12, 6e-3]],
         "4": [[4, 5e-3], [16, 5e-3], [17, 8e-3], [24, 8e-3]],
@@ -120,8 +120,8 @@ def build_profiles(folder: Path) -> None:
         "second_draft_s": [[1, 9e-4], [8, 2.0e-3]],
     }
     later = {**table, "context": 40.0, "draft_s": [[1, 9e-4], [4, 1.7e-3], [8, 2.1e-3]]}
-    told["batch"] = {"low": table, "high": later, "outside_s": [1e-4, 1e-5, 1e-6], "plain_outside_s": [9e-5, 8e-6]}
-    (folder / "batches.json").write_text(json.dumps(told), encoding="utf-8")
+    profile["batch"] = {"low": table, "high": later, "outside_s": [1e-4, 1e-5, 1e-6], "plain_outside_s": [9e-5, 8e-6]}
+    (folder / "batches.json").write_text(json.dumps(profile), encoding="utf-8")
 
 
 def build_inputs(folder: Path, small: bool = False) -> None:

@@ -77,15 +77,15 @@ def models(inputs: Inputs, small: bool = False) -> Cases:
     for name, dtype, engine in itertools.product(
         list(CONFIGS)[:1] if small else CONFIGS, (torch.float64, torch.float32), ("plain", "packed", "compact", "auto")
     ):
-        told = f"{name} | {str(dtype).removeprefix('torch.')} | {engine}"
+        label = f"{name} | {str(dtype).removeprefix('torch.')} | {engine}"
         try:
             pair = with_engine(build_pair(name, dtype), engine)
         except Exception as error:
-            yield told, {"refused": type(error).__name__}
+            yield label, {"refused": type(error).__name__}
             continue
-        yield f"{told} | engines", list(pair.engines)
+        yield f"{label} | engines", list(pair.engines)
         for (verification, tree), batch in itertools.product((("match", None), ("rejection", "3,2,1")), (1, 3)):
-            shown = f"{told} | {verification} | {tree or 'chain'} | S={batch}"
+            shown = f"{label} | {verification} | {tree or 'chain'} | S={batch}"
             yield shown, answer(lambda p=pair, v=verification, t=tree, b=batch: run(inputs, p, v, t, b))
 
 

@@ -73,11 +73,11 @@ REPLAYED = [
     "tetris:2",
 ]
 HEADER = ("verification", "temperature", "collector", "vocabulary", "max_new_tokens")
-OWN = {made.name: made for made in (FromAnchor, Trimming, Selecting, Adaptive)}
+OWN = {cls.name: cls for cls in (FromAnchor, Trimming, Selecting, Adaptive)}
 
 
 def policy_of(inputs: Inputs, name: str) -> Any:
-    """Return the policy of a name: the oracle's own, a folder, or a spec."""
+    """Return the policy of a name: a policy of the oracle, a folder, or a spec."""
     return OWN[name]() if name in OWN else load_policy(named(inputs, name))
 
 
@@ -119,19 +119,19 @@ def replay(inputs: Inputs, small: bool = False) -> Cases:
     """Traces, the rounds of policies replayed on them, and whether a live trace replays as the rounds that it is of."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        made = {name: traced(inputs, folder / name, name) for name in (list(TRACES)[:1] if small else TRACES)}
+        recorded = {name: traced(inputs, folder / name, name) for name in (list(TRACES)[:1] if small else TRACES)}
         if not small:
             yield from commanded(inputs, folder)
-        for name, trace in made.items():
+        for name, trace in recorded.items():
             arrays = trace_arrays(trace)
             yield f"trace {name}", columns(arrays)
             # A live trace has the rounds of one policy: most others are refused, or go their own way at once.
             for policy in REPLAYED[::7] if small else REPLAYED if name.startswith("dense") else LIVE_POLICIES:
                 for profile in ("plain", "trees") if policy in ("fixed:3", "tree-gain", "adaptive") else ("plain",):
                     costs = inputs.profile(profile)
-                    told = f"{policy} on {name} under {profile}"
+                    label = f"{policy} on {name} under {profile}"
                     yield (
-                        told,
+                        label,
                         answer(
                             lambda arrays=arrays, policy=policy, costs=costs: rounds(
                                 access.replayed(arrays, policy_of(inputs, policy).limited(DEPTH), costs)
@@ -140,7 +140,7 @@ def replay(inputs: Inputs, small: bool = False) -> Cases:
                     )
         if small:
             return
-        arrays = trace_arrays(made["dense"])
+        arrays = trace_arrays(recorded["dense"])
         many = [load_policy(f"confidence:{level / 10}").limited(DEPTH) for level in range(1, 8)]
         for one in access.replayed_many(arrays, many, inputs.profile()):
             yield f"many {one.name}", rounds(one)
@@ -152,9 +152,9 @@ def replay(inputs: Inputs, small: bool = False) -> Cases:
             where = folder / f"{policy} {name} {temperature}"
             own = policy_of(inputs, policy).limited(DEPTH)
             trace = traced(inputs, where, name, policy=own, temperature=temperature, shards=1)
-            told = f"{policy} of {name} at {temperature:g}"
+            label = f"{policy} of {name} at {temperature:g}"
             yield (
-                told,
+                label,
                 answer(lambda trace=trace, own=own, t=temperature, n=name: same_rounds(inputs, trace, own, t, n)),
             )
 
@@ -192,8 +192,8 @@ def same_rounds(inputs: Inputs, trace: Trace, policy: Any, temperature: float, n
     same, log = True, played.log.tolist()
     for at, prompt in enumerate(inputs.prompts):
         ids = inputs.compact.tokenizer(prompt.text)["input_ids"]
-        made = loop.generate(ids, stream_key(0, prompt.id))
-        live = [[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds]
+        text = loop.generate(ids, stream_key(0, prompt.id))
+        live = [[r.anchor, r.drafted, r.verified, r.accepted] for r in text.rounds]
         same = same and live == [row[1:] for row in log if row[0] == at]
     return {"same": same, "log": played.log.numpy()}
 
@@ -226,8 +226,8 @@ def costs(inputs: Inputs, small: bool = False) -> Cases:
         for policy in ("confidence:0.4", "heuristic:4", "fixed:3", "logistic-derived"):
             asked = np.arange(6)
             yield f"{name} | {policy}", access.decision_seconds(profile, load_policy(named(inputs, policy)), asked)
-        told = json.loads(json.dumps(profile.to_dict()))
-        yield f"{name} | file", told
+        result = json.loads(json.dumps(profile.to_dict()))
+        yield f"{name} | file", result
     for name in ("timed",) if small else ("timed", "measured"):
         profile = inputs.profile(name)
         yield f"{name} | noise", access.noise_of(profile)
@@ -294,19 +294,11 @@ def export(inputs: Inputs, small: bool = False) -> Cases:
         for policy, drafter in itertools.product(policies, (None, "lookup", "medusa:medusa", "suffix+model")):
             out = folder / f"hf {policy} {drafter}".replace("/", "-").replace(":", "-")
             spec = None if drafter is None else inputs.drafter(drafter)
-            told = answer(lambda p=policy, o=out, s=spec: stable(access.export_hf(named(inputs, p), o, s)))
-            yield f"hf | {policy} | {drafter}", {"figures": told, "files": folder_content(out) if out.exists() else {}}
-            if (code := out / "custom_generate" / "carried.py").exists():
-                space: dict[str, Any] = {}
-                exec(code.read_text(encoding="utf-8"), space)
-                yield (
-                    f"hf carried | {policy} | {drafter}",
-                    {
-                        "spec": space.get("SPEC"),
-                        "files": sorted(space.get("FILES") or {}),
-                        "drafter files": sorted(space.get("DRAFTER_FILES") or {}),
-                    },
-                )
+            result = answer(lambda p=policy, o=out, s=spec: stable(access.export_hf(named(inputs, p), o, s)))
+            yield (
+                f"hf | {policy} | {drafter}",
+                {"figures": result, "files": folder_content(out) if out.exists() else {}},
+            )
             if small:
                 return
         for name in inputs.policies:
@@ -315,22 +307,22 @@ def export(inputs: Inputs, small: bool = False) -> Cases:
             before = json.loads((Path(inputs.policy(name)) / "policy.json").read_text(encoding="utf-8"))
             yield f"saved again | {name}", {"same": raw == before, "sha256": raw["sha256"], "files": raw["files"]}
         for name in ("logistic-derived", "mlp-survival", "xgboost-derived", "resnet-both", "tree-free", "continuation"):
-            told = answer(lambda n=name: onnx(inputs, n, folder))
-            yield f"onnx | {name}", told
+            result = answer(lambda n=name: onnx(inputs, n, folder))
+            yield f"onnx | {name}", result
         trace = traced(inputs, folder / "trace", "dense", max_new_tokens=NEW)
         for engine, policy in itertools.product(("vllm", "sglang", "trtllm", "llama.cpp"), policies):
             out = folder / f"{engine} {policy}"
             for profile in ("plain", "batches"):
                 where = out / profile
-                told = answer(lambda e=engine, p=policy, w=where, f=profile: engine_files(inputs, e, p, w, f, trace))
-                yield f"{engine} | {policy} | {profile}", told
+                result = answer(lambda e=engine, p=policy, w=where, f=profile: engine_files(inputs, e, p, w, f, trace))
+                yield f"{engine} | {policy} | {profile}", result
 
 
 def onnx(inputs: Inputs, name: str, folder: Path) -> Any:
-    """Return whether an ONNX file can be written, and that it agrees with our own code."""
-    told = access.export_onnx(load_policy(inputs.policy(name)), folder / f"{name}.onnx")
-    apart = told["difference"]
-    return {"agrees": apart is None or apart < 1e-5, "keys": sorted(told)}
+    """Return whether an ONNX file can be written, and that it agrees with our code."""
+    result = access.export_onnx(load_policy(inputs.policy(name)), folder / f"{name}.onnx")
+    apart = result["difference"]
+    return {"agrees": apart is None or apart < 1e-5, "keys": sorted(result)}
 
 
 def engine_files(inputs: Inputs, engine: str, policy: str, out: Path, profile: str, trace: Trace) -> dict[str, Any]:
@@ -356,14 +348,14 @@ def hf(inputs: Inputs, small: bool = False) -> Cases:
 
     def ours(count: int, **more: Any) -> Any:
         options = {"max_new_tokens": 18, "policy": "fixed:3", "draft_model": pair.draft, **more}
-        made = pair.target.generate(**padded(prompts[-count:]), custom_generate=specstop_generate, **options)
-        if isinstance(made, torch.Tensor):
-            return made.tolist()
+        output = pair.target.generate(**padded(prompts[-count:]), custom_generate=specstop_generate, **options)
+        if isinstance(output, torch.Tensor):
+            return output.tolist()
         counts = ("texts", "tokens", "target_calls", "drafted", "verified", "accepted", "failed")
         return {
-            "sequences": made.sequences.tolist(),
-            "statistics": {name: made.statistics[name] for name in counts},
-            "acceptance": made.statistics["acceptance"],
+            "sequences": output.sequences.tolist(),
+            "statistics": {name: output.statistics[name] for name in counts},
+            "acceptance": output.statistics["acceptance"],
         }
 
     cases: dict[str, dict[str, Any]] = {
@@ -453,8 +445,8 @@ def ridden(inputs: Inputs, policy: str, temperature: float) -> dict[str, Any]:
     with riding.riding(pair.draft):
         for prompt in inputs.prompt_ids[-3:]:
             torch.manual_seed(3)
-            made = pair.target.generate(**padded([prompt]), max_new_tokens=18, assistant_model=pair.draft, **sampling)
-            out.append(made[0].tolist())
+            output = pair.target.generate(**padded([prompt]), max_new_tokens=18, assistant_model=pair.draft, **sampling)
+            out.append(output[0].tolist())
     return {"texts": out, "rounds": [list(one) for one in riding.rounds]}
 
 
@@ -475,7 +467,7 @@ def exported(inputs: Inputs, ids: dict[str, torch.Tensor]) -> Cases:
                 draft = {} if drafter else {"draft_model": pair.draft}
                 for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 0}):
                     torch.manual_seed(3)
-                    made = answer(
+                    output = answer(
                         lambda out=out, draft=draft, sampling=sampling: pair.target.generate(
                             **ids,
                             custom_generate=str(out),
@@ -485,6 +477,6 @@ def exported(inputs: Inputs, ids: dict[str, torch.Tensor]) -> Cases:
                             **sampling,
                         ).tolist()
                     )
-                    yield f"exported {policy} | {drafter} | {'sampled' if sampling['do_sample'] else 'greedy'}", made
+                    yield f"exported {policy} | {drafter} | {'sampled' if sampling['do_sample'] else 'greedy'}", output
         finally:
             dynamic.HF_MODULES_CACHE, sys.path[:] = kept, path

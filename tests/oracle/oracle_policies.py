@@ -1,4 +1,4 @@
-"""Policies of the oracle's own, each using a part of the contract; they import public names only."""
+"""Policies that each use a part of the contract; they import public names only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Selecting(StopPolicy):
 
 
 class Randomised(StopPolicy):
-    """Decides by a number made of the stream's key and the number of its decisions."""
+    """Decides by a number derived from the stream's key and the number of its decisions."""
 
     name, first, max_depth = "randomised", 0, DEPTH
 
@@ -105,7 +105,7 @@ class Raising(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         if (state > 2).any():
-            raise RuntimeError("made to fail")
+            raise RuntimeError("fails on purpose")
         return step.alive, state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -154,5 +154,5 @@ class WatchingTrees(Watching):
         return sent
 
 
-OWN = {made.name: made for made in (FromAnchor, Trimming, Selecting, Randomised, Adaptive)}
+OWN = {cls.name: cls for cls in (FromAnchor, Trimming, Selecting, Randomised, Adaptive)}
 """By name, those that decide by what every verification has."""

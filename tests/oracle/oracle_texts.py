@@ -67,12 +67,12 @@ GREEDY = ("match", "block", "target_init", "auto")
 def lines(generations: list[Generation]) -> list[dict[str, Any]]:
     """Return the tokens and the rounds of texts, without seconds."""
     out = []
-    for made in generations:
-        rounds = [" ".join(str(getattr(r, name)) for name in COUNTS) + " cut" * r.cut for r in made.rounds]
-        told: dict[str, Any] = {"tokens": list(made.tokens), "rounds": rounds}
-        if made.failure is not None:
-            told["failed"] = True
-        out.append(told)
+    for text in generations:
+        rounds = [" ".join(str(getattr(r, name)) for name in COUNTS) + " cut" * r.cut for r in text.rounds]
+        result: dict[str, Any] = {"tokens": list(text.tokens), "rounds": rounds}
+        if text.failure is not None:
+            result["failed"] = True
+        out.append(result)
     return out
 
 
@@ -206,31 +206,31 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
     for name in policies[:2] if small else policies:
         for tree in (None, "3,2,2,1") if name in TREE_RULES or name.startswith("mlp") else (None,):
             for verification in ("match", "rejection"):
-                told = f"policy {name} | {verification} | {tree or 'chain'}"
-                yield told, case(named(inputs, name), tree=tree, verification=verification)
+                label = f"policy {name} | {verification} | {tree or 'chain'}"
+                yield label, case(named(inputs, name), tree=tree, verification=verification)
     if small:
         return
     for name, batch in itertools.product(JOINT, (1, 3, 8)):
         for verification, profile in (("match", None), ("match", "batches"), ("rejection", "batches")):
             costs = {} if profile is None else {"profile": inputs.profile(profile)}
-            told = f"joint {name} | {verification} | S={batch} | profile {profile}"
-            yield told, case(named(inputs, name), 8, batch, verification=verification, **costs)
-    for name, made in OWN.items():
+            label = f"joint {name} | {verification} | S={batch} | profile {profile}"
+            yield label, case(named(inputs, name), 8, batch, verification=verification, **costs)
+    for name, cls in OWN.items():
         for tree, batch, verification in itertools.product(
             (None, "2,2,1"), (1, 3), ("match", "rejection", "target_init")
         ):
-            told = f"own {name} | {verification} | {tree or 'chain'} | S={batch}"
-            yield told, case(made(), batch=batch, tree=tree, verification=verification)
-        yield f"own {name} | profile", case(made(), profile=inputs.profile(), max_depth=5)
-        yield f"own {name} | hydra", case(made(), drafter="hydra:hydra", tree="2,2,1")
+            label = f"own {name} | {verification} | {tree or 'chain'} | S={batch}"
+            yield label, case(cls(), batch=batch, tree=tree, verification=verification)
+        yield f"own {name} | profile", case(cls(), profile=inputs.profile(), max_depth=5)
+        yield f"own {name} | hydra", case(cls(), drafter="hydra:hydra", tree="2,2,1")
     for tree in (None, "2,1"):
         yield f"raising | {tree or 'chain'}", case(Raising(), tree=tree, fallback=2)
         yield f"raising | S=3 | {tree or 'chain'}", case(Raising(), 8, 3, tree=tree, fallback=3)
     for (name, shaping), tree, temperature in itertools.product(SHAPINGS.items(), (None, "2,2,1"), (0.0, 0.8)):
         for verification in ("match", "rejection") if temperature else ("match",):
-            told = f"shaping {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
+            label = f"shaping {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
             options = {"temperature": temperature, "verification": verification, "tree": tree, "shaping": shaping}
-            yield told, case("confidence:0.3", batch=3, **options)
+            yield label, case("confidence:0.3", batch=3, **options)
     shared = {
         "float64 plain": inputs.plain,
         "eager": inputs.pair(attention="eager"),
@@ -252,8 +252,8 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
         yield f"stops | {shown}", case("fixed:4", stops=(AfterToken((9, 21, 33, 40)),), tree=tree)
         yield f"profile | {shown}", case("fixed:4", profile=inputs.profile(), max_depth=6, tree=tree)
         for drift in ("warn", "fallback"):
-            told = case(inputs.policy("mlp-survival"), drift=drift, max_new_tokens=60, ignore_eos=True, tree=tree)
-            yield f"drift {drift} | {shown}", told
+            result = case(inputs.policy("mlp-survival"), drift=drift, max_new_tokens=60, ignore_eos=True, tree=tree)
+            yield f"drift {drift} | {shown}", result
     for seed in (1, 2):
         yield f"seed {seed}", case("fixed:3", seed=seed)
     for tree in ("2", "8", "fork:3x3", "chain:6", "parents:-1,-1,0,0,1", "medusa-63", "ctc-released"):
@@ -263,8 +263,8 @@ def more_texts(inputs: Inputs, small: bool = False) -> Cases:
         yield f"with_drafter {drafter}", answer(lambda drafter=drafter: carried(inputs, drafter))
     for temperature in (0.0, 0.8):
         keys = [stream_key(0, p.id) for p in inputs.prompts]
-        made = plain_texts(pair, inputs.prompt_ids, keys, 20, temperature)
-        yield f"plain | T={temperature:g}", made.tokens
+        plain = plain_texts(pair, inputs.prompt_ids, keys, 20, temperature)
+        yield f"plain | T={temperature:g}", plain.tokens
     yield from grammars()
     yield "streamed", streamed(inputs)
     for spec in ("nothing", "medusa", "suffix:", "model+lookup", "lookup?x=1"):
@@ -285,8 +285,8 @@ def grammars() -> Cases:
         if temperature == 0.0 and verification != "match":
             continue
         how = sources[name], name == "schema", verification, tree, temperature
-        told = f"grammar {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
-        yield told, answer(lambda how=how: under_grammar(pair, *how))
+        label = f"grammar {name} | {verification} | {tree or 'chain'} | T={temperature:g}"
+        yield label, answer(lambda how=how: under_grammar(pair, *how))
 
 
 def under_grammar(
@@ -306,27 +306,27 @@ def run_ids(inputs: Inputs, pair: Pair, policy: str, tree: str | None) -> Any:
 
 
 def carried(inputs: Inputs, drafter: str) -> Any:
-    """Return the texts of a pair whose drafter was put in the place of its draft model."""
+    """Return the texts of a pair whose drafter replaces its draft model."""
     pair = with_drafter(inputs.compact, inputs.drafter(drafter))
     settings = Settings(0.8, NEW, verification="match")
     return [pair.draft is None, lines(decode(pair, inputs.prompt_ids[-3:], "fixed:3", settings=settings))]
 
 
 def streamed(inputs: Inputs) -> Any:
-    """Return what is told while texts are decoded: pieces of text, and which text has ended."""
-    told: list[Any] = []
+    """Return the arguments of the callbacks during decoding: pieces of text, and which text has ended."""
+    streamed: list[Any] = []
     texts = [prompt.text for prompt in inputs.prompts[3:6]]
-    made = decode(
+    generations = decode(
         inputs.compact,
         texts,
         "fixed:3",
         settings=Settings(0.8, NEW, verification="match"),
         ids=["a", "b", "c"],
         batch=2,
-        on_text=lambda number, text: told.append([number, text]),
-        on_end=told.append,
+        on_text=lambda number, text: streamed.append([number, text]),
+        on_end=streamed.append,
     )
-    return {"told": told, "texts": [one.text for one in made], "eos": EOS}
+    return {"streamed": streamed, "texts": [one.text for one in generations], "eos": EOS}
 
 
 def seen(inputs: Inputs, small: bool = False) -> Cases:
@@ -362,19 +362,19 @@ def shown(
     """Return what a policy has seen while a few texts were decoded, as arrays one behind the other."""
     settings = Settings(temperature, 10, verification=verification, tree=tree)
     more = {"profile": inputs.profile("batches")} if tree is None else {}
-    made = decode(
+    generations = decode(
         inputs.compact, inputs.prompt_ids[-4:-1], policy, settings=settings, drafter=inputs.drafter(drafter), batch=batch,
         **more,
     )  # fmt: skip
-    told = policy.seen
-    steps, trees, outcomes = told.steps, told.trees, told.outcomes
+    record = policy.seen
+    steps, trees, outcomes = record.steps, record.trees, record.outcomes
 
     def joined(parts: list[Any], kind: Any) -> np.ndarray:
         return np.concatenate([np.asarray(part).ravel() for part in parts]).astype(kind) if parts else np.zeros(0, kind)
 
     return {
-        "tokens": [list(one.tokens) for one in made],
-        "failed": any(one.failure is not None for one in made),
+        "tokens": [list(one.tokens) for one in generations],
+        "failed": any(one.failure is not None for one in generations),
         "depths": [f"{step.depth}:{step.alive.shape[0]}x{step.alive.shape[1]}" for step in steps],
         "alive": joined([step.alive for step in steps], np.uint8),
         "parent": joined([step.parent for step in steps], np.int32),

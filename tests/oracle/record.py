@@ -93,20 +93,20 @@ def split(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
 
 def record_section(name: str, inputs: Inputs, out: Path, small: bool = False) -> int:
     """Run a section and write its files; return the number of its cases."""
-    told: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case, value in SECTIONS[name].cases(inputs, small):
-            if case in told:
+            if case in values:
                 raise ValueError(f"{name}: two cases are called {case!r}")
-            told[case], own = split(value)
+            values[case], own = split(value)
             arrays |= {f"{case}|{key}": array for key, array in own.items()}
-    lines = [f"{json.dumps(case)}: {json.dumps(value)}" for case, value in told.items()]
+    lines = [f"{json.dumps(case)}: {json.dumps(value)}" for case, value in values.items()]
     (out / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     with (out / f"{name}.npz").open("wb") as file:
         np.savez(file, **arrays)
-    return len(told)
+    return len(values)
 
 
 def differences(one: Any, other: Any, section: Section, where: str = "") -> Iterator[str]:
@@ -229,13 +229,13 @@ def main() -> int:
         "--only", action="append", default=[], choices=list(SECTIONS), help="a section; may be repeated"
     )
     parser.add_argument("--small", action="store_true", help="a few cases of each section")
-    told = parser.parse_args()
-    if told.check is not None and not told.check.is_dir():
-        parser.error(f"--check: there is no folder {told.check}")
+    args = parser.parse_args()
+    if args.check is not None and not args.check.is_dir():
+        parser.error(f"--check: there is no folder {args.check}")
     begin = time.perf_counter()
-    found = record(told.out, told.check, told.only, told.small)
-    say(f"{time.perf_counter() - begin:.0f} s" + ("" if told.check is None else f", {len(found)} differences"))
-    return int(bool(found))
+    differences = record(args.out, args.check, args.only, args.small)
+    say(f"{time.perf_counter() - begin:.0f} s" + ("" if args.check is None else f", {len(differences)} differences"))
+    return int(bool(differences))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from small_drafters import small_network
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.hf import export
-from specstop.decode.hf.export import deploy_hf
+from specstop.decode.hf.export import deploy_hf, generate_exported
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -81,6 +81,7 @@ def test_a_rule_without_a_head_is_exported_by_name(pair: Pair, prompt_ids: list[
         generate(pair, ids, tmp_path / "out", draft_model=pair.draft), pair.target.generate(ids, **OPTIONS)
     )
     assert not (tmp_path / "out" / "policy").exists()
+    assert "policy/" not in (tmp_path / "out" / "README.md").read_text()
 
 
 class LastWord(StoppingCriteria):
@@ -201,6 +202,40 @@ def test_a_drafter_that_cannot_be_exported_is_refused(drafter: str, message: str
     with pytest.raises(InputError, match=re.escape(message)):
         deploy_hf("fixed:3", tmp_path / "out", drafter=drafter)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_repository_of_the_hub_is_downloaded(
+    pair: Pair, prompt_ids: list[list[int]], policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a model that was loaded from the repository: no `generate` names it, and the model's config does."""
+    deploy_hf(policy_folder, tmp_path / "out")
+    calls: list[tuple[Any, ...]] = []
+
+    def download(name: str, **options: Any) -> str:
+        calls.append((name, options["revision"], options["token"]))
+        return str(tmp_path / "out")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(pair.target.config, "_name_or_path", "owner/name", raising=False)
+    ids = torch.tensor([prompt_ids[3]])
+    options = {"inputs": ids, "draft_model": pair.draft, "revision": "v1", "token": "t", **OPTIONS}
+    assert torch.equal(generate_exported(pair.target, options), pair.target.generate(ids, **OPTIONS))
+    assert calls == [("owner/name", "v1", "t")]
+
+    def fail(name: str, **options: Any) -> str:
+        raise OSError("the hub\ncannot be reached")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(InputError, match="owner/name cannot be downloaded: the hub cannot be reached"):
+        generate_exported(pair.target, options)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"kind": "policy"}'])
+def test_a_folder_that_is_not_an_export_is_refused(content: str, pair: Pair, tmp_path: Path) -> None:
+    deploy_hf("fixed:3", tmp_path / "out")
+    (tmp_path / "out" / "figures.json").write_text(content)
+    with pytest.raises(InputError, match="expected an export"):
+        generate(pair, torch.tensor([[5, 6]]), tmp_path / "out", draft_model=pair.draft)
 
 
 @pytest.mark.parametrize("name", ["policy/policy.json", "drafter/drafter.json", "figures.json"])

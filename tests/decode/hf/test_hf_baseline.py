@@ -56,3 +56,10 @@ def test_an_interval_is_over_turns_and_one_turn_has_none(pair: Pair, prompt_ids:
     assert lines[1].ratio.low is not None and lines[1].ratio.low < lines[1].ratio.value < lines[1].ratio.high
     together = bench(pair, prompts[:4], [FixedLength(2)], settings=Settings(max_new_tokens=6), batch=2)
     assert together[1].ratio.low is None, "four texts of a batch of two are one turn"
+
+
+def test_two_policies_of_one_name_have_a_line_each(pair: Pair, prompt_ids: list[list[int]]) -> None:
+    lines = bench(
+        pair, [("p", prompt_ids[1])], ["fixed:2", FixedLength(2), "fixed:0"], settings=Settings(max_new_tokens=6)
+    )
+    assert [line.name for line in lines] == ["plain", "fixed:2", "fixed:2", "fixed:0"]
