@@ -16,9 +16,8 @@ import torch
 from specstop.collect.schema import NO_TOKEN
 from specstop.policies.contract import DraftStep
 from specstop.policies.heads.base import Array
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Derived, Threshold
 from specstop.train.fit.continuation.values import LATEST, UNVISITED
 from specstop.train.heads.calibration.scores import Scored
@@ -90,7 +89,7 @@ def scores(policy: LearnedPolicy, seen: Array, first: int) -> Tensor:
 
 
 def _backward(
-    costs: CostToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: Price
+    costs: CostToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: float
 ) -> tuple[Derived, Tensor, Tensor]:
     """Return the rule, and the [N] lengths and decisions of its rounds."""
     deepest = score.shape[1]
@@ -101,7 +100,7 @@ def _backward(
     taus = [NEVER] * deepest
     for j in range(deepest - 1, first - 1, -1):
         open_ = bound > j
-        later = stop.gather(1, length[:, None])[:, 0] + price.each * asked
+        later = stop.gather(1, length[:, None])[:, 0] + price * asked
         use = open_ & ~costs.arrays.cut
         taus[j] = cut_where_it_pays(score[use, j], (weight * (stop[:, j] - later))[use])
         on = score[:, j] > taus[j]

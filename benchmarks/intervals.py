@@ -42,8 +42,8 @@ from specstop.collect.store.folder import Trace, shard_table
 from specstop.decode.compare.intervals import Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.report.evaluate import evaluate
 

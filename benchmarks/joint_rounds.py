@@ -17,7 +17,7 @@ from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import COLUMNS, replay_batch

@@ -21,12 +21,12 @@ from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
 from specstop.collect.store.folder import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
+from specstop.policies.costs import CostTable
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.build import LinearHead, TreesHead
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Threshold
 from specstop.train.replay.run import replay, replay_many
 from specstop.train.replay.traces.arrays import trace_arrays

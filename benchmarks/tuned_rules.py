@@ -21,7 +21,7 @@ from specstop.policies.baselines.scores import EntropyBound, MaxProb, Product
 from specstop.policies.baselines.trees import C2T, DDD, Eagle, OptTree
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, close_match
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import Replayed, replay_many
 from specstop.train.replay.traces.arrays import TraceArrays, typical_context
@@ -144,7 +144,7 @@ def fastest(policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profil
 def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
     """Return where rules are tuned: the depth of the trace and the profile, and prices at `rho` tokens per second."""
     chain = arrays.tree.is_chain
-    decision_s = profile.decision("gain").each  # each step is followed by one more
+    decision_s = profile.decision("gain")  # each step is followed by one more
     depth = min(arrays.depth, profile.max_depth) if chain else arrays.depth
     widest = max(len(level) for level in arrays.tree.levels)
     outside = (profile.round_s, profile.step_s, 0.0) if chain else profile.tree_outside_s or (0.0, profile.step_s, 0.0)

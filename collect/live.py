@@ -28,8 +28,8 @@ from ..policies.checking import with_costs
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
+from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring

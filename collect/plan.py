@@ -21,8 +21,8 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
+from ..policies.profile import Profile
 from ..policies.storage.registry import PolicySpec, as_policy
 from ..policies.storage.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond

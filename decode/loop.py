@@ -21,9 +21,9 @@ from ..policies.checking import check_policy
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
 from ..policies.plugin_code import Failure
+from ..policies.profile import Profile
 from .drafted import Finished
 from .drafters import Drafter, find_drafter
 from .drafters.base import Carries, Prepares, carries

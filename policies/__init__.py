@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RoundOutcome as RoundOutcome,
         StopPolicy as StopPolicy,
     )
+    from .costs import CostTable as CostTable
     from .errors import (
         InputError as InputError,
         PairError as PairError,
@@ -25,9 +26,8 @@ if TYPE_CHECKING:
         SpecstopWarning as SpecstopWarning,
         TraceError as TraceError,
     )
-    from .latency.profile import Profile as Profile
-    from .latency.tables import CostTable as CostTable
     from .learned.policy import LearnedPolicy as LearnedPolicy
+    from .profile import Profile as Profile
     from .storage.folder import (
         from_pretrained as from_pretrained,
         load_policy_folder as load_policy_folder,
@@ -42,9 +42,9 @@ __getattr__, __all__ = attach(
         "baselines.fixed": "Confidence FixedLength",
         "contract": "DraftStep DraftTree RoundOutcome StopPolicy",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
-        "latency.profile": "Profile",
-        "latency.tables": "CostTable",
+        "costs": "CostTable",
         "learned.policy": "LearnedPolicy",
+        "profile": "Profile",
         "storage.folder": "from_pretrained load_policy_folder save_policy save_pretrained",
         "storage.registry": "load_policy",
     },

@@ -10,8 +10,8 @@ from .contract import StopPolicy
 from .errors import PolicyError, close_match
 from .features import FEATURES
 from .features.hidden_states import HIDDEN_STATES
-from .latency.profile import Profile
 from .plugin_code import Contained, own
+from .profile import Profile
 
 METHODS = ("start", "keep", "select", "observe", "limited")
 

@@ -19,7 +19,7 @@ from .errors import PolicyFailure
 from .plugin_code import Contained, own
 
 if TYPE_CHECKING:
-    from .latency.profile import Profile
+    from .profile import Profile
 
 Array = np.ndarray[Any, Any]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 
 if TYPE_CHECKING:
     from specstop.collect.prompts.read import Prompt

@@ -7,15 +7,15 @@ from functools import partial
 
 import numpy as np
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable
 from specstop.policies.features import feature
 from specstop.policies.heads.build import build_head
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchStop, for_batches
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Derived
 
 MOST = 3

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from specstop.policies.latency.estimate import (
-    CONTEXTS,
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PLAIN,
-    PLAIN_OUTSIDE,
-    PREFILL,
-    VERIFY,
-)
-from specstop.policies.latency.measurements import Key, collected
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL
+from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, collected
+from specstop.policies.profile import Profile
 
 PROMPTS = (10, 40)
 ASKED = (1, 2, 4)

@@ -30,10 +30,9 @@ from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable, Price
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.profile import Profile
 from specstop.train.report.evaluate import evaluate
 
 from .random_pair import PROMPTS, prompt_ids, save_pair

@@ -29,7 +29,7 @@ from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files.atomic import STAGE_PREFIX, sha256
 from specstop.policies.files.outputs import beside
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 
 from .profiles import chain_profile

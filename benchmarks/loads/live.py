@@ -14,7 +14,7 @@ from specstop.decode.compare.intervals import Resamples
 from specstop.decode.profile import CalibrationRun
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays

@@ -11,13 +11,12 @@ from bars import Bars
 from specstop.decode.compare.intervals import Resamples
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchStop, for_batches
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage.registry import load_policy
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE, achievable_in_batches
 from specstop.train.fit.rates import Part

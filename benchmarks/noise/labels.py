@@ -12,10 +12,10 @@ import torch
 from bars import Bars
 from specstop.collect.schema import Header, chain
 from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.costs import CostTable
 from specstop.policies.features import Kind, feature
 from specstop.policies.features.hidden_states import DRAFT_HIDDEN
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train_arrays
 from specstop.train.heads.fitting import HEAD_KINDS, FitOptions

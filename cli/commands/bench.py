@@ -62,7 +62,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
     from ...decode.compare.alternate import texts_a_turn

@@ -11,8 +11,8 @@ from ...policies.arguments import check_token_ids
 from ...policies.baselines.fixed import FixedLength
 from ...policies.checking import with_costs
 from ...policies.errors import InputError
-from ...policies.latency.profile import Profile
 from ...policies.plugin_code import Failure
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.storage.registry import PolicySpec, as_policies
 from ..loop import Speculator

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.features import Drawn
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
 from .asking import Asking

@@ -29,8 +29,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.checking import with_costs
 from ...policies.errors import InputError
-from ...policies.latency.profile import Profile
 from ...policies.limits import is_within
+from ...policies.profile import Profile
 from ...policies.storage.registry import PolicySpec, as_policy
 from ..drafters.find import find_drafter
 from ..drafters.known import check_drafter, needs_draft

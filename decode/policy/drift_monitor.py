@@ -8,6 +8,7 @@ that was trained on other texts, another pair or another temperature leaves it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -16,10 +17,10 @@ import numpy as np
 
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
-from ...policies.joint.grid import SingleStreamCosts, batch_costs, length_rates
-from ...policies.latency.profile import Profile
+from ...policies.joint.grid import length_rates
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.learned.trees import TreeGain
+from ...policies.profile import Profile
 
 MODES = ("off", "warn", "fallback")
 WINDOW, LEAST = 200, 60
@@ -137,7 +138,7 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     deepest = min(policy.max_depth, profile.max_depth)
     # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
     tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
-    costs = SingleStreamCosts(profile) if streams == 1 else batch_costs(profile)
+    costs = dataclasses.replace(profile, batch=None) if streams == 1 else profile
     return int(length_rates(costs, profile.low.context, np.array([streams]), tokens).argmax())
 
 

@@ -23,9 +23,9 @@ from ...policies.contract import (
 )
 from ...policies.errors import SpecstopWarning
 from ...policies.features.history import HISTORY_FEATURES, History
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.plugin_code import Failure
+from ...policies.profile import Profile
 from ..drafted import Finished
 from .drift_monitor import best_fixed, describe, make_watch
 
@@ -102,9 +102,8 @@ class PolicyRunner:
         found, price = made.found, self.profile.decision(self.policy.cost_name)
         if self._together and self.profile.batch is not None and found.fed_by_step is None:
             # Only streams that had a round are part of what the batch cost. Trees have no price by batch.
-            columns = (made.context, found.drafted, found.verified, made.backlog, found.decisions)
-            context, drafted, verified, backlog, asked = (column[made.active] for column in columns)
-            shared = self.profile.batch.shared_s(context, drafted, verified, backlog, asked) + price.together(asked)
+            columns = (made.context, found.drafted, found.verified, found.decisions)
+            shared = self.profile.batch_seconds(*(column[made.active] for column in columns), price)
             return np.full(len(made.active), shared)
         return self.profile.round_seconds(
             made.context, found.drafted, found.verified, made.backlog, found.decisions, price, found.fed_by_step

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import (
     Conditions,
     tell_other_conditions,
@@ -16,6 +15,7 @@ from ...policies.learned.conditions import (
     tell_other_verification,
 )
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.profile import Profile
 from ..models.pair import Pair
 from ..settings import Settings
 from .lossy import TargetInit

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..builtins import builtin
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ..latency.robust_fits import extended
+from ..costs import extend
 from .scores import check_number, check_whole
 from .trees import kernels, node_values, with_level
 
@@ -76,14 +76,14 @@ class Gain(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and remember the paths' probabilities."""
         levels, kept = with_level(state, step, self.power * step.features[:, :, 0]), np.empty_like(step.alive)
-        table = extended(self.draft_prices, kept.shape[1])
+        table = extend(self.draft_prices, kept.shape[1])
         kernels().keep_worth(levels[-1], step.alive, self.follow, self.verify, table, kept)
         return kept, levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
         values, kept = node_values(state, tree), np.empty_like(tree.drawn)
-        table = extended(self.target_prices, kept.shape[1] + 1)
+        table = extend(self.target_prices, kept.shape[1] + 1)
         kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)  # verifying none is paid anyway
         return kept
 

@@ -14,7 +14,7 @@ from ..baselines.trees import node_values, with_level
 from ..builtins import builtin
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from ..kernels import on_first_use
-from ..latency.profile import Profile
+from ..profile import Profile
 from .grid import ByCosts, priced
 from .groups import Batches, batches_of
 

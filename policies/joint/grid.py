@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,14 +13,9 @@ from numpy.typing import ArrayLike
 from ..baselines.scores import check_number
 from ..contract import StopPolicy
 from ..errors import InputError, PolicyError
-from ..latency.profile import Profile
-from ..latency.robust_fits import between
-from ..latency.tables import CostTable, Price
+from ..profile import Profile
 
 Array = np.ndarray[Any, Any]
-
-FREE = Price()
-"""Of decisions that cost nothing."""
 
 LEAST_STREAMS = 16
 """Tables are made for so many streams at once, and for twice as many whenever they are too few."""
@@ -33,11 +27,8 @@ class Costs(Protocol):
     def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
         """Return the seconds of the first draft step of a round, by the streams that draft."""
 
-    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of the second draft step of a round."""
-
     def draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of each draft step after these."""
+        """Return the seconds of each draft step after it."""
 
     def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """Return the seconds of a verification of so many tokens in all, the anchors of the streams included."""
@@ -59,10 +50,6 @@ class LinearCosts:
         """See `Costs`."""
         return self.draft_s(streams, context)
 
-    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """See `Costs`."""
-        return self.draft_s(streams, context)
-
     def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         count = np.asarray(streams, dtype=np.float64)
@@ -71,59 +58,6 @@ class LinearCosts:
     def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """See `Costs`."""
         return 1.0 + self.token * (np.asarray(tokens, dtype=np.float64) - 1.0)
-
-
-@dataclass(frozen=True)
-class SingleStreamCosts:
-    """The costs of batches as the tables of one stream tell them, for a profile whose batches were not measured.
-
-    A token costs the same whosever it is: so many tokens in all are verified as so many of one stream are, and a draft step
-    of so many streams is one of a tree that reads so many rows.
-
-    Args:
-        profile: of one stream.
-    """
-
-    profile: Profile
-
-    def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """See `Costs`."""
-        return self._colder(streams, context, lambda table: table.draft_s[0])
-
-    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """See `Costs`."""
-        return self._colder(streams, context, lambda table: table.second_s)
-
-    def _colder(self, streams: ArrayLike, context: float, seconds: Callable[[CostTable], float]) -> Array:
-        """Return the seconds of a step that on cold caches costs one stream so much."""
-        cold, warm = self.profile.between(context, lambda table: (seconds(table), table.later_s))
-        return np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + cold - warm, 0.0)
-
-    def draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """See `Costs`."""
-        count = np.asarray(streams)
-        most = int(count.max(initial=0))
-        table: Array = np.array(self.profile.between(context, lambda side: side.tree_draft(most)), dtype=np.float64)
-        out: Array = table[count] + self.profile.step_s * count
-        return out
-
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
-        """See `Costs`."""
-        sent = np.asarray(tokens)
-        # `verify_s[n]` is that of n drafted tokens and the anchor: n + 1 in all.
-        chain = self.profile.between(context, lambda side: side.verify_s)
-        most = max(int(sent.max(initial=1)), len(chain))  # a price hangs on no other that is asked for beside it
-        table = np.array(between(tuple(enumerate(chain, 1)), range(most + 1)))
-        filled = np.arange(most + 1)
-        padded = self.profile.padded()  # of one text alone; batches are not filled up
-        filled[1 : len(padded) + 1] = np.add(padded, 1)
-        out: Array = table[np.where(np.asarray(streams) == 1, filled[sent], sent)] + self.profile.round_s
-        return out
-
-
-def batch_costs(profile: Profile) -> Costs:
-    """Return what the batches of a profile cost: as measured, else as the tables of one stream tell (`SingleStreamCosts`)."""
-    return SingleStreamCosts(profile) if profile.batch is None else profile.batch
 
 
 def priced(who: str, profile: str | Path | Profile, draft: float, token: float) -> Grids:
@@ -145,9 +79,9 @@ def priced(who: str, profile: str | Path | Profile, draft: float, token: float) 
         raise PolicyError(f"{who}: {error.command_line.removeprefix('--profile: ')}") from None
 
 
-def grids_of(profile: Profile, decision: Price = FREE) -> Grids:
+def grids_of(profile: Profile, decision: float = 0.0) -> Grids:
     """Return the tables of a profile, at the context length between the two that were measured; see `Grids`."""
-    return Grids(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context), decision)
+    return Grids(profile, 0.5 * (profile.low.context + profile.high.context), decision)
 
 
 class ByCosts(StopPolicy):
@@ -169,7 +103,7 @@ class Grid:
     """Costs as tables; all float64, row n of n streams.
 
     Attributes:
-        drafts: [3, R] seconds of a draft step: the first of a round, the second, each later one.
+        drafts: [2, R] seconds of a draft step: the first of a round, each later one.
         verify: [R, T] seconds of a verification by tokens in all; as of n tokens where they are fewer.
     """
 
@@ -188,13 +122,12 @@ class Grids:
     Attributes:
         costs: what they are made of.
         context: length that they are of.
-        decision: price of a decision, one for each draft step, about the streams that draft. Its opening is left out: a
-            round in which a policy is asked at all pays that, whatever it decides.
+        decision: seconds of a decision, one for each draft step.
     """
 
     costs: Costs
     context: float
-    decision: Price = FREE
+    decision: float = 0.0
     _made: dict[int, Grid] = field(default_factory=dict)
 
     def of(self, streams: int, nodes: int) -> Grid:
@@ -213,14 +146,13 @@ class Grids:
         # No streams cost as one does, fewer tokens than anchors as the anchors: only calls that can be made have a price.
         rows, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], tokens)
         verify = self.costs.verify_s(rows, np.maximum(sent, rows), self.context)
-        asked = self.decision.each * (count > 0) + self.decision.row * np.maximum(count - 1, 0)
-        drafts = draft_steps_s(self.costs, count, self.context) + asked
+        drafts = draft_steps_s(self.costs, count, self.context) + self.decision * (count > 0)
         return Grid(*(np.ascontiguousarray(table, dtype=np.float64) for table in (drafts, verify)))
 
 
 def draft_steps_s(costs: Costs, streams: Array, context: float) -> Array:
-    """Return [3, n] the seconds of the first draft step of a round, of the second, and of each later one."""
-    return np.stack([of(streams, context) for of in (costs.first_draft_s, costs.second_draft_s, costs.draft_s)])
+    """Return [2, n] the seconds of the first draft step of a round and of each later one."""
+    return np.stack([costs.first_draft_s(streams, context), costs.draft_s(streams, context)])
 
 
 def length_rates(costs: Costs, context: float, streams: Array, tokens: Array) -> Array:
@@ -240,7 +172,7 @@ def length_rates(costs: Costs, context: float, streams: Array, tokens: Array) ->
 
 
 def drafting_s(steps: Array, drafts: Array) -> Array:
-    """Return the seconds of numbers of draft steps that cost `drafts` [3, ...]: the first, the second, each later one."""
-    first, second, later = drafts
-    out: Array = (steps > 0) * first + (steps > 1) * second + np.maximum(steps - 2, 0) * later
+    """Return the seconds of numbers of draft steps that cost `drafts` [2, ...]: the first and each later one."""
+    first, later = drafts
+    out: Array = (steps > 0) * first + np.maximum(steps - 1, 0) * later
     return out

@@ -13,7 +13,7 @@ from ..baselines.scores import check_number, check_whole
 from ..builtins import builtin
 from ..contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..errors import PolicyError
-from ..latency.profile import Profile
+from ..profile import Profile
 from .grid import ByCosts, priced
 from .groups import batches_of
 

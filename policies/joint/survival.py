@@ -11,8 +11,8 @@ import numpy as np
 from ..contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from ..errors import InputError, PolicyError
 from ..kernels import on_first_use
-from ..latency.profile import Profile
 from ..learned.policy import LearnedPolicy
+from ..profile import Profile
 from ..rules.base import Rule
 from ..rules.chains import BatchRule
 from .grid import Grid, Grids, grids_of, length_rates

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..contract import StopPolicy
 from ..errors import SpecstopWarning
-from ..latency.profile import Profile
+from ..profile import Profile
 from ..storage.drafter_names import kinds_of
 from .policy import LearnedPolicy
 

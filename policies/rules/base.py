@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..costs import MAX_STREAMS
 from ..errors import PolicyError
-from ..latency.batch import MOST_STREAMS
 
 Array = np.ndarray[Any, Any]
 
@@ -104,10 +104,10 @@ def checked_lengths(kind: str, lengths: Lengths) -> tuple[tuple[int, int | None]
     """Return `Rule.lengths` of a rule of this kind; a `PolicyError` says what is wrong with them."""
     found = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
     sizes = [streams for streams, _ in found]
-    rising = sizes == sorted({n for n in sizes if 0 < n <= MOST_STREAMS})
+    rising = sizes == sorted({n for n in sizes if 0 < n <= MAX_STREAMS})
     if not rising or any(tokens is not None and tokens < 0 for _, tokens in found):
         raise PolicyError(
-            f"rule {kind}: expected lengths as [streams up to {MOST_STREAMS}, tokens] with streams rising, not "
+            f"rule {kind}: expected lengths as [streams up to {MAX_STREAMS}, tokens] with streams rising, not "
             f"{lengths!r:.80}"
         )
     return found

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..costs import extend
 from ..errors import PolicyError
 from ..kernels import on_first_use
-from ..latency.robust_fits import extended
 from .base import Array, Rule
 
 MOST_NODES = 64
@@ -162,7 +162,10 @@ class TreeRule(Rule):
             mean_parent = np.concatenate([self._tree[depth - 1][1], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a price of its own (`opening_s`).
-        rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
+        rows, steps = (
+            extend(self.draft_s, branches)[:, None],
+            np.arange(1, levels + 1),
+        )  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         # The root is read in any case: there is nothing that could have been refused.
@@ -171,7 +174,7 @@ class TreeRule(Rule):
     def verify_costs(self, nodes: int) -> Array:
         """Return [N + 1], what verifying 0..N nodes costs in tokens."""
         if nodes not in self._costs:
-            seconds = extended(self.verify_s, nodes + 1)
+            seconds = extend(self.verify_s, nodes + 1)
             self._costs[nodes] = (seconds - seconds[0]) * self.rate  # the anchor is verified in any case
         return self._costs[nodes]
 

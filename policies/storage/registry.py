@@ -19,10 +19,10 @@ from ..checking import check_policy
 from ..contract import StopPolicy
 from ..errors import InputError, PolicyError, close_match
 from ..joint.survival import for_batches
-from ..latency.profile import Profile
 from ..lazy import modules
 from ..learned.policy import LearnedPolicy
 from ..plugin_code import loading
+from ..profile import Profile
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
 from .specs import Listed, Plugins, check_options, parameters, read_number, read_options
 

@@ -31,8 +31,8 @@ from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
 from specstop.policies.joint.lengths import SmartSpec
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import Facts
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.policies.storage.registry import load_policy
 

@@ -23,7 +23,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.joint.lengths import SmartSpec
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -19,7 +19,7 @@ from specstop.policies.checking import check_policy, with_costs
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage.registry import BUILTINS, load_policy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

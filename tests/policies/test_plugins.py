@@ -16,7 +16,7 @@ import torch
 from attack_families import family
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.errors import PolicyError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import registry, specs
 from specstop.policies.storage.registry import BUILTINS, listed_policies, load_policy, plugins
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.profile import Profile
 
 
 def table(context: float) -> BatchTable:

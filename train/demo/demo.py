@@ -32,8 +32,8 @@ from ...policies.contract import StopPolicy
 from ...policies.files.atomic import sha256, write_json
 from ...policies.files.json_text import read_json
 from ...policies.files.outputs import beside, claim_folder, put_in_place, refuse_inputs
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.storage.folder import load_policy_folder
 from ..fit.run import train

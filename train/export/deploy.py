@@ -14,9 +14,9 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.atomic import write_atomic, write_json
 from ...policies.files.outputs import claim_folder, staged_folder
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
+from ...policies.profile import Profile
 from ...policies.progress import Progress, silent
 from ...policies.storage.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values

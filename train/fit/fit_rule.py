@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from ...policies.errors import InputError, close_match
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.rules.base import Rule
 from ...policies.rules.chains import THRESHOLDED, Continuation, Derived, derived_thresholds
 from ..replay.traces.arrays import TraceArrays, typical_context

@@ -15,9 +15,9 @@ from ...policies.errors import InputError, TraceError
 from ...policies.features.history import HISTORY_FEATURES
 from ...policies.heads.build import Head
 from ...policies.joint.survival import BatchStop
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage.folder import save_policy
 from ..heads.crossfit import (

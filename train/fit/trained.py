@@ -11,8 +11,8 @@ from typing import Any
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.files.outputs import claim_folder
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import Facts, LearnedPolicy
+from ...policies.profile import Profile
 from ..heads.fitting import FitOptions
 
 

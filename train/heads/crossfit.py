@@ -16,9 +16,9 @@ from ...collect.schema import NO_TOKEN
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.heads.build import Head
-from ...policies.latency.profile import Profile
 from ...policies.learned.calibration import Calibrator
 from ...policies.learned.survival import SurvivalMaps
+from ...policies.profile import Profile
 from ...policies.progress import Progress, silent
 from ...policies.storage.safe_loading import digest
 from ..replay.run import replay

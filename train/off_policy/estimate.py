@@ -19,8 +19,8 @@ from ...decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Val
 from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
-from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import tell_other_conditions
+from ...policies.profile import Profile
 from ...policies.storage.registry import BUILTINS, PolicySpec, as_policy
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays

@@ -23,7 +23,7 @@ from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import draft
 from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_observe
 from ...policies.errors import TraceError
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.rounds import RecordedRounds, likelihood_ratios
 from ..replay.source import Array
 from ..replay.traces.arrays import TraceArrays

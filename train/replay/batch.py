@@ -17,7 +17,7 @@ from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.features.history import History
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .source import TraceSource
 from .traces.arrays import TraceArrays
 from .traces.checking import check_replayable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...policies.baselines.fixed import FixedLength
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .log import Rounds
 from .seconds import prompt_seconds
 from .source import Array, TraceSource

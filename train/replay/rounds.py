@@ -14,7 +14,7 @@ from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .log import Rounds
 from .source import Array, TraceSource
 from .traces.arrays import TraceArrays

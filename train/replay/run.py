@@ -17,7 +17,7 @@ from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.features.history import HISTORY_FEATURES
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .source import Array, TraceSource
 from .stacking import stacked
 from .traces.arrays import TraceArrays

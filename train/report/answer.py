@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
 from ...decode.compare.intervals import FEWEST, LEVEL, REPLICATES, Ratio, Resamples, Values, clusters_needed
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .clusters import Clusters
 from .insight import StopCost
 from .records import (

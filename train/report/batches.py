@@ -12,7 +12,7 @@ import numpy as np
 from ...decode.compare.intervals import FEWEST, LogRatios, Ratio, Resamples, Values
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.progress import Progress, silent
 from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch

@@ -13,9 +13,9 @@ from ...decode.verify.sampling import Shaping
 from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
-from ...policies.latency.profile import Profile
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
 from ...policies.plugin_code import Failure, own
+from ...policies.profile import Profile
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays

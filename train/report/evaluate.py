@@ -19,8 +19,8 @@ from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.outputs import claim_folder
-from ...policies.latency.profile import Profile
 from ...policies.learned.policy import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.storage.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence

@@ -12,12 +12,11 @@ from specstop.collect.engines import vllm_profile
 from specstop.collect.store.folder import Trace
 from specstop.decode import profile as decode_profile
 from specstop.decode.settings import Settings
+from specstop.policies.costs import BatchCosts, BatchTable, Price
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.estimate import DECISIONS
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.measurements import DECISIONS
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import save_policy
 from specstop.train.report import evaluate as report_of
 from specstop.train.report.evaluate import evaluate

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from commands import COMPACT, cli, model_options
 from specstop.decode.profile.measuring import BUDGET_S, Effort
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.profile import Profile
 from timed import timed_profile
 
 

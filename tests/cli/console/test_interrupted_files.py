@@ -18,7 +18,7 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.files import atomic as files_module, deferral, outputs
 from specstop.policies.files.atomic import MANIFEST, write_atomic
 from specstop.policies.files.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 
 TRACED = {module.__file__ for module in (contextlib, deferral, files_module, outputs, staging)}
 

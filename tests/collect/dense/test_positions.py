@@ -27,7 +27,7 @@ from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

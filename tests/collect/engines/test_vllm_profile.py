@@ -12,7 +12,7 @@ from specstop.collect.engines.vllm_profile import StepScript, StepTimer, measure
 from specstop.decode.engines.rounds import Heard, Sent
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
-from specstop.policies.latency.measurements import Key
+from specstop.policies.measurements import Key
 
 NOTHING = np.zeros((0, 0))
 

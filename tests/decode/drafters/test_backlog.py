@@ -18,7 +18,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.settings import Settings
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.log import play
 from specstop.train.replay.traces.arrays import trace_arrays
 

@@ -18,8 +18,8 @@ from specstop.decode.settings import Stopwatch
 from specstop.policies import FixedLength
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import PairError, SpecstopWarning
-from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import Profile
+from specstop.policies.measurements import Measurements
+from specstop.policies.profile import Profile
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -21,14 +21,13 @@ from specstop.decode.policy.drift_monitor import LEAST, AcceptanceWatch, best_fi
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.heads.build import build_head
 from specstop.policies.joint.survival import for_batches
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import Facts, LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Threshold
 
 NEW = 20

@@ -16,14 +16,15 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.packed import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
-from specstop.decode.profile.batches import SETTLING, BatchRun, BatchScript
+from specstop.decode.profile.batches import SETTLING, BatchRun
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.script import TWICE, card_at
+from specstop.decode.profile.scripts import TWICE, BatchScript, card_at
 from specstop.policies.contract import DraftStep
+from specstop.policies.costs import BatchCosts
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts
-from specstop.policies.latency.estimate import BATCH_OUTSIDE, BATCH_PLAIN, BATCH_PLAIN_OUTSIDE, BATCH_VERIFY, CONTEXTS
-from specstop.policies.latency.profile import Profile
+from specstop.policies.estimate import BATCH_OUTSIDE, BATCH_PLAIN, BATCH_PLAIN_OUTSIDE, BATCH_VERIFY
+from specstop.policies.measurements import CONTEXTS
+from specstop.policies.profile import Profile
 from torch import Tensor
 
 DEPTH, SIZES = 4, (2, 3)

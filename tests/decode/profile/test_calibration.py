@@ -29,25 +29,28 @@ from known_costs import (
     known_clock,
     ticking_clock,
 )
+from specstop.decode.engines.sglang import MEMORY
 from specstop.decode.loop import Settings, Speculator, Stopwatch
 from specstop.decode.models.cache import CachedModel
+from specstop.decode.models.cpu.layouts import _is_whole
 from specstop.decode.models.cuda.recorder import Recorded
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, measure_profile
 from specstop.decode.profile.calibration import _affordable
-from specstop.decode.profile.carry_over import MEMORY
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.script import TWICE, Scripted
-from specstop.decode.profile.trees import RandomTree, _is_whole
+from specstop.decode.profile.script import Scripted
+from specstop.decode.profile.scripts import TWICE
+from specstop.decode.profile.trees import RandomTree
 from specstop.decode.records import Generation
 from specstop.decode.verify.base import Turn
 from specstop.decode.verify.match import Match
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import DraftStep, RoundOutcome
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
-from specstop.policies.latency.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY, VERIFY
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.estimate import PLAIN, TREE_DRAFTS, TREE_VERIFY
+from specstop.policies.measurements import VERIFY
+from specstop.policies.profile import Profile
 
 THRICE = Effort(repetitions=3)
 

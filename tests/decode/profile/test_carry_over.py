@@ -6,19 +6,8 @@ import random
 
 import pytest
 from specstop.decode.profile.carry_over import FINE, ROUND, TREE_ROUND, Before, charged
-from specstop.policies.latency.estimate import (
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PLAIN,
-    PLAIN_OUTSIDE,
-    PREFILL,
-    TREE_DRAFTS,
-    TREE_VERIFY,
-    VERIFY,
-)
-from specstop.policies.latency.measurements import Key, Measurements
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, TREE_DRAFTS, TREE_VERIFY
+from specstop.policies.measurements import DECISIONS, VERIFY, Key, Measurements
 
 SIDE = "short"
 BASE, TOKEN = 3_000_000, 500_000

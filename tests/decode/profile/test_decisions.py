@@ -16,10 +16,10 @@ from specstop.decode.profile.script import Scripted
 from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.latency.estimate import decisions
-from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
+from specstop.policies.costs import Price
+from specstop.policies.estimate import decisions
+from specstop.policies.measurements import Measurements
+from specstop.policies.profile import Profile
 from specstop.policies.storage.registry import load_policy
 
 

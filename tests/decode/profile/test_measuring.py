@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 from benchmark_scripts import part
-from specstop.decode.profile.measuring import FEWEST, LEAST, Case, Effort, Seconds, measure
-from specstop.policies.latency.measurements import Key
+from specstop.decode.compare.intervals import FEWEST
+from specstop.decode.profile.measuring import LEAST, Case, Effort, Seconds, measure
+from specstop.policies.measurements import Key
 
 SEED, BUDGET_S = 5, 15.0
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.costs import Price
 from specstop.policies.errors import PolicyError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.grid import Grids, LinearCosts, SingleStreamCosts, grids_of
@@ -18,7 +19,6 @@ from specstop.policies.joint.groups import batches_of
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
 from specstop.policies.kernels.batches import best_budgets, draft_on
-from specstop.policies.latency.tables import Price
 from specstop.policies.rules.chains import BatchRule, build_rule
 from specstop.policies.storage.folder import save_policy
 from specstop.policies.storage.registry import load_policy

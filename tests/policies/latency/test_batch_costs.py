@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.estimate import (
+from specstop.policies.estimate import (
     BATCH_DRAFTS,
     BATCH_FIRST,
     BATCH_OUTSIDE,
@@ -21,8 +21,8 @@ from specstop.policies.latency.estimate import (
     BATCH_VERIFY,
     batch_costs,
 )
-from specstop.policies.latency.measurements import Key, Timings
-from specstop.policies.latency.profile import Profile
+from specstop.policies.measurements import Key, Timings
+from specstop.policies.profile import Profile
 
 EXACT = 1e-12
 

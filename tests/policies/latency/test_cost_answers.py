@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 from scipy.optimize import lsq_linear
+from specstop.policies.costs import CostTable, along
 from specstop.policies.joint.grid import SingleStreamCosts
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.robust_fits import along, between, extended, line
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.latency.robust_fits import between, extended, line
+from specstop.policies.profile import Profile
 
 DEPTH = 5
 CONTEXTS = (64.0, 512.0)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.policies.baselines.fixed import Confidence
+from specstop.policies.costs import CLEARLY, Price
 from specstop.policies.errors import InputError
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CLEARLY, Price
+from specstop.policies.profile import Profile
 
 EXACT = 1e-13  # float64
 

@@ -10,22 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specstop.policies.costs import Price
 from specstop.policies.errors import InputError
-from specstop.policies.latency.estimate import (
-    CONTEXTS,
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PLAIN,
-    PREFILL,
-    VERIFY,
-    check,
-    decisions,
-)
-from specstop.policies.latency.measurements import Key, Measurements, collected
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL, check, decisions
+from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements, collected
+from specstop.policies.profile import Profile
 
 DEPTH, REPETITIONS = 3, 12
 EXACT = 1e-6

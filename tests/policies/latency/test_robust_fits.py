@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from specstop.policies.latency.robust_fits import ENOUGH, STALL, extended, line, rising, typical
+from specstop.policies.estimate import STALL, typical
+from specstop.policies.latency.robust_fits import ENOUGH, extended, line, rising
 
 
 def test_timings_count_by_their_mean() -> None:

@@ -59,7 +59,7 @@ def test_a_time_that_is_none_would_be_seen(
 ) -> None:
     """With any number taken for seconds."""
     monkeypatch.setattr("specstop.policies.files.entries.check_number", lambda value, *limits: float(value))
-    monkeypatch.setattr("specstop.policies.latency.profile.check_values", lambda raw: None)
+    monkeypatch.setattr("specstop.policies.profile.check_values", lambda raw: None)
     monkeypatch.setattr(profiles, "DAMAGES", (profiles.scale,))
     _, faults = profiles.attack(20, 7, tmp_path)
     assert any("seconds of" in fault for fault in faults)

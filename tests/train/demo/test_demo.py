@@ -23,7 +23,7 @@ from specstop.policies.baselines.adaptive import Heuristic
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from specstop.policies.files.outputs import beside
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.demo import Demo, demo
 from specstop.train.demo.resume import Sizes

@@ -17,8 +17,8 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train

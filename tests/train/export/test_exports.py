@@ -19,11 +19,11 @@ import pytest
 import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files.atomic import STAGE_PREFIX
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.folder import find_sizes
 from specstop.train.export.llama_cpp import Share, replay_shares, shares

@@ -12,10 +12,10 @@ import pytest
 import yaml
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.joint.survival import for_batches
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.serving import split_sides

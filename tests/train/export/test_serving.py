@@ -11,10 +11,9 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.export.by_batch import batch_seconds
 from specstop.train.export.serving import (
     ASSUMPTIONS,

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable, Price
+from specstop.policies.profile import Profile
 from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
 from specstop.train.report.batches import by_batch
 from synthetic import telling_trace, told

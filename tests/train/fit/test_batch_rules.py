@@ -13,9 +13,9 @@ from joint_policies import batch_policy
 from learned_policies import Certain, learned
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
+from specstop.policies.costs import Price
 from specstop.policies.joint.survival import BatchStop, for_batches
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import BatchRule, Derived
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import Part

@@ -12,11 +12,11 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep
+from specstop.policies.costs import CostTable, Price
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.heads.build import LinearHead
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.learned.continuation import ContinuationPolicy, head_names, remembered
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Continuation, build_rule
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory

@@ -16,7 +16,7 @@ from specstop.policies.errors import TraceError
 from specstop.policies.features import FEATURES, Kind
 from specstop.policies.features.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.heads.build import Basis, Head
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.heads.basis import fit_basis
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds

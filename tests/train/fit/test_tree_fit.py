@@ -24,12 +24,12 @@ from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import DraftStep, StopPolicy
+from specstop.policies.costs import Price
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.heads.build import LinearHead
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned.trees import TreeGain
+from specstop.policies.profile import Profile
 from specstop.policies.progress import silent
 from specstop.policies.rules.trees import TreeRule
 from specstop.policies.storage.folder import load_policy_folder

@@ -12,9 +12,9 @@ from learned_policies import Certain
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import PolicyError
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Derived, Threshold, derived_thresholds
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_parts, replayed_rates

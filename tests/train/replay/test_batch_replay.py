@@ -21,13 +21,12 @@ from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable, Price
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import for_batches
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import BatchRule, Derived
 from specstop.train.replay.arrivals import at_once, poisson, recorded
 from specstop.train.replay.batch import COLUMNS, BatchReplayed, replay_batch

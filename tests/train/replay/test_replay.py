@@ -20,9 +20,9 @@ from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, St
 from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.heads.build import TokenHead
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Derived
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, seen_features, trace_arrays

@@ -23,9 +23,9 @@ from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features.hidden_states import HIDDEN_STATES
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Threshold
 from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds

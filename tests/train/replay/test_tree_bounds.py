@@ -19,7 +19,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.baselines.online import Online
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import (
     StaticTree,

@@ -20,8 +20,8 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.files.atomic import MANIFEST
 from specstop.policies.joint.lengths import SmartSpec
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules.chains import Threshold
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live

@@ -10,9 +10,8 @@ import pytest
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
-from specstop.policies.latency.estimate import DECISIONS
-from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import Profile
+from specstop.policies.measurements import DECISIONS, Measurements
+from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder, save_policy
 from specstop.train.fit.run import train
 from specstop.train.report import decision_costs as prices

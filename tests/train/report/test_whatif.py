@@ -13,8 +13,8 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.compare.intervals import FEWEST, Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned.policy import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ....policies.errors import InputError
 from ....policies.heads.build import Head
-from ....policies.latency.profile import Profile
-from ....policies.latency.tables import Price
 from ....policies.learned.continuation import ContinuationPolicy, head_names, remembered
+from ....policies.profile import Profile
 from ....policies.progress import Progress, silent
 from ....policies.rules.chains import Continuation
 from ...heads.crossfit import prompt_folds
@@ -120,7 +119,7 @@ def values(head: Head, seen: Tensor) -> Tensor:
     return torch.from_numpy(np.stack(found, 1))
 
 
-def choose(costs: CostToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
+def choose(costs: CostToGo, value: Tensor, price: float, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
     """Return the settings of the rule that decode the traces fastest.
 
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.

@@ -10,9 +10,9 @@ from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
-from ....policies.latency.profile import Profile
 from ....policies.learned.policy import Facts
 from ....policies.learned.trees import TreeGain
+from ....policies.profile import Profile
 from ....policies.progress import Progress, silent
 from ....policies.rules.trees import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits

@@ -10,8 +10,8 @@ from ....decode.profile import add_decisions
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
-from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.rules.chains import BatchRule, Derived
 from ...replay.arrivals import FULL, at_once, deal
 from ...replay.batch import COLUMNS, replay_batch

@@ -10,9 +10,9 @@ from ....policies.baselines.fixed import Confidence, FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
 from ....policies.heads.base import Array
-from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.learned.trees import TreeGain
+from ....policies.profile import Profile
 from ....policies.rules.chains import Derived, derived_thresholds
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays, typical_context

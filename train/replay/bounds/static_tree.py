@@ -17,7 +17,7 @@ from ....decode.topology import Topology
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ....policies.errors import InputError
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ..run import Replayed, replay
 from ..source import Array
 from ..traces.arrays import TraceArrays, typical_context

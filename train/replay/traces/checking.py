@@ -11,9 +11,9 @@ from ....policies.checking import check_policy
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features.hidden_states import check_sizes
-from ....policies.latency.profile import Profile
 from ....policies.learned import conditions
 from ....policies.learned.policy import LearnedPolicy
+from ....policies.profile import Profile
 from .arrays import TraceArrays
 
 

@@ -14,7 +14,7 @@ from ....decode.drafters.known import needs_draft, read_known, reads_states
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ....policies.progress import Progress, silent
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
 from ...fit.tuning.settled import settle_for

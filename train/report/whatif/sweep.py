@@ -15,8 +15,8 @@ from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.joint.survival import BatchStop
-from ....policies.latency.profile import Profile
 from ....policies.learned.policy import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.progress import Progress, shown
 from ....policies.storage.registry import PolicySpec, as_policies
 from ...fit.tuning.rates import is_priced, solve_rate

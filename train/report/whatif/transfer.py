@@ -15,9 +15,9 @@ from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
-from ....policies.latency.profile import Profile
 from ....policies.learned.conditions import other_conditions
 from ....policies.learned.policy import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.progress import Progress, shown
 from ....policies.storage.registry import PolicySpec, as_policies
 from ...replay.log import play
