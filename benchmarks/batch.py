@@ -32,8 +32,8 @@ from shapes import scripted_pair
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair, stream_key
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.hf_baseline import PLAIN, Assisted
+from specstop.decode.benchmark import run_alternating
+from specstop.decode.hf.baseline import PLAIN, Assisted
 from specstop.decode.loop import Request
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.pair import with_engine
@@ -295,7 +295,9 @@ def speeds(
     }
     library = {}
     for batch in sizes if stock is not None else ():
-        made = run_alternating([Assisted(stock, PLAIN, 0.0, tokens, True)], named, batch=batch)[0]
+        made = run_alternating(
+            [Assisted(stock, PLAIN, Settings(0.0, tokens, ignore_eos=True), batch)], named, batch=batch
+        )[0]
         library[batch] = sum(len(g.tokens) for g in made) / sum(g.seconds for g in made)
     best = {b: max(lengths, key=lambda k: rate[b, k]) for b in sizes}
     one = rate[1, best[1]]

@@ -24,9 +24,8 @@ from pairs import accepted_first, weaker_pair
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.bench import bench_line, speed_ratio
-from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.benchmark import bench_line, run_alternating, speed_ratio
+from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.packed import TreeRows
 from specstop.decode.topology import chain
@@ -100,7 +99,7 @@ def measure(
         runs.append(
             Speculator(pair, FixedLength(depth), Settings(temperature, tokens, tree=tree, verification="match"))
         )
-    runs += [Assisted(stock, setting, temperature, tokens) for setting in (PLAIN, *SETTINGS)]
+    runs += [Assisted(stock, setting, Settings(temperature, tokens)) for setting in (PLAIN, *SETTINGS)]
     texts = contest(dict(zip(names, runs, strict=True)), prompts, progress)
     lines = {name: bench_line(name, row, texts["plain"][: len(row)]) for name, row in texts.items()}
     print(f" T = {temperature:g}")

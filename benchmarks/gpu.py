@@ -38,8 +38,8 @@ from specstop.decode import (
     load_pair,
     with_engine,
 )
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.benchmark import run_alternating
+from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import view as view_module
 from specstop.decode.models.cuda.graph import open_cache
 from specstop.decode.models.cuda.memory import KEPT
@@ -160,7 +160,9 @@ def loops(pair: Pair, plain: Pair, prompts: Sequence[list[int]], size: Size, whe
         for k in (0, *LENGTHS)
     }
     settings = (PLAIN, *SETTINGS) if size.device == "cuda" else (PLAIN, SETTINGS[1])
-    runs |= {setting.name: Assisted(plain, setting, 0.0, size.tokens, True) for setting in settings}
+    runs |= {
+        setting.name: Assisted(plain, setting, Settings(0.0, size.tokens, ignore_eos=True)) for setting in settings
+    }
     named = [(str(number), prompt) for number, prompt in enumerate(prompts)]
     texts = dict(zip(runs, run_alternating(list(runs.values()), named), strict=True))
     speeds = {name: sum(len(g.tokens) for g in row) / sum(g.seconds for g in row) for name, row in texts.items()}

@@ -33,7 +33,6 @@ from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
-from specstop.decode.compare.intervals import Resamples
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import StopPolicy
@@ -56,6 +55,7 @@ from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.reliability import survival
+from specstop.train.statistics import Resamples
 from tuned_rules import tuned_rules
 
 TEMPERATURES = (0.0, 0.7)

@@ -39,7 +39,7 @@ import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import TIMES, Header, chain
 from specstop.collect.store.folder import Trace, shard_table
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable

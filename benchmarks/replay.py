@@ -23,7 +23,7 @@ from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
-from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.features import TOKEN_FEATURES

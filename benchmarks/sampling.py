@@ -26,7 +26,7 @@ from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
-from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy

@@ -26,7 +26,7 @@ from specstop.cli.console.output import progress_bars
 from specstop.collect.dense.collector import Unroller, dense_rows
 from specstop.collect.work import Work
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
-from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.benchmark import run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.profile.measuring import Effort

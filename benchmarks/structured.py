@@ -12,6 +12,7 @@ The last line of the output is a JSON object. With `--check` the exit code is 1 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import sys
@@ -36,7 +37,7 @@ from specstop.decode import (
     with_drafter,
 )
 from specstop.decode.loop import Request
-from specstop.decode.verify.grammar_backends import BACKENDS, is_installed
+from specstop.decode.verify.grammar import BACKENDS
 from specstop.policies import FixedLength
 
 SCHEMAS, QUICK = 50, 4
@@ -54,7 +55,7 @@ def main() -> int:
     pair = load_pair(folder / "target", folder / "draft", dtype="float64")
     prompts = prompts_of(folder, 1, count)[1]
     ids = [tokens[-40:] for tokens in encode(prompts, pair.tokenizer, pair.readable)]
-    backends = [name for name in BACKENDS if is_installed(name)]
+    backends = [name for name in BACKENDS if importlib.util.find_spec(name)]
     counts: Counter[str] = Counter()
     begin = time.monotonic()
     for number in range(count):

@@ -35,8 +35,7 @@ from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings, load_pair
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.intervals import Ratio, Resamples
+from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -56,6 +55,7 @@ from specstop.train.replay.bounds.static_tree import best_static_tree, drafted_a
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree, subtree
+from specstop.train.statistics import Resamples
 
 TEMPERATURES, MACHINES = (0.0, 0.7), ("cpu", "gpu")
 DEPTH = 10

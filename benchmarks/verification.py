@@ -20,7 +20,7 @@ from bars import Bars, arguments
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
-from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.benchmark import run_alternating
 from specstop.decode.models.cache import CachedModel
 from specstop.policies import FixedLength
 from specstop.train.demo.pair import shipped_pair

@@ -146,7 +146,7 @@ def plan_run(
         chosen = choose_engine_collector(
             through, (target, draft if pair.drafter == "model" else pair.draft_name, pair.drafter), topology, settings,
             policy, explore, batch, pair.target.dtype,
-            [mix, completions, *widths, *shaping.facts, profile, draws > 1, off_text != "exact", memory],
+            [mix, completions, *widths, *shaping.to_dict(), profile, draws > 1, off_text != "exact", memory],
         )  # fmt: skip
         chosen = replace(chosen, carries=_remembers(pair, policy, through, shards))
     tell_if_cut(pair, depth, settings.tree)
@@ -173,7 +173,7 @@ def plan_run(
         # --resume goes on with the very same prompts only (`Header.differences`).
         prompts_hash=short_hash([[p.id, p.sample, p.group, i] for p, i in zip(prompts, ids, strict=True)]),
         hidden=widths,
-        shaping=shaping.facts,
+        shaping=shaping.to_dict(),
         **{"anchor_features": ANCHOR_FEATURES, **chosen.header},  # an engine knows fewer
         facts={**facts(pair), **told},
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..policies.lazy import attach
 
 if TYPE_CHECKING:
-    from .compare.bench import bench as bench
+    from .benchmark import bench as bench
     from .drafters import (
         LookupDrafter as LookupDrafter,
         ModelDrafter as ModelDrafter,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = attach(
     __name__,
     {
-        "compare.bench": "bench",
+        "benchmark": "bench",
         "drafters": "LookupDrafter ModelDrafter SuffixDrafter find_drafter load_drafter save_drafter with_drafter",
         "hf.generate": "specstop_generate",
         "hf.stopping": "PolicyStoppingCriteria",

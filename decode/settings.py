@@ -89,8 +89,8 @@ class Settings:
 
 
 def shaping_of(pair: Pair, shaping: Shaping, max_new_tokens: int | None = None) -> Shaping:
-    """Return a shaping with the defaults of the pair's target (`Shaping.filled`) and checked processors."""
-    filled = shaping.filled(_defaults(pair), max_new_tokens) if shaping.model_defaults else shaping
+    """Return a shaping with the defaults of the pair's target (`Shaping.with_defaults`) and checked processors."""
+    filled = shaping.with_defaults(_defaults(pair), max_new_tokens) if shaping.model_defaults else shaping
     return filled.checked(pair.vocabulary, pair.device)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .files.entries import Entries
+from .entries import Entries
 
 Seconds = np.ndarray[tuple[int], np.dtype[np.float64]]
 Series = tuple[tuple[int, ...], ...]

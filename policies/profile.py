@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from .costs import MAX_STREAMS, BatchCosts, BatchTable, Costs, CostTable
+from .entries import Entries
 from .errors import InputError
 from .estimate import check_measurements, decision_prices, estimate
 from .files.atomic import write_atomic
-from .files.entries import Entries
 from .files.json_text import read_json
 from .limits import LIMITS
 from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge

@@ -25,6 +25,7 @@ else:
 ROOT = Path(__file__).parents[1]
 ROOMS = ("policies", "decode", "collect", "train", "cli")  # each imports from those before it only
 TRAIN = (
+    "statistics",
     "released",
     "replay",
     "heads",

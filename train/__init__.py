@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..policies.lazy import attach
 
 if TYPE_CHECKING:
-    from ..decode.compare.intervals import Ratio as Ratio
+    from ..decode.benchmark import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
     from .export.deploy import deploy as deploy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specstop.decode import Settings, with_drafter
-from specstop.decode.compare.intervals import Ratio, Resamples
+from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.profile import Profile
@@ -21,6 +21,7 @@ from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree
+from specstop.train.statistics import Resamples
 
 from .ground import Ground
 

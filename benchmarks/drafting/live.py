@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from replay import equality
 from specstop.decode import Generation, Pair, Settings, Speculator, Tally, stream_key, with_drafter
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.intervals import Ratio, Resamples
+from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Request
 from specstop.decode.profile import CalibrationRun
 from specstop.policies import FixedLength
 from specstop.train.replay.run import replay
+from specstop.train.statistics import Resamples
 
 from .chosen import FIXED, STATIC, WHOLE, Chosen, Setting
 from .ground import Ground

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from specstop.decode import Pair, Settings, Speculator, Tally, with_drafter
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.intervals import Ratio, Resamples
+from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.drafters.heads.layer_network import CTCNetwork
 from specstop.policies import FixedLength
 from specstop.train.drafters.acceptance import positions_for, right_proposals
 from specstop.train.drafters.proposals import Module, positions
 from specstop.train.drafters.texts import Batch, Text
+from specstop.train.statistics import Resamples
 
 DEPTH, TREE, ROOM = 4, "medusa-63", "ctc-released"
 """Depth of the released tree of symbols; the tree that ours drafts; what has room for the former, collapsed."""

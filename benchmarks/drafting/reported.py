@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bars import Bars
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio
 
 from .chosen import CHAIN, FIXED, NODES, STATIC, WHOLE, Chosen
 from .ground import Ground

@@ -16,7 +16,7 @@ from specstop.collect.prompts.read import Prompt, encode
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode import Settings
-from specstop.decode.compare.alternate import run_alternating
+from specstop.decode.benchmark import run_alternating
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, loop_decisions

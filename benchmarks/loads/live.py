@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from bars import Bars
 from specstop.decode import Pair, Settings, Speculator
-from specstop.decode.compare.alternate import TEXTS_A_PLACE, run_alternating
-from specstop.decode.compare.intervals import Resamples
+from specstop.decode.benchmark import run_alternating, texts_per_turn
 from specstop.decode.profile import CalibrationRun
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
@@ -18,6 +17,7 @@ from specstop.policies.profile import Profile
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
+from specstop.train.statistics import Resamples
 
 from .replayed import CLEAR
 
@@ -51,7 +51,7 @@ def live(
     """
     header = held.header
     at = {name: number for number, name in enumerate(held.prompt_ids)}
-    prompts, turn = _in_turns(prompts, held, size, options, CLOSE), size * TEXTS_A_PLACE
+    prompts, turn = _in_turns(prompts, held, size, options, CLOSE), texts_per_turn(size)
     sizes = sorted({1, size // 2, size})
     calibration = CalibrationRun(
         pair, other, depth=known.max_depth, temperature=header.temperature, new_tokens=header.max_new_tokens,
@@ -124,7 +124,7 @@ def _in_turns(
     prompts: Sequence[tuple[str, list[int]]], held: TraceArrays, size: int, options: argparse.Namespace, times: int = 1
 ) -> list[tuple[str, list[int]]]:
     """Return the prompts of the trace, over and over, until there are enough for all turns, or so many times as many."""
-    known, turn = [(name, ids) for name, ids in prompts if name in held.prompt_ids], size * TEXTS_A_PLACE
+    known, turn = [(name, ids) for name, ids in prompts if name in held.prompt_ids], texts_per_turn(size)
     most = times * turn * max(LEAST, min(TURNS, TEXTS // turn))
     return known if options.quick else (known * -(-most // len(known)))[:most]
 
@@ -139,4 +139,4 @@ def _runs(
 
 def _by_turn(prompts: Sequence[Any], size: int) -> Resamples:
     """Return resamples of turns: texts of one are decoded side by side, and share what the machine is like meanwhile."""
-    return Resamples([number // (size * TEXTS_A_PLACE) for number in range(len(prompts))])
+    return Resamples([number // (texts_per_turn(size)) for number in range(len(prompts))])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bars import Bars
-from specstop.decode.compare.intervals import Resamples
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
@@ -25,6 +24,7 @@ from specstop.train.replay.arrivals import at_once, deal
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays
 from specstop.train.report.batches import by_batch
+from specstop.train.statistics import Resamples
 
 CUDA_GRAPH = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 4097, 32))
 """Tokens of the verifications that a GPU has captured; others are filled up to the next of them."""
@@ -49,8 +49,8 @@ def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
 
     drafts = tuple((n, DRAFT * seconds) for n, seconds in corners(1, max(sizes)))
     verify = {size: corners(size, size * (depth + 1)) for size in sizes}
-    low = BatchTable(1.0, drafts, 0.0, drafts, verify)
-    batch = BatchCosts(low, dataclasses.replace(low, context=1000.0), OUTSIDE_S)
+    low = BatchTable(1.0, drafts, verify)
+    batch = BatchCosts(low, dataclasses.replace(low, context=1000.0))
     alone = CostTable(1.0, (DRAFT * STEP_S,) * 2, 0.0, tuple(call(n + 1) for n in range(depth + 1)))
     outside = OUTSIDE_S[0] + OUTSIDE_S[1]
     sides, facts = (alone, dataclasses.replace(alone, context=1000.0)), {"device": "like a GPU"}

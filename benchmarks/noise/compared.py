@@ -15,7 +15,7 @@ import intervals as worlds
 import numpy as np
 import torch
 from bars import Bars
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.policies.profile import Profile
 from specstop.train.report.comparing.compare import compare
 from specstop.train.report.evaluate import evaluate

@@ -48,7 +48,7 @@ def _case(world: worlds.World, machine: Machine, seed: int) -> Case:
                 asked = min(drafted, worlds.DEPTH - 1)
                 if drafted:
                     timed[Key(FIRST, side, (backlog,))].append(work(table.draft_s[backlog - 1]))
-                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price.each * asked))
+                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price * asked))
                 if drafted > 1:
                     later = sum(work(table.later_s) for _ in range(drafted - 1))
                     timed[Key(LATER, side, (drafted,))].append(later)

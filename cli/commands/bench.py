@@ -29,7 +29,7 @@ from ..options.shared import (
 )
 
 if TYPE_CHECKING:
-    from ...decode.compare.bench import BenchLine
+    from ...decode.benchmark import BenchLine
 
 
 def bench(
@@ -65,8 +65,7 @@ def bench(
     from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # a mangled one is told of before torch is imported
-    from ...decode.compare.alternate import texts_a_turn
-    from ...decode.compare.bench import FEWEST_TURNS, bench as run
+    from ...decode.benchmark import FEWEST_TURNS, bench as run, texts_per_turn
     from ...decode.models.pair import with_engine
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
@@ -114,14 +113,14 @@ def bench(
         if faults:
             raise typer.Exit(1)
         return
-    sampled = sampling_text(temperature, settings.shaping.facts)
+    sampled = sampling_text(temperature, settings.shaping.to_dict())
     side = f", {batch} texts side by side" if batch > 1 else ""
     title = f"the first {len(chosen)} prompts (--limit), {sampled}, {describe(verification)}{side}"
     show_bench(lines, f"{title}, engines {' and '.join(pair.engines)}")
     for line in lines:
         if line.ties:
             say(f"{line.name}: {line.ties} of {len(chosen)} texts differ by ties")
-    turn = texts_a_turn(batch)
+    turn = texts_per_turn(batch)
     if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST_TURNS:
         say(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "

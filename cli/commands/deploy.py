@@ -159,7 +159,7 @@ def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
 
 def show_export(figures: dict[str, Any]) -> None:
     """Print what an export gains at one request, and by batch size."""
-    from ...decode.compare.intervals import Ratio
+    from ...decode.benchmark import Ratio
 
     alone = figures.get("alone")
     rows = []

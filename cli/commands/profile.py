@@ -85,7 +85,7 @@ def profile(
     sizes, shaping = batch_sizes(batch), filters.shaping()
     if through is not None and through != "vllm":
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if through is not None and (tree or shaping.facts or verification != "auto"):
+    if through is not None and (tree or shaping.to_dict() or verification != "auto"):
         raise InputError(
             "--through vllm: expected chains; leave out --tree, --verification, and options that change what is sampled from"
         )
@@ -100,7 +100,7 @@ def profile(
         settings = Settings(temperature, shaping=shaping)
         if not quiet:
             say_defaults(pair, settings)
-        if through is not None and (sets := settings.for_pair(pair).shaping.facts):
+        if through is not None and (sets := settings.for_pair(pair).shaping.to_dict()):
             raise InputError(
                 f"--through vllm: expected no sampling defaults of the target, not {', '.join(sets)}; give "
                 "--no-model-defaults"
@@ -202,7 +202,7 @@ def _decisions(
     from ...decode.settings import Settings
     from ...decode.verify.sampling import Shaping
 
-    shaping, mode = Shaping.of(costs.shaping), _verification(costs, rules)
+    shaping, mode = Shaping.from_dict(costs.shaping), _verification(costs, rules)
     settings = Settings(
         costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification=mode
     )

@@ -96,7 +96,7 @@ def evaluate(
             out=out,
             sweep=sweep,
             achievable=achievable,
-            shaping=shaping if (shaping := filters.shaping()).facts else None,
+            shaping=shaping if (shaping := filters.shaping()).to_dict() else None,
             batch=sizes,
             arrivals=coming,
             cluster=cluster,
@@ -169,7 +169,7 @@ def show_report(report: Report) -> None:
 
 def _show_batches(found: dict[str, Any]) -> None:
     """Print what each policy gains by batch size."""
-    from ...decode.compare.intervals import Ratio
+    from ...decode.benchmark import Ratio
 
     best = zip(found["best_fixed"], found["lines"][0]["tokens_per_s"], strict=True)
     rows = [

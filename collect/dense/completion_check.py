@@ -108,7 +108,7 @@ def check_completions(
     if settings.temperature == 0.0:
         return {}
     found = balance(pair, settings, prompts, completions, most)
-    sampling = sampling_text(settings.temperature, settings.shaping.facts)
+    sampling = sampling_text(settings.temperature, settings.shaping.to_dict())
     if found.texts < FEWEST_TEXTS:
         _warn(f"{found.texts} texts are too few to tell whether they were sampled from the target at {sampling}")
     elif found.errors > MOST_ERRORS:

@@ -101,7 +101,7 @@ def _waiting_bytes(pair: Pair, settings: Settings) -> int:
     """Return the bytes of the scores that a text holds while its rounds wait."""
     tree, drawn = settings.topology, 1
     if settings.temperature > 0:  # with noise; with filters also what they are added to, before and after
-        drawn = 4 if settings.shaping.facts else 2
+        drawn = 4 if settings.shaping.to_dict() else 2
     rows = sum(map(bool, tree.children)) * drawn + 2  # the target's own row, and the processed one
     return (tree.deepest + 1) * rows * pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8
 

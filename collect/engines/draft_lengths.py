@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import FEWEST
 from ..acceptance import DEPENDENT, FIXED, INDEPENDENT
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +27,9 @@ LEVEL = 0.01
 """If lengths are independent, one import in a hundred is refused longer policies. The other error costs more, because it
 promises unreachable rates, and it is rare: lengths by confidence are detected in all of 40 simulated runs of 20 requests with
 40 rounds each."""
+
+FEWEST = 20
+"""Requests below which rounds are resampled one by one."""
 
 GROUPS = 8
 """The most lengths that are distinguished; where there are more, neighbours are grouped."""

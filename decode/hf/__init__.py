@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from ...policies.lazy import attach
 
 if TYPE_CHECKING:
-    from .export import deploy_hf as deploy_hf, generate_carried as generate_carried
+    from .export import deploy_hf as deploy_hf, generate_exported as generate_exported
     from .generate import SpeculativeOutput as SpeculativeOutput, specstop_generate as specstop_generate
     from .stopping import PolicyStoppingCriteria as PolicyStoppingCriteria
 
 __getattr__, __all__ = attach(
     __name__,
     {
-        "export": "deploy_hf generate_carried",
+        "export": "deploy_hf generate_exported",
         "generate": "SpeculativeOutput specstop_generate",
         "stopping": "PolicyStoppingCriteria",
     },

@@ -7,7 +7,7 @@ parameters or model inputs that are not listed, such as those of a later version
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -166,24 +166,28 @@ def check_adapters(model: PreTrainedModel) -> None:
 
 
 def check_dropped() -> None:
-    """Raise an error for parameters that the enclosing `generate` does not pass on. They are read from its frame.
+    """Raise an error for parameters that the enclosing `generate` does not pass on.
 
     Raises:
         InputError: A parameter of `DROPPED` or an unknown parameter is set.
     """
+    for name, value in generate_arguments().items():
+        if name not in PARAMETERS and value is not None and value is not False:
+            reason = DROPPED.get(name, "this parameter of generate is unknown to the loop; leave it out")
+            raise InputError(f"specstop_generate: {name}: {reason}")
+
+
+def generate_arguments() -> dict[str, Any]:
+    """Return the parameters of the enclosing `generate` by name, read from its frame; empty if there is none."""
     frame, code = inspect.currentframe(), inspect.unwrap(GenerationMixin.generate).__code__
-    for _ in range(8):  # this function, decorators, `generate`
+    for _ in range(8):  # this function and its callers, decorators, `generate`
         if frame is None or frame.f_code is code:
             break
         frame = frame.f_back
     if frame is None or frame.f_code is not code:
-        return
-    names: Iterable[str] = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    arguments = {name: frame.f_locals.get(name) for name in names if name not in PARAMETERS}
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            reason = DROPPED.get(name, "this parameter of generate is unknown to the loop; leave it out")
-            raise InputError(f"specstop_generate: {name}: {reason}")
+        return {}
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return {name: frame.f_locals.get(name) for name in names}
 
 
 def _is(value: Any, other: Any) -> bool:

@@ -1,57 +1,88 @@
-"""A policy as a folder for `generate(custom_generate=...)`: transformers loads its code, its code runs the exact policy.
+"""A policy as a repository for `generate(custom_generate=...)`: transformers loads its code, which runs the exact policy.
 
-What is known of transformers 5.23: `custom_generate/generate.py` is copied into a cache and run there, with the modules that
-it imports from beside itself and no other file; so the policy's files travel in such a module, as text. Everything that
-`generate` was called with arrives, `assistant_model` and `tokenizer` among it, nothing prepared; the code is run only with
-`trust_remote_code=True`, for a local folder too.
+transformers 5.23 copies `custom_generate/generate.py` into a cache and calls its function with all arguments of `generate`,
+`assistant_model` and `tokenizer` included. Code is run only with `trust_remote_code=True`, also from a local folder. The
+function does not receive the repository, so `generate_exported` reads it from the frame of the calling `generate`.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ...policies.contract import StopPolicy
-from ...policies.errors import InputError, PolicyError
+from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files.atomic import write_atomic, write_json
+from ...policies.files.json_text import read_json
 from ...policies.files.outputs import claim_folder, staged_folder
 from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.storage.folder import save_policy
+from ...policies.storage.folder import load_policy_folder, save_policy
 from ...policies.storage.registry import BUILTINS, load_policy
-from ..drafters.folder import save_drafter
-from ..drafters.known import BUILTINS as DRAFTERS, TRAINED, needs_draft, read_known
-from .carried import (
-    DRAFTER,
-    CarriedDrafter,
-    carried_drafter,
-    carried_module,
-    carried_policy,
-    drafter_for,
-    tell_untrained_on,
-)
+from ..drafters.folder import TrainedDrafter, save_drafter
+from ..drafters.known import BUILTINS as DRAFTERS, TRAINED, check_drafter, needs_draft, paths_of, read_known
+from ..drafters.shared import load_named
+from .arguments import generate_arguments
 from .generate import check_draft_model, specstop_generate
 
-CODE, DATA, REQUIREMENTS = "generate.py", "carried.py", "requirements.txt"
-FOLDER, POLICY = "custom_generate", "policy"
+FOLDER, POLICY, DRAFTER, FIGURES = "custom_generate", "policy", "drafter", "figures.json"
 
-GENERATE = '''"""Decodes with the stop policy of this repository; everything else is in the package specstop."""
+GENERATE = '''"""Decodes with the stop policy of this repository. The code is in the package specstop."""
 
-from specstop.decode.hf import generate_carried
-
-from .carried import DRAFTER, DRAFTER_FILES, FILES, SPEC
+from specstop.decode.hf import generate_exported
 
 
 def generate(model, **arguments):
-    """Return what `model.generate` would, drafting with the drafter that is carried."""
-    return generate_carried(model, arguments, FILES, SPEC, DRAFTER, DRAFTER_FILES)
+    """Return the output of `model.generate`, drafted with the policy and the drafter of this repository."""
+    return generate_exported(model, arguments)
 '''
+
+
+@dataclass(frozen=True)
+class ExportedDrafter:
+    """The drafter of an export.
+
+    Attributes:
+        spec: as of `find_drafter`; the folder of a trained drafter is `DRAFTER`.
+        source: original folder of a trained drafter, else "".
+        trained: the trained drafter.
+    """
+
+    spec: str = "model"
+    source: str = ""
+    trained: TrainedDrafter | None = None
+
+
+def drafter_for(policy: StopPolicy, spec: str | None) -> ExportedDrafter:
+    """Return the drafter that a policy is exported with.
+
+    Args:
+        policy: a learned policy remembers the drafter it was trained with.
+        spec: as of `find_drafter`; None = the drafter of the training, else the draft model.
+
+    Raises:
+        InputError: there is no such drafter, or it reads a text file, which is not exported.
+    """
+    facts = policy.facts if isinstance(policy, LearnedPolicy) else None
+    spec = spec or (str(facts.provenance.get("drafter", "model")) if facts else "model")
+    check_drafter(spec)
+    last = [*read_known(spec).parts()][-1]
+    source = str(last.value) if last.kind in TRAINED else ""
+    if files := [path for path in paths_of(spec) if path != source]:
+        raise InputError(
+            f"--drafter: {spec} reads the file {files[0]}, which is not exported; use --drafter suffix without a file"
+        )
+    if not source:
+        return ExportedDrafter(spec)
+    return ExportedDrafter(spec.removesuffix(source) + DRAFTER, source, load_named(last.kind, source))
 
 
 def deploy_hf(
@@ -63,106 +94,126 @@ def deploy_hf(
     gains: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a folder that `target.generate(custom_generate=folder, trust_remote_code=True, draft_model=...)` takes.
+    """Write a repository for `target.generate(custom_generate=folder, trust_remote_code=True, draft_model=...)`.
 
     Args:
         policy: a policy folder, `hub:owner/name`, or a built-in such as `confidence:0.4`.
         out: the folder: `custom_generate/`, `policy/` with the policy folder, `drafter/` with that of a trained drafter,
             `README.md` and `figures.json`.
         drafter: as of `find_drafter`; None = the one that the policy was trained with.
-        settled: what is written in the place of a learned policy, such as the same one settled for another profile.
-        gains: figures for the card, such as replayed ratios; by default those that the policy folder states.
-        overwrite: replace what is in `out`.
+        settled: exported instead of a learned policy, such as the same one tuned for another profile.
+        gains: figures for the card, such as replayed ratios; by default those of the policy folder.
+        overwrite: replace the contents of `out`.
 
     Returns:
-        The figures.
+        The contents of `figures.json`.
 
     Raises:
-        InputError: `out` is not empty, or as `claim_folder`; there is no such drafter, or it cannot be carried.
-        PolicyError: there is no such policy, or it is a plugin's, whose code is not carried.
+        InputError: `out` is not empty, or there is no such drafter, or it cannot be exported.
+        PolicyError: there is no such policy, or it is a plugin, whose code is not exported.
     """
     chosen = settled or load_policy(policy)
     drafts = drafter_for(chosen, drafter)
-    tell_untrained_on(chosen, drafts)
+    _warn_other_drafter(chosen, drafts)
     folder = claim_folder(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:
         raise PolicyError(
-            f"--policy: {policy} is a plugin, whose code an exported folder does not carry; install the plugin where it is "
-            "to run and name it there"
+            f"--policy: {policy} is a plugin, whose code is not exported; install the plugin on the serving machine and name "
+            "it there"
         )
-    known = dict(gains) if gains is not None else {"metrics": dict(learned.facts.metrics)} if learned else {}
+    metadata = dict(gains) if gains is not None else {"metrics": dict(learned.facts.metrics)} if learned else {}
     figures = {
         "schema": 1,
         "kind": "export",
         "engine": "hf",
         "policy": chosen.name,
+        "spec": None if learned is not None else str(policy),
         "drafter": drafts.spec,
         "exact": True,
         "specstop": version("specstop"),
-        **known,
+        **metadata,
     }
     with staged_folder(folder) as stage:
         if learned is not None:
             save_policy(learned, stage / POLICY)
         if drafts.trained is not None:
             save_drafter(drafts.trained, stage / DRAFTER)
-        spec = None if learned is not None else str(policy)
-        code = stage / FOLDER
-        write_atomic(code / CODE, GENERATE)
-        write_atomic(code / DATA, carried_module(_data(stage / POLICY), spec, drafts.spec, _data(stage / DRAFTER)))
-        write_atomic(code / REQUIREMENTS, f"specstop>={version('specstop')}\n")
-        write_json(stage / "figures.json", figures)
+        write_atomic(stage / FOLDER / "generate.py", GENERATE)
+        write_atomic(stage / FOLDER / "requirements.txt", f"specstop>={version('specstop')}\n")
+        write_json(stage / FIGURES, figures)
         write_atomic(stage / "README.md", page(chosen, learned, drafts, figures))
     return figures
 
 
-def _data(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder that loading reads, by name."""
-    return {p.name: p.read_bytes() for p in sorted(folder.glob("*")) if p.suffix in (".json", ".safetensors")}
+def _warn_other_drafter(policy: StopPolicy, drafts: ExportedDrafter) -> None:
+    """Warn if a learned policy was trained with another drafter than the trained one it is exported with."""
+    if not isinstance(policy, LearnedPolicy) or drafts.trained is None:
+        return
+    draft = policy.facts.pair.get("draft", "")
+    if draft and not draft.endswith(drafts.trained.identity):  # of two drafters the second identity comes last
+        warnings.warn(
+            f"{policy.name} was trained with another drafter ({draft}) than {drafts.source} ({drafts.trained.identity})",
+            SpecstopWarning,
+            stacklevel=3,
+        )
 
 
-def generate_carried(
-    model: PreTrainedModel,
-    arguments: Mapping[str, Any],
-    files: Mapping[str, str],
-    spec: str | None,
-    drafter: str = "model",
-    drafter_files: Mapping[str, str] = MappingProxyType({}),
-) -> Any:
-    """Generate with a carried policy: what the `generate.py` of an exported folder calls.
+def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Any:
+    """Generate with an exported policy. The `generate.py` of the repository calls this function.
 
     Args:
         model: the target.
-        arguments: of `generate`, as transformers hands them to a repository's code. `draft_model` or `assistant_model` is
-            the draft, where the drafter takes one; `streamer`, and `tokenizer` for stop strings, are understood; `policy`
-            and `drafter` name others; every other one goes to `specstop_generate` or `generate`.
-        files: base64 by name, of a policy folder.
-        spec: a policy's name, where there are no files.
-        drafter, drafter_files: as carried (`carried.carried_drafter`); folders of earlier versions hold neither.
+        arguments: of `generate`. `draft_model` or `assistant_model` is the draft model, if the drafter needs one; `streamer`
+            and `stop_strings` with `tokenizer` are supported; `policy` and `drafter` replace those of the repository; other
+            arguments are passed to `specstop_generate`.
 
     Raises:
-        PolicyError: the files are not in order: they are checked as those of any policy folder.
+        PolicyError: the files of the policy are damaged.
         InputError: see `specstop_generate`.
     """
     options = {name: value for name, value in arguments.items() if value is not None}
-    # `generate` drops `assistant_model` and `streamer` where a callable decodes: they go on under names that it keeps.
+    repository = generate_arguments().get("custom_generate") or model.config.name_or_path
+    folder = _local_folder(str(repository), options.get("revision"))
+    figures = read_json(folder / FIGURES, "custom_generate")
+    # `generate` does not pass `assistant_model` and `streamer` to a callable.
     draft = options.pop("assistant_model", None)
     if draft is not None and options.setdefault("draft_model", draft) is not draft:
-        raise InputError("specstop_generate: draft_model= and assistant_model= are two models; give one of them")
-    named_drafter = options.get("drafter", drafter)  # as it is called in the folder
-    check_draft_model(options.setdefault("draft_model", None), named_drafter, "draft_model= or assistant_model=")
-    options.setdefault("policy", carried_policy(tuple(files.items()), spec))
+        raise InputError("specstop_generate: got both draft_model= and assistant_model=; pass one of them")
+    drafter = str(figures.get("drafter", "model"))
+    expected = "draft_model= or assistant_model="
+    check_draft_model(options.setdefault("draft_model", None), options.get("drafter", drafter), expected)
+    if drafter.endswith(DRAFTER) and (folder / DRAFTER).is_dir():
+        drafter = drafter.removesuffix(DRAFTER) + str(folder / DRAFTER)
+    if "policy" not in options:
+        stamp = (folder / FIGURES).stat().st_mtime_ns
+        options["policy"] = _load_policy(folder, figures.get("spec"), stamp)
     if (streamer := options.pop("streamer", None)) is not None:
         options.setdefault("text_streamer", streamer)
-    _take_stop_strings(options)
-    decode: Any = model.generate
-    with carried_drafter(drafter, {} if "drafter" in options else drafter_files) as named:
-        return decode(**{"drafter": named, **options}, custom_generate=specstop_generate)
+    _replace_stop_strings(options)
+    # The method of the class: a model loaded from the same repository has an attribute `generate` that leads here.
+    cls: Any = type(model)
+    return cls.generate(model, **{"drafter": drafter, **options}, custom_generate=specstop_generate)
 
 
-def _take_stop_strings(options: dict[str, Any]) -> None:
-    """Turn stop strings into a criterion: `generate` keeps the tokenizer to itself when a callable decodes."""
+def _local_folder(repository: str, revision: str | None) -> Path:
+    """Return the folder of a repository, downloaded if necessary."""
+    if Path(repository).is_dir():
+        return Path(repository)
+    from huggingface_hub import snapshot_download
+
+    patterns = [FIGURES, f"{POLICY}/*", f"{DRAFTER}/*"]
+    return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+
+
+@lru_cache(maxsize=8)
+def _load_policy(folder: Path, spec: str | None, stamp: int) -> StopPolicy:
+    """Return the exported policy. It is cached per `stamp`, the modification time of the export."""
+    return load_policy_folder(folder / POLICY) if spec is None else load_policy(spec)
+
+
+def _replace_stop_strings(options: dict[str, Any]) -> None:
+    """Replace stop strings by a stopping criterion, because `generate` does not pass the tokenizer to a callable."""
     tokenizer = options.pop("tokenizer", None)
     config = options.get("generation_config")
     strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
@@ -171,59 +222,92 @@ def _take_stop_strings(options: dict[str, Any]) -> None:
             options["stop_strings"] = strings
         return
     if getattr(config, "stop_strings", None):
-        config = copy.deepcopy(config)  # the caller's own stays as it is
+        config = copy.deepcopy(config)  # the caller's config is not modified
         setattr(config, "stop_strings", None)  # noqa: B010 - any configuration may have it
         options["generation_config"] = config
-    more = [*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
-    options["stopping_criteria"] = StoppingCriteriaList(more)
+    criteria = [*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
+    options["stopping_criteria"] = StoppingCriteriaList(criteria)
 
 
-def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: CarriedDrafter, figures: Mapping[str, Any]) -> str:
-    """Return the folder's card."""
+CARD = """\
+---
+library_name: transformers
+tags: [custom_generate, speculative-decoding, stop-policy, specstop]
+---
+
+# {name}: a stop policy for speculative decoding
+
+Decodes with {drafting} under the specstop policy `{name}`, as `specstop decode` does. {training}
+
+## Use
+
+```console
+pip install specstop
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+{models}
+tokenizer = AutoTokenizer.from_pretrained("TARGET")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+ids = target.generate(
+    **inputs,
+    custom_generate="THIS FOLDER OR OWNER/NAME",
+    trust_remote_code=True,
+{draft}    max_new_tokens=128,
+)
+```
+
+{alias}`tokenizer=` enables `stop_strings=`, `streamer=` shows one text; `policy=`, `verification=`, `tree=`, `drafter=`,
+`seed=` and `profile=` are passed to `specstop.decode.specstop_generate`.
+
+`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. The policy is data, in
+`policy/`{beside}; names, sizes, checksums and tensor headers are checked before use, and nothing is unpickled.
+
+## Expected gain
+
+{gains}
+
+## What is lost
+
+* Nothing of the policy.
+* Rows of a batch are decoded side by side, but ended ones are not refilled: a serving engine is faster under load.
+
+## Upload to the hub
+
+```console
+hf upload OWNER/NAME THIS_FOLDER
+```
+"""
+
+
+def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDrafter, figures: Mapping[str, Any]) -> str:
+    """Return the model card of the repository."""
     facts = learned.facts if learned is not None else None
-    trained = (
-        f"It was trained for {facts.verification} verification at {sampling_text(facts.temperature, facts.shaping)}; "
-        "under another it decodes as correctly and stops less well."
-        if facts
-        else "It needed no training."
-    )
-    models = 'target = AutoModelForCausalLM.from_pretrained("TARGET")'
-    beside = f", and so is the drafter, in `{DRAFTER}/`" if drafts.trained is not None else ""
-    draft = same = ""
+    training = "It needed no training."
+    if facts:
+        training = (
+            f"It was trained for {facts.verification} verification at {sampling_text(facts.temperature, facts.shaping)}; "
+            "with other settings the text is as correct and the stops are less good."
+        )
+    models, draft, alias = 'target = AutoModelForCausalLM.from_pretrained("TARGET")', "", ""
     if needs_draft(drafts.spec):
         models = 'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))'
-        draft, same = "    draft_model=draft,\n", "`assistant_model=draft` means the same. "
-    return (
-        "---\nlibrary_name: transformers\ntags: [custom_generate, speculative-decoding, stop-policy, specstop]\n---\n\n"
-        f"# {policy.name}: a stop policy for speculative decoding\n\n"
-        f"Decodes with {_drafting(drafts)} under the specstop policy `{policy.name}`, as `specstop decode` does. "
-        f"{trained}\n\n"
-        "## Use\n\n```console\npip install specstop\n```\n\n```python\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"{models}\n"
-        'tokenizer = AutoTokenizer.from_pretrained("TARGET")\n'
-        'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-        "ids = target.generate(\n"
-        "    **inputs,\n"
-        '    custom_generate="THIS FOLDER OR OWNER/NAME",\n'
-        "    trust_remote_code=True,\n"
-        f"{draft}"
-        "    max_new_tokens=128,\n"
-        ")\n```\n\n"
-        f"{same}`tokenizer=` serves `stop_strings=`, `streamer=` shows one text; `policy=`, "
-        "`verification=`, `tree=`, `drafter=`, `seed=` and `profile=` go to `specstop.decode.specstop_generate`.\n\n"
-        "`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. The policy "
-        f"is data, in `{FOLDER}/{DATA}` and, for people and for `specstop info`, in `{POLICY}/`{beside}; names, "
-        "sizes, checksums and tensor headers are checked before anything is used, and nothing is unpickled.\n\n"
-        f"## What to expect\n\n{_gains(figures)}\n\n"
-        "## What is lost\n\n* Nothing of the policy.\n"
-        "* Rows of a batch are decoded side by side, but ended ones are not refilled: a serving engine is faster under "
-        "load.\n\n"
-        "## To the hub\n\nThe hub's own command uploads a folder:\n\n```console\nhf upload OWNER/NAME THIS_FOLDER\n```\n"
+        draft, alias = "    draft_model=draft,\n", "`assistant_model=draft` is an alias of `draft_model=draft`. "
+    return CARD.format(
+        name=policy.name,
+        drafting=_drafting(drafts),
+        training=training,
+        models=models,
+        draft=draft,
+        alias=alias,
+        beside=f", like the drafter in `{DRAFTER}/`" if drafts.trained is not None else "",
+        gains=_gains(figures),
     )
 
 
-def _drafting(drafts: CarriedDrafter) -> str:
+def _drafting(drafts: ExportedDrafter) -> str:
     """Return what drafts, in words."""
     if drafts.spec == "model":
         return "a draft model"

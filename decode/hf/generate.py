@@ -1,8 +1,7 @@
-"""The Hugging Face surface: `target.generate(custom_generate=specstop_generate, ...)`, and a policy on the stock path.
+"""Speculative decoding in transformers: `target.generate(custom_generate=specstop_generate, ...)`.
 
-Traps of transformers 5.23 behind the names here: for a callable, `generate` drops `assistant_model`, `streamer` and
-`tokenizer` without a word, so they are called `draft_model` and `text_streamer`, and stop strings come as
-`stopping_criteria=[StopStringCriteria(tokenizer, [...])]`.
+In transformers 5.23 `generate` does not pass `assistant_model`, `streamer` and `tokenizer` to a callable. Use
+`draft_model`, `text_streamer` and `stopping_criteria=[StopStringCriteria(tokenizer, [...])]` instead.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from .prefill import Prefill
 
 @dataclasses.dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate(return_dict_in_generate=True)` returns: the sequences, and how they came about.
+    """Output of `generate(return_dict_in_generate=True)`: the sequences and statistics of the rounds.
 
     Attributes:
         statistics: sums over the rows of the batch (`records.Tally.summary`), and `acceptance`: (depth k, P(A >= k), rounds).
@@ -74,26 +73,25 @@ def specstop_generate(
     text_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
-    """Generate with a stop policy: the decoding method that `generate(custom_generate=...)` calls.
+    """Generate with a stop policy. This is the decoding method for `generate(custom_generate=...)`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate`
-            prepares, the attention mask among it. The rows of a batch are decoded side by side. Given `past_key_values` are
-            read and stay as they are, where plain decoding extends them.
-        draft_model: proposes the tokens; refused with another `drafter` that takes none.
+        model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: prepared by `generate`. The
+            rows of a batch are decoded side by side. `past_key_values` is read and not extended.
+        draft_model: proposes the tokens; an error if `drafter` does not need one.
         policy: a policy, or a spec such as `fixed:4` or the path of a policy folder.
         verification: name of a mode, or `auto`, the fastest lossless one (see `modes.resolve_mode`).
         tree: see `Settings`.
         drafter: `model`, `lookup`, `suffix`, `medusa:PATH`, `suffix+model`, ... (`drafters.find_drafter`).
         profile: see `Speculator`.
-        seed: of the noise; None = drawn from torch's generator, so that `torch.manual_seed` makes it reproducible.
-        text_streamer: gets the tokens of each round; `generate` itself drops `streamer=`.
+        seed: of the noise; None = drawn from torch's generator, which `torch.manual_seed` seeds.
+        text_streamer: receives the tokens of each round.
 
     Returns:
         [rows, length] int64 like `generate`, or a `SpeculativeOutput` with `return_dict_in_generate`.
 
     Raises:
-        InputError: no draft model or one too many, or an argument that this loop does not honour (`arguments`).
+        InputError: a draft model is missing or superfluous, or an argument is not supported (`arguments`).
     """
     check_draft_model(draft_model, drafter)
     check_dropped()
@@ -102,7 +100,7 @@ def specstop_generate(
     if text_streamer is not None and len(input_ids) > 1:
         raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
-    if not model.config.is_encoder_decoder:  # which `join` refuses
+    if not model.config.is_encoder_decoder:  # `join` raises an error for these
         check_inputs(model_kwargs, input_ids)
     limit, ends = _limits(stopping_criteria or (), generation_config)
     settings = Settings(
@@ -123,7 +121,7 @@ def specstop_generate(
     prefill = Prefill(speculator.target.model, input_ids, model_kwargs, mask_length)
     padding = prefill.left_padding(pair.readings[0].padded)
     if text_streamer is not None:
-        text_streamer.put(input_ids.cpu())  # as `generate` does: a streamer may be told to skip it
+        text_streamer.put(input_ids.cpu())  # as `generate` does; a streamer may skip the prompt
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
     read = [None] * len(input_ids) if padding is not None else prefill.read(speculator.target)
     requests = []
@@ -148,7 +146,7 @@ def specstop_generate(
 
 
 def _ordinary_tensor(tokens: list[int]) -> Tensor:
-    """Return tokens as a tensor that may be written to and differentiated through, though the loop runs in inference mode."""
+    """Return tokens as an ordinary tensor, although the loop runs in inference mode."""
     with torch.inference_mode(False):
         return torch.tensor(tokens)
 
@@ -158,7 +156,7 @@ def check_draft_model(
     drafter: str,
     expected: str = "draft_model= (assistant_model= does not reach a callable)",
 ) -> None:
-    """Refuse a missing draft model, and one that the drafter would leave aside.
+    """Raise an error if the draft model is missing, or if the drafter does not use one.
 
     Args:
         draft: the draft model.
@@ -166,7 +164,7 @@ def check_draft_model(
         expected: the arguments that reach the caller, for the message.
 
     Raises:
-        InputError: either, or there is no such drafter.
+        InputError: as above, or there is no such drafter.
     """
     check_drafter(drafter)
     needed = needs_draft(drafter)
@@ -179,7 +177,7 @@ def check_draft_model(
 
 
 def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> tuple[int, tuple[int, ...]]:
-    """Return the longest text and the ids that end it: a user's own criteria take the place of the configuration's."""
+    """Return the maximum length and the end-of-text ids. Criteria of the call take precedence over the configuration."""
     limit = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=config.max_length)
     ends = [
         token for one in criteria if isinstance(one, EosTokenCriteria) for token in one.eos_token_id.view(-1).tolist()
@@ -188,12 +186,12 @@ def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> t
 
 
 def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Shaping, float]:
-    """Return the processors, and the temperature beside them: 0, or 1 where it is among them already."""
+    """Return the processors and the temperature: 0 for greedy decoding, 1 if the processors contain it."""
     made = tuple(processors or ())
     if not sampling:
         return dataclasses.replace(UNCHANGED, processors=made), 0.0
-    # Alone it is a division of all rows at once, for which no prefix need be put together (`Sampler`); one that `Settings`
-    # refuses stays a processor, so that the same temperatures are accepted with and without others.
+    # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that the
+    # same temperatures are accepted with and without other processors.
     if (
         len(made) == 1
         and isinstance(made[0], TemperatureLogitsWarper)
@@ -204,7 +202,7 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
 
 
 def _of_row(shaping: Shaping, row: int) -> Shaping:
-    """Return the processors as they treat one row of the batch: some hold a value for each, or are told its number."""
+    """Return the processors for one row of the batch: some hold a value per row or receive the row number."""
     made: list[LogitsProcessor] = []
     for processor in shaping.processors:
         if isinstance(processor, PrefixConstrainedLogitsProcessor):
@@ -214,7 +212,7 @@ def _of_row(shaping: Shaping, row: int) -> Shaping:
         elif is_xgrammar(processor):
             processor = XGrammarProcessor(processor, row)
         elif isinstance(processor, STATELESS):
-            # A repetition penalty leaves each row's padding out; those of the encoder hold the prompts of all rows.
+            # A repetition penalty ignores the padding of each row; penalties of the encoder hold the prompts of all rows.
             processor = copy.copy(processor)
             held: Any = vars(processor)
             if isinstance(ignored := held.get("prompt_ignore_length"), Tensor):

@@ -237,7 +237,7 @@ class CalibrationRun:
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
         return Profile.measured(
             measurements, (short, long), self.settings.max_depth, self.settings.temperature,
-            facts={**(facts or {}), "rounds": sum(map(len, self._contexts))}, shaping=self.settings.shaping.facts,
+            facts={**(facts or {}), "rounds": sum(map(len, self._contexts))}, shaping=self.settings.shaping.to_dict(),
             verification=self._script.mode.name,
         )  # fmt: skip
 

@@ -185,6 +185,8 @@ def _parts(processor: LogitsProcessor) -> list[Any]:
         seen.add(id(value))
         if isinstance(value, Tensor):
             parts.append(0 if value.is_inference() else value._version)
+        elif isinstance(value, torch.Generator):
+            parts.append(value.get_state().numpy().tobytes())
         elif isinstance(value, dict | list | tuple | set | frozenset):
             parts.append(len(value))
             waiting.extend(islice(value.values() if isinstance(value, dict) else value, _MOST_PARTS))
@@ -315,6 +317,7 @@ class _Trial:
         try:
             for order in ([*range(count)[::-1]], [count // 2, count - 1]):
                 processor = copied(self._processor)
+                state = _parts(processor)
                 for step in order:
                     for ids, logits, out in (first[step], second[step]):
                         if not torch.equal(processor(ids, logits.clone()), out):
@@ -325,7 +328,7 @@ class _Trial:
         if isinstance(self._processor, PrefixConstrainedLogitsProcessor):
             return True
         # The effect of a counter may begin only after more calls than the test makes, so attributes are compared too.
-        return _same(vars(processor), vars(copied(self._processor)), set()) and self._treats_rows_alike()
+        return _equal_parts(_parts(processor), state) and self._treats_rows_alike()
 
     def _is_restartable(self) -> bool:
         """Return whether copies give the same scores when calls alternate and earlier calls had different scores."""
@@ -358,25 +361,3 @@ class _Trial:
         except Exception:
             return False
         return True
-
-
-def _same(first: Any, second: Any, compared: set[int]) -> bool:
-    """Return whether two attribute values are equal. Values that cannot be compared count as different."""
-    if first is second or id(first) in compared:
-        return True
-    compared.add(id(first))
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(
-            _same(value, second[key], compared) for key, value in first.items()
-        )
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(_same(a, b, compared) for a, b in zip(first, second, strict=True))
-    if isinstance(first, torch.Generator):
-        return torch.equal(first.get_state(), second.get_state())
-    if hasattr(first, "__dict__"):
-        return _same(vars(first), vars(second), compared)
-    return bool(first == second)

@@ -1,10 +1,10 @@
-"""From raw logits to what is sampled: transformers' logits processors, each row with its own prefix, and the temperature."""
+"""Sampling parameters, and samplers that apply transformers' logits processors to rows of logits with their prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,25 +45,38 @@ _TRUNCATING = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
-"""Those that leave tokens out by how likely they are: what draft and target leave out differs."""
+"""Processors that remove unlikely tokens. Draft and target remove different tokens."""
 
-_OF_ROWS = (*_TRUNCATING, TemperatureLogitsWarper)
-"""Those that look at the logits alone, not at the tokens before."""
+_TOKEN_INDEPENDENT = (*_TRUNCATING, TemperatureLogitsWarper)
+"""Processors that do not read the tokens of the prefix."""
+
+_OPTIONS = {
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram": "no_repeat_ngram_size",
+    "min_new_tokens": "min_new_tokens",
+}
+"""Options of `Shaping` by name, with their fields of `GenerationConfig`."""
+
+_LIMIT = "max_new_tokens"
+"""Key in `others` for the length at which `forced_eos_token_id` applies."""
 
 
 @dataclass(frozen=True)
 class Shaping:
-    """How the distribution that is sampled from differs from the target's softmax, beside the temperature.
+    """Sampling parameters besides the temperature.
 
     Attributes:
-        top_k, top_p, min_p: which tokens stay; 0, 1 and 0 leave all.
-        repetition_penalty: 1 = none.
-        no_repeat_ngram: length of the n-grams that may not come twice; 0 = any may.
-        min_new_tokens: no end of text before so many.
-        processors: more of transformers' logits processors, or a `Grammar`, asked after these and before the temperature.
-        others: further fields of transformers' `GenerationConfig` by name, such as `typical_p` or `bad_words_ids`; a value
-            of None turns one off that the model sets.
-        model_defaults: what is None or not among `others` is as the target's `generation_config` has it; without, off.
+        top_k, top_p, min_p: truncation; 0, 1 and 0 disable it.
+        repetition_penalty: 1 disables it.
+        no_repeat_ngram: length of n-grams that must not repeat; 0 disables it.
+        min_new_tokens: minimum number of tokens before the end of text.
+        processors: further logits processors of transformers, or a `Grammar`, applied after these and before the temperature.
+        others: further fields of `GenerationConfig` by name, such as `typical_p` or `bad_words_ids`; None disables a field
+            that the model sets.
+        model_defaults: whether options that are None or missing in `others` default to the target's `generation_config`.
     """
 
     top_k: int | None = None
@@ -79,34 +92,34 @@ class Shaping:
     def __post_init__(self) -> None:
         check_limits(**vars(self))
         known = {*APPLIED, *REFUSED, *LEFT_OUT, _LIMIT} - {*_OPTIONS.values()}
-        if odd := sorted(set(self.others) - known):
-            raise InputError(f"others: expected fields among {', '.join(sorted(known))}, not {', '.join(odd)}")
+        if unknown := sorted(set(self.others) - known):
+            raise InputError(f"others: expected fields among {', '.join(sorted(known))}, not {', '.join(unknown)}")
 
     @staticmethod
-    def of(facts: Mapping[str, Any]) -> Shaping:
-        """Return the shaping that `facts` describes, without the defaults of a model.
+    def from_dict(values: Mapping[str, Any]) -> Shaping:
+        """Return the parameters that `to_dict` describes, without defaults of a model.
 
         Raises:
-            InputError: an option is unknown or out of range, or there are further processors, of which names alone are known.
+            InputError: an option is unknown or out of range, or there are processors, which cannot be restored by name.
         """
         known = {*_OPTIONS, *APPLIED} - {*_OPTIONS.values()} | {*_OPTIONS}
-        if odd := sorted(set(facts) - known):
+        if unknown := sorted(set(values) - known):
             raise InputError(
-                f"sampling options: {', '.join(odd)} cannot be restored; known: {', '.join(sorted(known))}"
+                f"sampling options: {', '.join(unknown)} cannot be restored; known: {', '.join(sorted(known))}"
             )
-        others = {name: value for name, value in facts.items() if name not in _OPTIONS}
-        own = {name: value for name, value in facts.items() if name in _OPTIONS}
-        return Shaping(**own, others=others, model_defaults=False)
+        options = {name: value for name, value in values.items() if name in _OPTIONS}
+        others = {name: value for name, value in values.items() if name not in _OPTIONS}
+        return Shaping(**options, others=others, model_defaults=False)
 
-    def filled(self, defaults: Mapping[str, Any], max_new_tokens: int | None = None) -> Shaping:
-        """Return the shaping with unset fields replaced by the defaults of a model.
+    def with_defaults(self, defaults: Mapping[str, Any], max_new_tokens: int | None = None) -> Shaping:
+        """Return the parameters with unset options replaced by the defaults of a model.
 
         Args:
-            defaults: of `model_defaults`, or `facts` of a trace.
-            max_new_tokens: of the texts, at whose end a token may be forced.
+            defaults: result of `model_defaults`.
+            max_new_tokens: length limit, at which a token may be forced.
 
         Raises:
-            InputError: a default cannot be applied, and is not turned off.
+            InputError: a default is not supported.
         """
         if not self.model_defaults:
             return self
@@ -114,117 +127,113 @@ class Shaping:
         fields |= {field: value for name, field in _OPTIONS.items() if (value := getattr(self, name)) is not None}
         fields = check_fields(fields)
         if self.min_new_tokens is not None:
-            fields.pop("min_length", None)  # as `generate` has it
-        own = {name: fields.pop(field, None) for name, field in _OPTIONS.items()}
+            fields.pop("min_length", None)  # same precedence as in `generate`
+        options = {name: fields.pop(field, None) for name, field in _OPTIONS.items()}
         if "forced_eos_token_id" in fields and max_new_tokens is not None:
             fields[_LIMIT] = max_new_tokens
         try:
-            filled = replace(self, **own, others=fields, model_defaults=False)
-            filled.build(1.0, 1, (0,), torch.device("cpu"), (0,))
+            complete = replace(self, **options, others=fields, model_defaults=False)
+            complete.build(1.0, 1, (0,), torch.device("cpu"), (0,))
         except InputError as error:
             raise InputError(f"the target's generation_config: {error.command_line}") from None
-        return filled
+        return complete
 
     def fields(self) -> dict[str, Any]:
-        """Return what differs from plain sampling by the names of `GenerationConfig`, without `processors`."""
-        own = {field: getattr(self, name) for name, field in _OPTIONS.items()}
-        every = {**own, **{name: value for name, value in self.others.items() if name in APPLIED}}
-        return {name: value for name, value in every.items() if not is_neutral(value, APPLIED[name])}
+        """Return the fields of `GenerationConfig` that are not neutral, by name, without `processors`."""
+        values = {field: getattr(self, name) for name, field in _OPTIONS.items()}
+        values |= {name: value for name, value in self.others.items() if name in APPLIED}
+        return {name: value for name, value in values.items() if not is_neutral(value, APPLIED[name])}
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What differs from plain sampling, as JSON has it: options by name, `processors` by their types' names."""
-        own = {field: name for name, field in _OPTIONS.items()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that are not neutral as JSON values, and the type names of `processors`."""
+        option = {field: name for name, field in _OPTIONS.items()}
+        values = {option.get(name, name): as_json(value) for name, value in self.fields().items()}
         names = list(map(processor_name, self.processors))
-        options = {own.get(name, name): as_json(value) for name, value in self.fields().items()}
-        return options | ({"processors": names} if names else {})
+        return values | ({"processors": names} if names else {})
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the tokens of the prompt matter, beside their number."""
+        """Whether a processor reads the tokens of the prompt."""
         return any(name.startswith("encoder_") for name in self.others)
 
-    def over(self, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `facts` of a trace with what is set here in their place."""
+    def override(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `to_dict` of a trace with the options that are set here replaced."""
         chosen = {name for name in _OPTIONS if getattr(self, name) is not None} | {*self.others}
-        kept = {name: value for name, value in facts.items() if name not in chosen} if self.model_defaults else {}
-        return kept | self.facts
+        kept = {name: value for name, value in values.items() if name not in chosen} if self.model_defaults else {}
+        return kept | self.to_dict()
 
     def build(
         self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device, tokens: Sequence[int] = ()
     ) -> LogitsProcessorList:
-        """Return the processors of one text as transformers' `generate` makes them; empty if there is nothing to do.
+        """Return the logits processors of one text, as `generate` creates them; empty if the temperature is all there is.
 
         Args:
-            temperature: 0 = greedy, which the warpers do not change.
-            prompt: its length.
-            eos: ids that end a text.
+            temperature: 0 = greedy decoding.
+            prompt: length of the prompt.
+            eos: end-of-text ids.
             device: of the logits.
-            tokens: of the prompt, which some processors read.
+            tokens: token ids of the prompt, which some processors read.
         """
         fields = self.fields()
         if not fields and not self.processors:
-            return LogitsProcessorList()  # the temperature alone needs no processor: `Sampler` divides by it
+            return LogitsProcessorList()
         ids = torch.tensor(list(tokens), dtype=torch.int64, device=device) if len(tokens) else prompt
         ends = torch.tensor(list(eos), dtype=torch.int64, device=device) if eos else None
-        limit = self.others.get(_LIMIT)
         others = LogitsProcessorList(
             one.for_text(prompt, eos) if isinstance(one, PerText) else one for one in self.processors
         )
-        made = library_processors(fields, others, float(temperature), ids, limit, ends, device)
-        alone = all(type(one) is TemperatureLogitsWarper and one not in self.processors for one in made)
-        return LogitsProcessorList() if alone else made
+        limit = self.others.get(_LIMIT)
+        processors = library_processors(fields, others, float(temperature), ids, limit, ends, device)
+        only_temperature = all(
+            type(one) is TemperatureLogitsWarper and one not in self.processors for one in processors
+        )
+        return LogitsProcessorList() if only_temperature else processors
 
     def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> Shaping:
-        """Return the shaping with processors that can be called for any prefix (`check_processors`)."""
-        return replace(self, processors=check_processors(self.processors, vocabulary, device, batch))
+        """Return the parameters with processors that can be called for any prefix in any order.
 
+        Raises:
+            InputError: a processor depends on more than the tokens, or cannot be copied.
+        """
+        processors = tuple(
+            XGrammarProcessor(one) if is_xgrammar(one) else check_processor(one, vocabulary, device, batch)
+            for one in self.processors
+        )
+        return replace(self, processors=processors)
 
-_OPTIONS = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram": "no_repeat_ngram_size",
-    "min_new_tokens": "min_new_tokens",
-}
-"""The options of `Shaping` by name, with the field of `GenerationConfig` that each stands for."""
-
-_LIMIT = "max_new_tokens"
-"""Among `others`: where a token is forced at the end of a text, how long that is."""
 
 MODEL_DEFAULTS = Shaping()
-"""What the target's `generation_config` says, and nothing else."""
+"""The defaults of the target's `generation_config`."""
 
 UNCHANGED = Shaping(model_defaults=False)
-"""Nothing but the temperature, whatever the defaults of the model are."""
+"""The temperature alone, whatever the defaults of the model are."""
 
 
-def told(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
-    """Return temperature and `Shaping.facts`, with those of transformers' own processors as the options they stand for.
+def effective_sampling(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
+    """Return the temperature and `to_dict`, with processors of transformers replaced by their equivalent options.
 
-    `generate` hands its options over as processors, the temperature among them; a trace or a policy knows them by name.
+    `generate` converts its options, including the temperature, to processors. Traces and policies use the options.
     """
-    handed, options, others = processor_options(shaping.processors)
-    facts = shaping.facts | options
-    facts.pop("processors", None)
-    if "min_new_tokens" in facts:
-        facts.pop("min_length", None)  # `generate` makes both of one option
-    return temperature * handed, facts | ({"processors": others} if others else {})
+    factor, options, others = processor_options(shaping.processors)
+    values = shaping.to_dict() | options
+    values.pop("processors", None)
+    if "min_new_tokens" in values:
+        values.pop("min_length", None)  # `generate` creates both from one option
+    return temperature * factor, values | ({"processors": others} if others else {})
 
 
 class Sampler:
-    """Turns raw logits into scores whose softmax is sampled from (or whose argmax is taken, when greedy).
+    """Processes raw logits of one text; the result is the logits of the sampling distribution (or of the greedy choice).
 
     Args:
-        processors: of one text, from `Shaping.build`; none = only the temperature.
-        temperature: of the text; already part of `processors` if there are any.
-        padding: tokens that stand left of every prefix.
+        processors: from `Shaping.build`; if empty, the logits are divided by the temperature.
+        temperature: of the text.
+        padding: tokens left of every prefix.
 
     Attributes:
         reads_prefix: whether there are processors.
-        constrained: whether a grammar is among them, so that a row may have no token left.
-        untruncated: [R, V] the last scores before tokens were left out for being unlikely; None where none are.
+        constrained: whether there is a grammar, so that no token may remain.
+        untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
     """
 
     def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
@@ -232,47 +241,47 @@ class Sampler:
         self.reads_prefix = len(processors) > 0
         self.constrained = any(isinstance(processor, GrammarMask) for processor in processors)
         self.untruncated: Tensor | None = None
-        # A grammar that comes first masks rows of any length at once.
+        # A grammar that comes first masks rows of any length in one call.
         self._grammar = processors[0] if processors and isinstance(processors[0], GrammarMask) else None
-        processors = LogitsProcessorList(processors[1:] if self._grammar is not None else processors)
-        self._processors, self._temperature = processors, temperature
-        truncating = [at for at, processor in enumerate(processors) if isinstance(processor, _TRUNCATING)]
-        self._first_truncating = truncating[0] if truncating else len(processors)
-        self._reads_tokens = not all(type(processor) in _OF_ROWS for processor in processors)  # exact types
+        self._processors = LogitsProcessorList(processors[1:] if self._grammar is not None else processors)
+        self._temperature = temperature
+        truncating = [at for at, processor in enumerate(self._processors) if isinstance(processor, _TRUNCATING)]
+        self._first_truncating = truncating[0] if truncating else len(self._processors)
+        self._reads_tokens = not all(type(processor) in _TOKEN_INDEPENDENT for processor in self._processors)
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [R, V] processed scores.
+        """Return [R, V] processed logits.
 
         Args:
-            logits: [R, V] raw; left as they are.
-            prefixes: called for the R token lists that the rows continue, only if a processor wants them. Rows of None stay
-                as they are: `generate` asks no processor what comes after the end, of which a grammar knows nothing.
+            logits: [R, V] raw; not modified.
+            prefixes: returns the R token lists that the rows continue; called if a processor reads them. Rows of None, which
+                follow an end of text, are not changed.
         """
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
-        if self._grammar is not None:
-            known = prefixes()
-            logits = self._grammar.masked([None if one is None else [*self.padding, *one] for one in known], logits)
-            prefixes = lambda: known  # noqa: E731
+        texts = None
+        if self._grammar is not None or self._reads_tokens:
+            texts = [None if prefix is None else [*self.padding, *prefix] for prefix in prefixes()]
+        if self._grammar is not None and texts is not None:
+            logits = self._grammar.masked(texts, logits)
         if self._first_truncating < len(self._processors):
-            self.untruncated = torch.empty_like(logits)  # filled in by `_processed`
-        if not self._reads_tokens:
-            nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-            return self._processed(nothing, logits, list(range(len(logits))))
-        lists = {row: [*self.padding, *prefix] for row, prefix in enumerate(prefixes()) if prefix is not None}
+            self.untruncated = torch.empty_like(logits)  # filled by `_process`
+        if not self._reads_tokens or texts is None:
+            empty = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+            return self._process(empty, logits, list(range(len(logits))))
         out = logits.clone()
-        # Processors take a rectangle of ids, so rows of one length go together.
-        for length in sorted(set(map(len, lists.values()))):
-            rows = [row for row, tokens in lists.items() if len(tokens) == length]
-            ids = torch.tensor([lists[row] for row in rows], device=logits.device)
-            out[rows] = self._processed(ids, logits[rows], rows)
+        # Processors take a rectangle of ids: rows of one length are processed together.
+        for length in sorted({len(text) for text in texts if text is not None}):
+            rows = [row for row, text in enumerate(texts) if text is not None and len(text) == length]
+            ids = torch.tensor([texts[row] for row in rows], device=logits.device)
+            out[rows] = self._process(ids, logits[rows], rows)
         return out
 
-    def _processed(self, ids: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
+    def _process(self, ids: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
         for at, processor in enumerate(self._processors):
             if at == self._first_truncating and self.untruncated is not None:
                 self.untruncated[rows] = logits
-            if hasattr(processor, "_prefix_allowed_tokens_fn"):  # it numbers the rows: each stands for the one text
+            if hasattr(processor, "_prefix_allowed_tokens_fn"):  # it counts rows as texts; here all are of one text
                 logits = torch.cat([processor(i[None], row[None]) for i, row in zip(ids, logits, strict=True)])
             else:
                 logits = processor(ids, logits)
@@ -280,11 +289,11 @@ class Sampler:
 
 
 class BatchSampler:
-    """The samplers of texts that are decoded side by side: rows whose texts are of one length are processed together.
+    """Samplers of texts that are decoded side by side. Texts with prompts of one length share a sampler if they can.
 
     Args:
-        shaping, temperature, eos, device: as of `Shaping.build`.
-        prompts: token ids of each text's prompt.
+        shaping, temperature, eos, device: see `Shaping.build`.
+        prompts: token ids of each prompt.
     """
 
     def __init__(
@@ -295,55 +304,35 @@ class BatchSampler:
         eos: Sequence[int],
         device: torch.device,
     ) -> None:
-        # A processor may know the length of the prompt (`min_new_tokens`) or its tokens, or be made for one text: what is
-        # not alike has a sampler of its own.
-        for_texts = any(isinstance(processor, PerText) for processor in shaping.processors)
-        alike: dict[tuple[int, ...], list[int]] = {}
+        per_text = any(isinstance(processor, PerText) for processor in shaping.processors)
+        groups: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
-            key = (row,) if for_texts else tuple(prompt) if shaping.reads_prompt else (len(prompt),)
-            alike.setdefault(key, []).append(row)
-        self._parts = [
-            (rows, Sampler(shaping.build(temperature, len(own := prompts[rows[0]]), eos, device, own), temperature))
-            for _, rows in sorted(alike.items())
-        ]
+            key = (row,) if per_text else tuple(prompt) if shaping.reads_prompt else (len(prompt),)
+            groups.setdefault(key, []).append(row)
+        self._parts = []
+        for _, rows in sorted(groups.items()):
+            prompt = prompts[rows[0]]
+            self._parts.append(
+                (rows, Sampler(shaping.build(temperature, len(prompt), eos, device, prompt), temperature))
+            )
         self.constrained = self._parts[0][1].constrained
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [B, V] processed scores, a row for each text; see `Sampler`."""
+        """Return [B, V] processed logits, one row per text; see `Sampler`."""
         if not self._parts[0][1].reads_prefix:
             return self._parts[0][1](logits, prefixes)
-        known: list[Sequence[int] | None] = []
-
-        def of(rows: Sequence[int]) -> Sequence[Sequence[int] | None]:
-            # Put together once, for all samplers that ask.
-            known.extend([] if known else prefixes())
-            return [known[row] for row in rows]
-
+        texts = cache(prefixes)
         out = torch.empty_like(logits)
         for rows, sampler in self._parts:
-            out[rows] = sampler(logits[rows], partial(of, rows))
+            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
         return out
 
 
-def check_processors(
-    processors: Sequence[LogitsProcessor], vocabulary: int, device: torch.device, batch: int = 1
-) -> tuple[LogitsProcessor, ...]:
-    """Return processors in a form that can be called for any prefix in any order; see `processors.check_processor`.
-
-    Raises:
-        InputError: one depends on more than the tokens, or cannot be copied.
-    """
-    return tuple(
-        XGrammarProcessor(one) if is_xgrammar(one) else check_processor(one, vocabulary, device, batch)
-        for one in processors
-    )
-
-
 def require_token(scores: Tensor) -> None:
-    """Refuse processed scores [..., V] that leave no token, as a grammar and other options may together.
+    """Check that processed logits [..., V] allow a token, which a grammar with other options may not.
 
     Raises:
-        InputError: a row is -inf throughout.
+        InputError: all logits of a row are -inf.
     """
     if not bool((scores.amax(-1) > -torch.inf).all()):
         raise InputError(

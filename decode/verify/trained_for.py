@@ -20,7 +20,7 @@ from ..models.pair import Pair
 from ..settings import Settings
 from .lossy import TargetInit
 from .modes import resolve_mode
-from .sampling import told
+from .sampling import effective_sampling
 
 
 def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None = None) -> None:
@@ -31,7 +31,7 @@ def tell_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None 
         settings: of the run.
         pair: of the run, with its drafter; None = any.
     """
-    temperature, shaping = told(settings.shaping, settings.temperature)
+    temperature, shaping = effective_sampling(settings.shaping, settings.temperature)
     name = resolve_mode(settings.verification, policy, settings.topology, temperature)
     greedy = temperature == 0.0 and name != TargetInit.name  # then all others accept alike
     # Hashing looks through the models' weights: only for a policy that knows its pair.

@@ -24,7 +24,7 @@ class Facts:
 
     Attributes:
         temperature, verification, label: of the traces; several temperatures where the head reads the temperature.
-        shaping: what else changed the distribution that the traces were sampled from (`decode.Shaping.facts`).
+        shaping: what else changed the distribution that the traces were sampled from (`decode.Shaping.to_dict`).
         pair: hashes of target, draft and tokenizer.
         rho: tokens per second that the derived rule assumes.
         acceptance: a_1..a_K that it looks ahead with.

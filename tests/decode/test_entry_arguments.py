@@ -13,7 +13,7 @@ from conftest import NEW
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.bench import bench
+from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair

@@ -20,7 +20,7 @@ from ...collect.prompts.read import Prompt, encode, read_prompts
 from ...collect.run import collect
 from ...collect.store.folder import Trace
 from ...collect.work import stream_name
-from ...decode.compare.alternate import run_alternating
+from ...decode.benchmark import run_alternating
 from ...decode.loop import Speculator
 from ...decode.models.pair import Pair, load_pair
 from ...decode.profile import CalibrationRun, loop_decisions, measure_profile

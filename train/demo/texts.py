@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...decode.compare.intervals import FEWEST
 from ..report.records import AGAIN, DEPLOY, NOISY, TOO_FEW
+from ..statistics import FEWEST
 
 if TYPE_CHECKING:
     from ...policies.learned.policy import LearnedPolicy

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...decode.compare.intervals import Ratio, Resamples, Values
+from ...decode.benchmark import Ratio
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.profile import Profile
@@ -25,6 +25,7 @@ from ..replay.known_lengths import ReplayedRuns
 from ..replay.log import Rounds
 from ..replay.traces.arrays import TraceArrays
 from ..report.pricing import Priced, Vary
+from ..statistics import Resamples, Values
 from .folder import Export
 from .serving import batch_profile
 

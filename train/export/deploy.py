@@ -8,8 +8,7 @@ from typing import Any
 
 from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
-from ...decode.hf.carried import drafter_for
-from ...decode.hf.export import deploy_hf
+from ...decode.hf.export import deploy_hf, drafter_for
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files.atomic import write_atomic, write_json

@@ -13,7 +13,7 @@ import torch
 
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.store.folder import Trace
-from ...decode.compare.intervals import Ratio, Resamples
+from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
@@ -29,6 +29,7 @@ from ..replay.traces.checking import require_disjoint_policies, tell_other_round
 from ..report.checks import check_fit
 from ..report.decision_costs import with_prices
 from ..report.pricing import Draws, Priced
+from ..statistics import Resamples
 from .serving import Sides, split_sides
 
 SEEN = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...decode.compare.intervals import Ratio
+from ...decode.benchmark import Ratio
 from ..report.whatif.records import markdown_table
 
 FIGURES = "figures.json"

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import Ratio, Resamples, Values
+from ...decode.benchmark import Ratio
 from ...decode.engines.sglang import KEY, rule_of
 from ..replay.traces.arrays import TraceArrays, typical_context
 from ..report.whatif.records import markdown_table
+from ..statistics import Resamples, Values
 from .by_batch import WORTH, FixedBatches, choose_lengths
 from .folder import Export, Written, caveats, drafter_caveat, find_sizes
 from .lockstep import Steps, lockstep

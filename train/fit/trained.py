@@ -35,7 +35,7 @@ class Trained:
 def facts_of(header: Header, sampled_at: Sequence[float], sources: Sequence[str], seed: int, **more: Any) -> Facts:
     """Return what a policy that was trained on these traces remembers of them; `more` joins its provenance."""
     if (drafter := header.facts.get("drafter")) is not None:
-        more["drafter"] = drafter  # what the policy is exported with (`decode.hf.carried`)
+        more["drafter"] = drafter  # what the policy is exported with (`decode.hf.export`)
     return Facts(
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...collect.store.folder import Trace
-from ...decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Values
+from ...decode.benchmark import Ratio
 from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
@@ -25,6 +25,7 @@ from ...policies.storage.registry import BUILTINS, PolicySpec, as_policy
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.decision_costs import with_prices
+from ..statistics import LEVEL, REPLICATES, Resamples, Values
 from .estimators import ESTIMATORS
 from .feedback import Feedback, logged_feedback
 from .rounds import COLUMNS, Shown, shown_rounds

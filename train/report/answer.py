@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
-from ...decode.compare.intervals import FEWEST, LEVEL, REPLICATES, Ratio, Resamples, Values, clusters_needed
+from ...decode.benchmark import Ratio
 from ...policies.profile import Profile
+from ..statistics import FEWEST, LEVEL, REPLICATES, Resamples, Values, clusters_needed
 from .clusters import Clusters
 from .insight import StopCost
 from .records import (

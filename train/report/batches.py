@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import FEWEST, LogRatios, Ratio, Resamples, Values
+from ...decode.benchmark import Ratio
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.profile import Profile
@@ -18,6 +18,7 @@ from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound
 from ..replay.traces.arrays import TraceArrays
+from ..statistics import FEWEST, LogRatios, Resamples, Values
 from .clusters import Clusters
 from .records import ROUNDING
 

@@ -42,7 +42,7 @@ def check_together(
     for policy in policies:
         check_policy(policy)
     check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
-    wanted = traces.header.shaping if shaping is None else shaping.over(traces.header.shaping)
+    wanted = traces.header.shaping if shaping is None else shaping.override(traces.header.shaping)
     for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
         _check_sampled(option, trace, wanted)
     if train_traces is not None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ...decode.compare.intervals import FEWEST, Resamples, Values
 from ...policies.errors import InputError, close_match
 from ..replay.traces.arrays import TraceArrays
+from ..statistics import FEWEST, Resamples, Values
 from .records import MOST_OF_TOKENS
 
 CLUSTERS = ("auto", "prompt", "group")

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ...decode.compare.intervals import Resamples
 from ...policies.profile import Profile
 from ...policies.progress import Progress
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import Regret, judge, planned_rounds
 from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
+from ..statistics import Resamples
 from .comparing.read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .losses import decoder, largest_losses

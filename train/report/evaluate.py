@@ -11,7 +11,6 @@ import torch
 
 from ...collect.store.card import replay_text
 from ...collect.store.folder import Trace
-from ...decode.compare.intervals import Resamples
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
@@ -32,6 +31,7 @@ from ..replay.log import play
 from ..replay.rounds import ROUND_COLUMNS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.checking import require_disjoint_prompts, tell_other_rounds
+from ..statistics import Resamples
 from .answer import answer, contradicted, doubts, findings, noise_findings, remedy
 from .batches import Arrivals, by_batch, check_batches
 from .checks import check_fit, check_together, failure_of

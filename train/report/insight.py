@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ...collect.acceptance import DepthOutcomes, depth_outcomes, survival
-from ...decode.compare.intervals import Ratio, Resamples
+from ...decode.benchmark import Ratio
 from ...policies.profile import Profile
 from ..replay.bounds.regret import Regret
 from ..replay.log import Played, scaled
 from ..replay.seconds import prompt_seconds
 from ..replay.traces.arrays import TraceArrays
+from ..statistics import Resamples
 from .pricing import Change, Draws, Priced
 
 MOST_GROUPS = 40

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Values
+from ...decode.benchmark import Ratio
 from ...policies.profile import Profile
 from ..replay.counted import count_rounds, joined
 from ..replay.log import Rounds
+from ..statistics import LEVEL, REPLICATES, Resamples, Values
 
 DRAWS = 200
 """Of the profile's timings; each serves several resamples of the prompts."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...decode.compare.intervals import FEWEST, Ratio
+from ...decode.benchmark import Ratio
 from ...policies.plugin_code import Failure
+from ..statistics import FEWEST
 
 REPORT_SCHEMA = 2
 DEPLOY, INCONCLUSIVE, REFUSE = "deploy", "inconclusive", "do not deploy"

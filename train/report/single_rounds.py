@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode.compare.intervals import Resamples, Values
 from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.progress import Progress, silent
 from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
 from ..replay.traces.arrays import TraceArrays
+from ..statistics import Resamples, Values
 from .answer import answer, contradicted, doubts, noise_findings, remedy
 from .clusters import choose_clusters, dominant_cluster
 from .insight import acceptance_bands, trace_outcomes

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ...decode.compare.intervals import Ratio, Resamples, Values
+from ...decode.benchmark import Ratio
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import planned_rounds
 from ..replay.log import Played
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays
+from ..statistics import Resamples, Values
 from .insight import Entry
 from .pricing import Draws, Priced, Vary
 from .records import ROUNDING, Line, verdict

@@ -9,7 +9,7 @@ import pytest
 from commands import cli
 from conftest import make_prompts
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.drafters.choice import SureChoice

@@ -17,13 +17,13 @@ from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.train.replay.rounds import ROUND_COLUMNS
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.insight import acceptance_bands
+from specstop.train.statistics import Resamples
 
 SETTINGS = {"depth": DEPTH, "temperature": 0.7, "verification": "match", "max_new_tokens": NEW}
 

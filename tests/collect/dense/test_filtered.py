@@ -15,13 +15,13 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, Header
 from specstop.collect.work import Work
-from specstop.decode.compare.bench import bench
+from specstop.decode.benchmark import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import UNCHANGED, Shaping, told
+from specstop.decode.verify.sampling import UNCHANGED, Shaping, effective_sampling
 from specstop.decode.verify.trained_for import tell_if_untrained
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
@@ -141,20 +141,20 @@ def test_traces_of_different_filters_are_not_one(pair: Pair, prompts: list[Promp
 
 def test_options_come_back_from_their_facts() -> None:
     shaping = Shaping(3, 0.9, 0.01, 1.4, 2, 9)
-    assert Shaping.of(shaping.facts).facts == shaping.facts
-    assert Shaping.of({}) == UNCHANGED and Shaping().facts == {}
+    assert Shaping.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
+    assert Shaping.from_dict({}) == UNCHANGED and Shaping().to_dict() == {}
     for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "top_p"),
                            ({"processors": ["Banning"]}, "processors cannot be restored")):  # fmt: skip
         with pytest.raises(InputError, match=message):
-            Shaping.of(facts)
+            Shaping.from_dict(facts)
 
 
 def test_processors_of_generate_are_known_by_the_options_they_stand_for() -> None:
     handed = Shaping(processors=(
         RepetitionPenaltyLogitsProcessor(1.2), Banning(), TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)
     ))  # fmt: skip
-    assert told(handed, 1.0) == (0.7, {"repetition_penalty": 1.2, "top_k": 20, "processors": ["Banning"]})
-    assert told(TOP_P, 0.7) == (0.7, {"top_p": 0.8})
+    assert effective_sampling(handed, 1.0) == (0.7, {"repetition_penalty": 1.2, "top_k": 20, "processors": ["Banning"]})
+    assert effective_sampling(TOP_P, 0.7) == (0.7, {"top_p": 0.8})
 
 
 @pytest.fixture(scope="module")

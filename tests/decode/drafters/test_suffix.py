@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NEW, VOCABULARY
+from specstop.decode.benchmark import run_alternating
 from specstop.decode.candidates import Candidates
-from specstop.decode.compare.alternate import run_alternating
 from specstop.decode.drafters import SuffixDrafter, find_drafter
 from specstop.decode.drafters.automaton import START, SuffixAutomaton
 from specstop.decode.drafters.suffix import mixed

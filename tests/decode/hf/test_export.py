@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from learned_policies import learned
@@ -18,15 +16,14 @@ from small_drafters import small_network
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.hf import export
-from specstop.decode.hf.export import carried_policy, deploy_hf, generate_carried
+from specstop.decode.hf.export import deploy_hf
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
-from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Threshold
-from specstop.policies.storage.folder import load_policy_folder, save_policy
+from specstop.policies.storage.folder import save_policy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -77,20 +74,7 @@ def test_the_text_is_that_of_plain_decoding_and_the_rounds_are_the_policys(
     assert len({drafted for _, made in rounds for drafted, _ in made}) > 1, "the policy should stop at several depths"
 
 
-def test_the_carried_policy_is_the_one_in_the_folder(policy_folder: Path, tmp_path: Path) -> None:
-    deploy_hf(policy_folder, tmp_path / "out")
-    space: dict[str, Any] = {}
-    exec((tmp_path / "out" / "custom_generate" / "carried.py").read_text(), space)
-    carried = carried_policy(tuple(space["FILES"].items()), space["SPEC"])
-    beside = load_policy_folder(tmp_path / "out" / "policy")
-    assert isinstance(carried, LearnedPolicy)
-    x = np.random.default_rng(0).random((50, len(carried.features)), dtype=np.float32)
-    for ours, theirs in zip(carried.probabilities(x, 1), beside.probabilities(x, 1), strict=True):
-        assert np.array_equal(ours, theirs)
-    assert carried.rule.to_dict() == RULE.to_dict()
-
-
-def test_a_rule_without_a_head_is_carried_by_its_name(pair: Pair, prompt_ids: list[list[int]], tmp_path: Path) -> None:
+def test_a_rule_without_a_head_is_exported_by_name(pair: Pair, prompt_ids: list[list[int]], tmp_path: Path) -> None:
     deploy_hf("confidence:0.3", tmp_path / "out")
     ids = torch.tensor([prompt_ids[3]])
     assert torch.equal(
@@ -195,7 +179,7 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
     with pytest.raises(InputError, match="expected draft_model= or assistant_model=") as caught:
         generate(pair, ids, tmp_path / "two")
     assert "does not reach" not in str(caught.value)
-    with pytest.raises(InputError, match="draft_model= and assistant_model= are two models"):
+    with pytest.raises(InputError, match="both draft_model= and assistant_model="):
         generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.target)
     generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.draft)
     with pytest.warns(SpecstopWarning, match=r"was trained with another drafter \(suffix\) than"):
@@ -213,19 +197,28 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
         ("hydra:heads?deep=1", "drafter: expected model, lookup"),
     ],
 )
-def test_a_drafter_that_cannot_be_carried_is_refused(drafter: str, message: str, tmp_path: Path) -> None:
+def test_a_drafter_that_cannot_be_exported_is_refused(drafter: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         deploy_hf("fixed:3", tmp_path / "out", drafter=drafter)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_drafter_is_refused(pair: Pair, hydra: Path) -> None:
-    files = {p.name: base64.b64encode(p.read_bytes()).decode() for p in hydra.iterdir() if p.suffix != ".md"}
-    damaged = {**files, "drafter.json": base64.b64encode(b'{"schema": 1}').decode()}
-    outside = {**files, "../drafter.json": files["drafter.json"]}
-    for wrong in (damaged, outside):
-        with pytest.raises((InputError, PolicyError)):
-            generate_carried(pair.target, {"inputs": torch.tensor([[5, 6]])}, {}, "fixed:2", "hydra:drafter", wrong)
+@pytest.mark.parametrize("name", ["policy/policy.json", "drafter/drafter.json", "figures.json"])
+def test_a_damaged_export_is_refused(name: str, pair: Pair, policy_folder: Path, hydra: Path, tmp_path: Path) -> None:
+    deploy_hf(policy_folder, tmp_path / "out", drafter=f"hydra:{hydra}")
+    (tmp_path / "out" / name).write_text('{"schema": 1')
+    with pytest.raises((InputError, PolicyError)):
+        generate(pair, torch.tensor([[5, 6]]), tmp_path / "out")
+
+
+def test_an_export_that_is_replaced_is_loaded_again(pair: Pair, policy_folder: Path, tmp_path: Path) -> None:
+    ids, spec = torch.tensor([[5, 6, 7]]), tmp_path / "out" / "figures.json"
+    deploy_hf(policy_folder, tmp_path / "out")
+    generate(pair, ids, tmp_path / "out", draft_model=pair.draft)
+    deploy_hf("fixed:2", tmp_path / "out", overwrite=True)
+    assert json.loads(spec.read_text())["spec"] == "fixed:2"
+    plain = pair.target.generate(ids, **OPTIONS)
+    assert torch.equal(generate(pair, ids, tmp_path / "out", draft_model=pair.draft), plain)
 
 
 def test_without_trust_nothing_runs_and_without_a_draft_it_is_said(pair: Pair, tmp_path: Path) -> None:
@@ -241,8 +234,8 @@ def test_the_folder_is_whole_and_names_what_it_needs(policy_folder: Path, tmp_pa
     figures = deploy_hf(policy_folder, tmp_path / "out")
     names = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("[!.]*") if p.is_file())
     assert names == [
-        "README.md", "custom_generate/carried.py", "custom_generate/generate.py", "custom_generate/requirements.txt",
-        "figures.json", "policy/README.md", "policy/policy.json", "policy/weights.safetensors",
+        "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt", "figures.json",
+        "policy/README.md", "policy/policy.json", "policy/weights.safetensors",
     ]  # fmt: skip
     assert json.loads((tmp_path / "out" / "figures.json").read_text()) == figures
     assert (tmp_path / "out" / "custom_generate" / "requirements.txt").read_text().startswith("specstop>=")
@@ -254,17 +247,7 @@ def test_the_folder_is_whole_and_names_what_it_needs(policy_folder: Path, tmp_pa
     assert not (tmp_path / "out" / "policy").exists()
 
 
-def test_a_damaged_policy_is_refused(pair: Pair, policy_folder: Path) -> None:
-    files = {p.name: base64.b64encode(p.read_bytes()).decode() for p in policy_folder.iterdir() if p.suffix != ".md"}
-    damaged = {**files, "policy.json": base64.b64encode(b'{"schema": 1}').decode()}
-    outside = {**files, "../policy.json": files["policy.json"]}
-    for wrong in (damaged, outside):
-        with pytest.raises(PolicyError):
-            generate_carried(pair.target, {"draft_model": pair.draft}, wrong, None)
-    assert carried_policy(tuple(files.items()), None) is carried_policy(tuple(files.items()), None)
-
-
-def test_a_plugin_is_not_carried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "load_policy", lambda _: FixedLength(2))
     with pytest.raises(PolicyError, match="is a plugin"):
         deploy_hf("somebody?key=1", tmp_path / "out")

@@ -16,7 +16,6 @@ from specstop.decode.profile.script import Scripted
 from specstop.decode.topology import parse_tree
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import Price
 from specstop.policies.estimate import decisions
 from specstop.policies.measurements import Measurements
 from specstop.policies.profile import Profile
@@ -60,7 +59,7 @@ class _ByRow(OnTheClock):
 
 
 def price(timed: Measurements, policy: StopPolicy) -> Price:
-    return decisions(timed.pooled())[policy.cost_name]
+    return decisions(timed.pooled)[policy.cost_name]
 
 
 def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:

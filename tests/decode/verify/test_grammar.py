@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 from typing import Any
@@ -17,7 +18,6 @@ from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.decode.verify import grammar_backends
 from specstop.decode.verify.grammar import Grammar
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
@@ -31,8 +31,8 @@ LARK = 'start: "<" /[a-c]{1,3}/ ("," /[0-9]+/)? ">"'
 PATTERN = r"<[a-c]{1,3}(,[0-9]+)?>"
 NEW = 90
 BACKENDS = [
-    pytest.param("llguidance", marks=pytest.mark.skipif(not grammar_backends.is_installed("llguidance"), reason="missing")),
-    pytest.param("xgrammar", marks=pytest.mark.skipif(not grammar_backends.is_installed("xgrammar"), reason="missing")),
+    pytest.param("llguidance", marks=pytest.mark.skipif(not importlib.util.find_spec("llguidance"), reason="missing")),
+    pytest.param("xgrammar", marks=pytest.mark.skipif(not importlib.util.find_spec("xgrammar"), reason="missing")),
 ]  # fmt: skip
 ON_BACKENDS = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -145,7 +145,7 @@ def test_generate_takes_a_grammar_as_a_processor(
             assert tokenizer.decode(text[0, len(prompt) :], skip_special_tokens=True) == words
 
 
-@pytest.mark.skipif(not grammar_backends.is_installed("xgrammar"), reason="missing")
+@pytest.mark.skipif(not importlib.util.find_spec("xgrammar"), reason="missing")
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("policy", ["fixed:0", "fixed:1", "fixed:4"])
@@ -273,7 +273,7 @@ def test_a_schema_that_llguidance_does_not_support_is_refused(bytes_tokenizer: P
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     bytes_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_backends, "is_installed", lambda name: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'specstop\[grammar\]'"):
         Grammar.from_json_schema(PERSON, bytes_tokenizer)
     with pytest.raises(InputError, match="backend: expected auto"):

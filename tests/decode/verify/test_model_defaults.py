@@ -13,7 +13,7 @@ import torch
 from conftest import EOS, NEW, VOCABULARY
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.decode.compare.bench import bench
+from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -161,7 +161,7 @@ def test_greedy_decoding_leaves_the_fields_of_sampling_aside(
 def test_without_defaults_no_processor_is_built(plain_pair: Pair, temperature: float) -> None:
     with configured(plain_pair, do_sample=True, temperature=0.6, max_length=40):
         shaping = Settings(temperature, 4, verification="match").for_pair(plain_pair).shaping
-    assert shaping.facts == {} and not shaping.build(temperature, 3, (EOS,), torch.device("cpu"), [3, 4, 5])
+    assert shaping.to_dict() == {} and not shaping.build(temperature, 3, (EOS,), torch.device("cpu"), [3, 4, 5])
 
 
 def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
@@ -169,13 +169,13 @@ def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[
     with configured(plain_pair, **defaults):
         own = Shaping(repetition_penalty=1.0, top_k=0, others={"suppress_tokens": None})
         settings = Settings(0.0, NEW, shaping=own)
-        assert settings.for_pair(plain_pair).shaping.facts == {"typical_p": 0.9}
+        assert settings.for_pair(plain_pair).shaping.to_dict() == {"typical_p": 0.9}
         assert decoded(plain_pair, prompts, settings) == generated(
             plain_pair, prompts, repetition_penalty=1.0, suppress_tokens=None
         )
     with configured(plain_pair, min_length=30):
         none = Settings(shaping=Shaping(min_new_tokens=0)).for_pair(plain_pair).shaping
-        assert none.facts == {}, "`generate` measures the shortest text by one of both"
+        assert none.to_dict() == {}, "`generate` measures the shortest text by one of both"
     with pytest.raises(InputError, match="temperature"):
         Shaping(others={"temperature": 0.7})
 
@@ -255,7 +255,7 @@ def test_bench_profile_and_facts_have_the_effective_values(plain_pair: Pair, pro
         assert len(lines) > 4 and all(line.same_text == 3 for line in lines)
         profile = measure_profile(plain_pair, prompt_ids[4:], depth=2, new_tokens=8, effort=Effort(repetitions=1))
     assert profile.shaping == {"repetition_penalty": 1.7, "typical_p": 0.9}
-    assert Shaping.of(profile.shaping).facts == profile.shaping
+    assert Shaping.from_dict(profile.shaping).to_dict() == profile.shaping
     assert Conditions(0.0, profile.shaping).shaping == profile.shaping
 
 

@@ -13,7 +13,7 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import gumbel
-from specstop.decode.verify.sampling import Sampler, Shaping, check_processors
+from specstop.decode.verify.sampling import Sampler, Shaping
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError
 from torch import Tensor
@@ -263,7 +263,7 @@ def test_without_a_processor_nobody_asks_for_prefixes() -> None:
 def test_processors_of_the_library_without_state_are_called_as_they_are() -> None:
     made = [one for one in processors_of("all", 3, 0.7) if not isinstance(one, Alternating)]
     processors = (PREFIX, BIAS, *made)
-    assert check_processors(processors, VOCABULARY, torch.device("cpu")) == processors
+    assert Shaping(processors=processors).checked(VOCABULARY, torch.device("cpu")).processors == processors
 
 
 @pytest.mark.parametrize(

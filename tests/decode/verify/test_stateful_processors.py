@@ -15,7 +15,7 @@ from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.decode.verify.sampling import Shaping, check_processors
+from specstop.decode.verify.sampling import Shaping
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
 from torch import Tensor
@@ -223,7 +223,7 @@ def test_what_candidates_cannot_follow_is_refused_by_name(pair: Pair, kind: type
 def test_one_that_runs_the_target_is_refused_by_name(pair: Pair) -> None:
     guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair.target)
     with pytest.raises(InputError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor"):
-        check_processors([guidance], VOCABULARY, CPU)
+        Shaping(processors=(guidance,)).checked(VOCABULARY, CPU)
 
 
 def test_rows_of_a_batch_that_are_treated_differently_are_refused(

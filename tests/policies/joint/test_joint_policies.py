@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.costs import Price
 from specstop.policies.errors import PolicyError
 from specstop.policies.joint.budgets import AdaptiveVerification, Tetris
-from specstop.policies.joint.grid import Grids, LinearCosts, SingleStreamCosts, grids_of
+from specstop.policies.joint.grid import Grids, LinearCosts, grids_of
 from specstop.policies.joint.groups import batches_of
 from specstop.policies.joint.lengths import LoadLength, SmartSpec
 from specstop.policies.joint.survival import BatchPolicy, BatchStop, for_batches
@@ -296,10 +295,7 @@ def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
         priced = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
         made = for_batches(policy, profile=priced)
         assert begun(made) == drafts
-        assert made._grids.of(2, 3).drafts[2, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
-    by_row = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
-    draft = for_batches(policy, profile=by_row)._grids.of(3, 3).drafts
-    assert draft[2, :4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
+        assert made._grids.of(2, 3).drafts[1, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
 
 
 def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
@@ -352,24 +348,27 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
 
 
 def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
-    costs = SingleStreamCosts(synthetic_profile(STEPPED, 0.25))
+    costs = synthetic_profile(STEPPED, 0.25)
     assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx([STEPPED[3], STEPPED[4], STEPPED[5]])
     assert costs.verify_s(1, 1, 50.0) == pytest.approx(STEPPED[0])
     assert costs.first_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.25])
     cold = synthetic_profile(STEPPED, 0.25)
-    cold = dataclasses.replace(cold, low=dataclasses.replace(cold.low, second_draft_s=0.45))
-    cold = dataclasses.replace(cold, high=dataclasses.replace(cold.high, second_draft_s=0.45))
-    assert SingleStreamCosts(cold).second_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.45])
-    drafts = grids_of(cold).of(2, 2).drafts
-    assert drafts[:, 1].tolist() == pytest.approx([0.25, 0.45, 0.25])
-    assert grids_of(cold).of(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
-        [0.0, 0.25, 0.7, 0.95]
+    cold = dataclasses.replace(
+        cold,
+        **{
+            side: dataclasses.replace(getattr(cold, side), draft_s=(0.45, 0.45), later_draft_s=0.25)
+            for side in ("low", "high")
+        },
     )
-    dips = SingleStreamCosts(synthetic_profile((1.0, 1.5, 1.2, 1.4)))
+    assert grids_of(cold).of(2, 2).drafts[:, 1].tolist() == pytest.approx([0.45, 0.25])
+    assert grids_of(cold).of(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
+        [0.0, 0.45, 0.7, 0.95]
+    )
+    dips = synthetic_profile((1.0, 1.5, 1.2, 1.4))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4])
     assert dips.verify_s(1, [1, 2], 50.0).tolist() == pytest.approx([1.0, 1.2]), "whatever else is asked for beside it"
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not filled up"
-    level = SingleStreamCosts(synthetic_profile((1.0, 1.24, 1.2, 1.4)))
+    level = synthetic_profile((1.0, 1.24, 1.2, 1.4))
     assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
     grid = Grids(LinearCosts(0.5, 0.1), 0.0).of(20, 3)
     assert grid.verify.shape[0] == 33 and grid.verify[2, 5] == pytest.approx(1.4)

@@ -12,8 +12,7 @@ import pytest
 import specstop.train.demo.resume as module
 from conftest import make_prompts
 from specstop.collect.store.folder import open_trace
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile.measuring import Effort

@@ -125,7 +125,7 @@ def jagged(profile: Profile, seed: int) -> Profile:
 
     def off(table: CostTable) -> CostTable:
         verify = tuple(s * chance.uniform(0.67, 1.33) for s in table.verify_s)
-        return dataclasses.replace(table, verify_s=verify, second_draft_s=table.later_s * chance.uniform(0.67, 2.0))
+        return dataclasses.replace(table, verify_s=verify)
 
     return dataclasses.replace(profile, low=off(profile.low), high=off(profile.high))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from contract_policies import DEPTH
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.hf import generate
-from specstop.decode.hf.export import deploy_hf, generate_carried
+from specstop.decode.hf.export import deploy_hf
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.modes import resolve_mode
@@ -88,6 +87,7 @@ def test_calibrators_and_losses_take_chances() -> None:
     assert log_loss(chances, chances) < log_loss(np.full(400, 0.5), chances)
 
 
+@pytest.mark.usefixtures("module_cache")
 @pytest.mark.parametrize("head", ["logistic", "mlp", "xgboost"])
 def test_a_head_is_fitted_settled_and_runs_under_its_verification(
     plain_pair: Pair, block: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str,
@@ -108,9 +108,9 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
         deploy_hf(tmp_path / head, tmp_path / "hf")
         ran = []
         monkeypatch.setattr(generate, "Speculator", lambda *a, **more: ran.append(Speculator(*a, **more)) or ran[-1])
-        files = {file.name: b64encode(file.read_bytes()).decode() for file in (tmp_path / "hf" / "policy").glob("*.*")}
-        asked = {"inputs": torch.tensor([[5, 6, 7]]), "do_sample": True, "temperature": 0.7, "max_new_tokens": 8}
-        generate_carried(plain_pair.target, {**asked, "assistant_model": plain_pair.draft}, files, None)
+        asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 8, "assistant_model": plain_pair.draft}
+        folder = str(tmp_path / "hf")
+        plain_pair.target.generate(torch.tensor([[5, 6, 7]]), custom_generate=folder, trust_remote_code=True, **asked)
         assert [speculator.mode.name for speculator in ran] == ["block"], "an exported policy, too"
 
 

@@ -15,7 +15,6 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
@@ -27,6 +26,7 @@ from specstop.train.off_policy.feedback import logged_feedback
 from specstop.train.off_policy.rounds import COLUMNS, recorded_rounds, shown_rounds
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.statistics import Resamples
 from torch import Tensor
 
 EXACT = 1e-9

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.decode.compare.intervals import Ratio, Resamples
-from specstop.policies.costs import CostTable
+from specstop.decode.benchmark import Ratio
 from specstop.policies.errors import InputError
 from specstop.policies.measurements import Noise
 from specstop.policies.profile import Profile
@@ -19,6 +18,7 @@ from specstop.train.report.answer import answer, doubts, findings, remedy, why
 from specstop.train.report.clusters import Clusters, choose_clusters, dominant_cluster
 from specstop.train.report.insight import StopCost
 from specstop.train.report.records import AGAIN, DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line, verdict
+from specstop.train.statistics import Resamples
 from synthetic import synthetic_trace
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError

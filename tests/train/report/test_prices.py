@@ -48,7 +48,7 @@ def test_what_is_timed_is_kept_and_used_again(
     first, lacking = with_prices(bare, policies, header)
     assert [(one.policy.cost_name, one.source) for one in lacking] == [("confidence", TIMED), ("trimming", TIMED)]
     assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
-    assert first.decision("confidence").each > 0
+    assert first.decision("confidence") > 0
     timed = {key[1:] for key in first.measurements.only(DECISIONS).series}
     assert timed == {(name, (asked,)) for name in ("confidence", "trimming") for asked in (1, 3)}
     monkeypatch.setattr(prices, "measure_decision", never)
@@ -76,11 +76,11 @@ def test_a_damaged_or_foreign_file_is_timed_again_and_a_cache_that_cannot_be_wri
     for damage in ({**whole, "schema": 9}, {"decisions": 3}, [], {**whole, "decisions": [{"key": 1}]}):
         kept.write_text(json.dumps(damage))
         again, _ = with_prices(bare, policies, header)
-        assert again.decision("confidence").each > 0
+        assert again.decision("confidence") > 0
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "file"))
     priced, _ = with_prices(bare, policies, header)
-    assert priced.decision("confidence").each > 0
+    assert priced.decision("confidence") > 0
 
 
 def test_a_policy_trained_for_the_profile_brings_its_timings(

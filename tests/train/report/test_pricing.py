@@ -13,7 +13,6 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
@@ -25,6 +24,7 @@ from specstop.train.replay.log import Played, play, scaled
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.pricing import Draws, Priced, Vary
+from specstop.train.statistics import Resamples
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order

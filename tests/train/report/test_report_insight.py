@@ -13,7 +13,6 @@ from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Resamples
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.costs import CostTable
@@ -42,6 +41,7 @@ from specstop.train.report.insight import (
 from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
 from specstop.train.report.pricing import Draws
 from specstop.train.report.reliability import _at_depth, reliability, survival
+from specstop.train.statistics import Resamples
 from synthetic import synthetic_trace
 from trees import make_tree_policy
 

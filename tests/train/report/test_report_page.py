@@ -17,7 +17,7 @@ from contract_policies import DEPTH
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError

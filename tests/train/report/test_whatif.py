@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from contract_policies import DEPTH, TEST_POLICIES
 from specstop.collect.store.folder import Trace
-from specstop.decode.compare.intervals import FEWEST, Ratio
+from specstop.decode.benchmark import Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.learned.policy import LearnedPolicy
@@ -22,6 +22,7 @@ from specstop.train.report.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW,
 from specstop.train.report.whatif.records import SweepLine, write_whatif
 from specstop.train.report.whatif.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif.transfer import transfer
+from specstop.train.statistics import FEWEST
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)
@@ -36,10 +37,7 @@ def test_the_points_are_those_promised() -> None:
 
 @pytest.mark.parametrize("later", [None, 2.5e-3])
 def test_scaling_changes_the_draft_alone(profile: Profile, later: float | None) -> None:
-    low, high = (
-        dataclasses.replace(t, later_draft_s=later, tree_draft_s=((1, 1e-3), (4, 2e-3)))
-        for t in (profile.low, profile.high)
-    )
+    low, high = (dataclasses.replace(t, later_draft_s=later) for t in (profile.low, profile.high))
     whole = dataclasses.replace(profile, low=low, high=high)
     scaled = with_cost_ratio(whole, 0.3, 20.0)
     assert cost_ratio(scaled, 20.0) == pytest.approx(0.3)
@@ -47,8 +45,6 @@ def test_scaling_changes_the_draft_alone(profile: Profile, later: float | None) 
     for mine, before in ((scaled.low, low), (scaled.high, high)):
         assert mine.draft_s == pytest.approx([factor * s for s in before.draft_s])
         assert mine.draft_token_s == pytest.approx(factor * before.draft_token_s)
-        assert [r for r, _ in mine.tree_draft_s] == [r for r, _ in before.tree_draft_s]
-        assert [s for _, s in mine.tree_draft_s] == pytest.approx([factor * s for _, s in before.tree_draft_s])
         assert mine.later_draft_s == (None if later is None else pytest.approx(factor * later))
         assert (mine.verify_s, mine.context) == (before.verify_s, before.context)
     rest = ("step_s", "round_s", "prefill_s", "decision_s", "temperature", "facts")

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ....decode.compare.intervals import Ratio, Resamples, Values
+from ....decode.benchmark import Ratio
+from ...statistics import Resamples, Values
 from .read import Read, read_report
 
 PAIRED, UNPAIRED = "paired", "unpaired"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ....decode.compare.intervals import LEVEL, REPLICATES, Ratio, Resamples, Values
+from ....decode.benchmark import Ratio
 from ....decode.drafters.known import needs_draft, read_known, reads_states
 from ....policies.baselines.fixed import FixedLength
 from ....policies.contract import StopPolicy
@@ -20,6 +20,7 @@ from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure,
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.checking import require_disjoint, require_disjoint_policies
+from ...statistics import LEVEL, REPLICATES, Resamples, Values
 from ..decision_costs import with_prices
 from ..pricing import Draws
 from ..whatif.records import unique_names

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ....decode.compare.intervals import Ratio
+from ....decode.benchmark import Ratio
 from ..writing.model import Data
 from ..writing.sections import STOP_PARTS, TIME_PARTS
 from .charts import Chart, Picture, Point, room, rows_chart, series, stacked_rows

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ....decode.compare.intervals import Ratio
+from ....decode.benchmark import Ratio
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.files.atomic import write_atomic, write_json

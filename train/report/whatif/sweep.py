@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ....collect.store.folder import Trace
-from ....decode.compare.intervals import FEWEST, Ratio, Resamples, Values
+from ....decode.benchmark import Ratio
 from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
@@ -24,6 +24,7 @@ from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 from ...replay.traces.checking import require_disjoint_prompts
+from ...statistics import FEWEST, Resamples, Values
 from ..clusters import Clusters
 from ..decision_costs import with_prices
 from ..pricing import Change, Draws, Priced

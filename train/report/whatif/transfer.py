@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from ....collect.store.folder import Trace
-from ....decode.compare.intervals import Resamples
 from ....policies.arguments import as_list
 from ....policies.baselines.fixed import FixedLength
 from ....policies.checking import with_costs
@@ -23,6 +22,7 @@ from ....policies.storage.registry import PolicySpec, as_policies
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies
+from ...statistics import Resamples
 from ..decision_costs import with_prices
 from ..pricing import Draws, Priced
 from ..speeds import POLICIES, Comparison

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ....decode.compare.intervals import Ratio
+from ....decode.benchmark import Ratio
 from ....policies.files.atomic import write_atomic, write_json
 from ....policies.files.outputs import claim_folder, staged_folder
 from ....policies.files.text import markdown, markdown_cell, printable

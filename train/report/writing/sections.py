@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ....decode.compare.intervals import FEWEST, Ratio
+from ....decode.benchmark import Ratio
+from ...statistics import FEWEST
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
 from .whatif import sensitivity, sweep, transfer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from conftest import VOCABULARY, build_model
-from specstop.decode.compare.bench import bench
-from specstop.decode.compare.hf_baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
+from specstop.decode.benchmark import bench
+from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted, AssistedSetting
 from specstop.decode.loop import Request
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
@@ -26,7 +26,7 @@ def test_greedy_text_is_the_targets_and_the_assistant_gets_its_settings_back(
     pair: Pair, prompt_ids: list[list[int]], setting: AssistedSetting
 ) -> None:
     before, found = pair.draft.generation_config.to_dict(), candidate_generator.is_sklearn_available
-    made = Assisted(pair, setting, 0.0, 12).generate(prompt_ids[3])
+    made = Assisted(pair, setting, Settings(max_new_tokens=12)).run([Request(prompt_ids[3])])[0]
     assert list(made.tokens) == plain_texts(pair, [prompt_ids[3]], [0], 12).tokens[0]
     assert made.seconds > 0.0
     assert pair.draft.generation_config.to_dict() == before
@@ -35,14 +35,14 @@ def test_greedy_text_is_the_targets_and_the_assistant_gets_its_settings_back(
 
 def test_vocabularies_of_two_sizes_are_measured_without_an_assistant(tokenizer: PreTrainedTokenizerFast) -> None:
     wide = join(build_model(vocab_size=VOCABULARY + 8), build_model(1), tokenizer)
-    assert len(Assisted(wide, PLAIN, 0.0, 4, True).generate([7]).tokens) == 4
+    assert len(Assisted(wide, PLAIN, Settings(max_new_tokens=4, ignore_eos=True)).run([Request([7])])[0].tokens) == 4
     with pytest.raises(PairError, match=r"the target scores 56 tokens and the draft 48; measure with `library=False`$"):
-        Assisted(wide, SETTINGS[0], 0.0, 4)
+        Assisted(wide, SETTINGS[0], Settings(max_new_tokens=4))
 
 
 def test_plain_texts_are_generated_as_many_at_a_time_as_a_batch_has(pair: Pair, prompt_ids: list[list[int]]) -> None:
     asked = [Request(tokens, at) for at, tokens in enumerate(prompt_ids[1:4])]
-    made = Assisted(pair, PLAIN, 0.0, 6, True, batch=2).run(asked)
+    made = Assisted(pair, PLAIN, Settings(max_new_tokens=6, ignore_eos=True), batch=2).run(asked)
     assert [list(g.tokens) for g in made] == plain_texts(pair, prompt_ids[1:4], [0] * 3, 6, ignore_eos=True).tokens
     assert made[0].seconds == made[1].seconds != made[2].seconds, "texts of one call share its time"
 

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 from scipy import stats
-from specstop.decode.compare.bench import speed_ratio
-from specstop.decode.compare.intervals import FEWEST, LogRatios, Ratio, Resamples, clusters_needed, expanded_tail
+from specstop.decode.benchmark import Ratio, expanded_tail, speed_ratio
 from specstop.decode.records import Generation
 from specstop.train.report.records import TOO_FEW, verdict
+from specstop.train.statistics import FEWEST, LogRatios, Resamples, clusters_needed
 
 NORMAL_TAIL = 0.025
 

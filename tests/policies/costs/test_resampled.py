@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.costs import Price
 from specstop.policies.errors import InputError
 from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL, check, decisions
 from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements, collected
@@ -77,7 +76,7 @@ def test_decisions_about_several_streams_have_a_price_by_the_row() -> None:
         Key(DECISIONS, "mine", (2, 2)): [9e9],  # of a row each time: no more is known of it than of one stream
         Key(DECISIONS, "mine", (2, 10)): [1e-4 + 8 * 3e-5],
     }
-    (priced,) = decisions(collected([timed] * 4).pooled()).values()
+    (priced,) = decisions(collected([timed] * 4).pooled).values()
     assert (priced.each, priced.opening, priced.row) == pytest.approx((4e-5, 2e-5, 3e-5), rel=EXACT)
     assert priced.together(np.array([2, 0, 3, 1])) == pytest.approx(3 * 4e-5 + 2e-5 + 3 * 3e-5)
     assert priced.together(np.zeros(4, dtype=np.int64)) == priced.together(np.zeros(0, dtype=np.int64)) == 0.0

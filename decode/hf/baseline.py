@@ -1,4 +1,4 @@
-"""Transformers' own decoding as a method to compare with: `generate`, plain or with its assistant."""
+"""Transformers' own `generate`, plain or with an assistant model, as a decoding method for benchmarks."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
-from ..hf.stopping import assistant_set
 from ..loop import Request
 from ..models.attention import without_cudnn
 from ..models.pair import Pair
 from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
-from ..settings import shaping_of
+from ..settings import Settings
 from ..verify.model_defaults import APPLIED, SAMPLING
 from ..verify.processors import PerText
-from ..verify.sampling import MODEL_DEFAULTS, Shaping
+from .stopping import assistant_set
 
 
 @dataclass(frozen=True)
 class AssistedSetting:
-    """One setting of assisted generation.
+    """A setting of transformers' assisted generation.
 
     Attributes:
         name: as shown.
         tokens: `num_assistant_tokens`; 0 = `generate` without an assistant.
         schedule: `constant` or `heuristic`.
-        threshold: `assistant_confidence_threshold`; 0 switches the rule off.
-        adapts: let the stock loop fit the threshold anew after each round (it does where scikit-learn is installed).
+        threshold: `assistant_confidence_threshold`; 0 disables the rule.
+        adapts: whether the threshold is fitted again after each round, which transformers does if scikit-learn is installed.
     """
 
     name: str
@@ -53,78 +52,60 @@ SETTINGS = (
     *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4)),
     DEFAULTS,
 )
-"""What users of assisted generation can set, from fixed lengths to its defaults."""
+"""Settings of assisted generation that users choose among, from fixed lengths to its defaults."""
 
 
 class Assisted:
-    """Decodes with transformers alone.
+    """Decodes with transformers' `generate`, plain or with an assistant model.
 
     Args:
         pair: loaded with `engine="plain"`.
-        setting: of its assistant.
-        temperature: 0 = greedy.
-        max_new_tokens: length limit.
-        ignore_eos: go on after the end-of-text token.
-        shaping: what else changes the distribution that is sampled from.
-        batch: plain texts that are decoded side by side.
+        setting: of the assistant.
+        settings: temperature, limit, end of text and `shaping` of the run.
+        batch: number of plain texts decoded side by side.
 
     Raises:
-        PairError: an assistant whose vocabulary is of another size, which the library refuses.
+        PairError: the vocabularies differ in size, which assisted generation does not support.
     """
 
-    def __init__(
-        self,
-        pair: Pair,
-        setting: AssistedSetting,
-        temperature: float,
-        max_new_tokens: int,
-        ignore_eos: bool = False,
-        shaping: Shaping = MODEL_DEFAULTS,
-        batch: int = 1,
-    ) -> None:
+    def __init__(self, pair: Pair, setting: AssistedSetting, settings: Settings, batch: int = 1) -> None:
         models = (pair.target, pair.draft_model if setting.tokens else pair.target)
         sizes = [model.config.get_text_config().vocab_size for model in models]
         if sizes[0] != sizes[1]:
             raise PairError(
-                f"transformers' assisted generation wants vocabularies of one size, but the target scores {sizes[0]} "
+                f"transformers' assisted generation expects vocabularies of one size, but the target scores {sizes[0]} "
                 f"tokens and the draft {sizes[1]}; measure with --no-library"
             )
         self.name = setting.name
         self._pair, self._setting, self._batch = pair, setting, batch
-        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        shaping = shaping_of(pair, shaping, max_new_tokens)
-        # Also what is off: left out, it would be the model's own or the library's default.
-        self._options |= {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
+        shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
+        # Neutral values are passed too: otherwise defaults of the model or the library would apply.
+        self._options: dict[str, Any] = {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
+        self._options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": temperature > 0}
         self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(SAMPLING)
         self._processors = shaping.processors
-        if ignore_eos:
+        if settings.ignore_eos:
             self._options["eos_token_id"] = None
 
     def run(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the texts: plain ones side by side, assisted ones, of which the library takes one, after each other."""
-        if not self._setting.tokens:
-            parts = [requests[at : at + self._batch] for at in range(0, len(requests), self._batch)]
-            return [text for part in parts for text in self._generate([list(r.prompt) for r in part], part[0].key)]
-        return [self.generate(request.prompt, request.key) for request in requests]
-
-    def generate(self, prompt: Sequence[int], key: int = 0) -> Generation:
-        """Return the text and its seconds; rounds are not reported by the library."""
-        return self._generate([list(prompt)], key)[0]
+        """Return the texts. Assisted generation decodes them one by one."""
+        size = 1 if self._setting.tokens else self._batch
+        parts = [requests[at : at + size] for at in range(0, len(requests), size)]
+        return [text for part in parts for text in self._generate([list(r.prompt) for r in part], part[0].key)]
 
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[list[int]], key: int) -> list[Generation]:
-        """Return texts that were generated in one call, padded on the left; each bears its share of the seconds."""
+        """Return the texts of one call with left padding; each has an equal share of the seconds."""
         longest, device = max(map(len, prompts)), self._pair.device
-        # Any token serves as padding: the mask hides it.
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-        real = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
         options = dict(self._options)
         eos = self._pair.eos if "eos_token_id" not in options else ()
         options["logits_processor"] = LogitsProcessorList(
             one.for_text(longest, eos) if isinstance(one, PerText) else one for one in self._processors
         )
-        # As our own loops call the models: in evaluation mode, and on a GPU without cuDNN's attention.
+        # The models are called as in our loop: in evaluation mode, and on a GPU without cuDNN's attention.
         target, guard = open_view(self._pair.target)
         with contextlib.ExitStack() as stack:
             stack.enter_context(guard)
@@ -132,29 +113,28 @@ class Assisted:
             if self._setting.tokens:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
                 stack.enter_context(guard)
-                stack.enter_context(self._set(options["assistant_model"]))
-            # Work queued before this text is none of its seconds.
-            if self._pair.device.type == "cuda":
-                torch.cuda.synchronize(self._pair.device)
+                stack.enter_context(self._configured(options["assistant_model"]))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             begin = time.perf_counter()
-            out: Any = target.generate(ids, attention_mask=real, **options)  # type: ignore[operator]
+            out: Any = target.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
             texts = out[:, longest:].tolist()  # waits for the device
             seconds = time.perf_counter() - begin
-        share = seconds / len(prompts)
         cut = [tuple(cut_at(text, eos)) for text in texts]
+        share = seconds / len(prompts)
         return [Generation(text, (), len(prompt), 0.0, share) for text, prompt in zip(cut, prompts, strict=True)]
 
     @contextlib.contextmanager
-    def _set(self, draft: PreTrainedModel) -> Iterator[None]:
-        """Give the assistant its setting for one text, and its own back afterwards."""
+    def _configured(self, draft: PreTrainedModel) -> Iterator[None]:
+        """Configure the assistant for one text, and restore its configuration afterwards."""
         setting = self._setting
-        # The stock loop fits the threshold anew wherever it finds scikit-learn; there is no option against it.
         library: Any = candidate_generator
-        found = library.is_sklearn_available
+        # transformers fits the threshold again whenever scikit-learn is installed; it has no option to disable that.
+        is_available = library.is_sklearn_available
         try:
             if not setting.adapts:
                 library.is_sklearn_available = lambda: False
             with assistant_set(draft, setting.tokens, setting.schedule, setting.threshold):
                 yield
         finally:
-            library.is_sklearn_available = found
+            library.is_sklearn_available = is_available

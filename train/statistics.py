@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.limits import check_limits
+from ..decode.benchmark import Ratio, expanded_tail
+from ..policies.limits import check_limits
 
 REPLICATES = 2000
 LEVEL = 0.95
@@ -42,36 +43,6 @@ SAME = 1e-9
 """Relative difference of two speeds up to which they are equal."""
 
 Values = np.ndarray[Any, np.dtype[np.float64]]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A ratio of sums and its bootstrap interval, which is None if there is a single cluster."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def is_above(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.low is not None and self.low > 1.0
-
-    @property
-    def is_below(self) -> bool:
-        """Whether the whole interval lies below 1."""
-        return self.high is not None and self.high < 1.0
-
-    def times(self, factor: float) -> Ratio:
-        """Return value and interval, multiplied."""
-        low, high = (None if end is None else factor * end for end in (self.low, self.high))
-        return Ratio(factor * self.value, low, high)
-
-    def text(self, digits: int = 3) -> str:
-        """Return `1.042 [1.021, 1.063]`, or the value alone if there is no interval."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.{digits}f}"
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 @dataclass(frozen=True)
@@ -253,11 +224,3 @@ def clusters_needed(ratio: Ratio, clusters: int) -> int | None:
     end = ratio.low if ratio.value > 1.0 else ratio.high
     needed = clusters * (np.log(end / ratio.value) / np.log(ratio.value)) ** 2
     return int(min(np.ceil(max(needed, FEWEST)), 1e9))
-
-
-def expanded_tail(clusters: int) -> float:
-    """Return the share of resamples below (and above) the expanded percentile interval."""
-    from scipy.special import ndtr, stdtrit  # scipy takes long to import, and most callers do not need it
-
-    t = stdtrit(clusters - 1, (1.0 + LEVEL) / 2)
-    return float(ndtr(-np.sqrt(clusters / (clusters - 1)) * t))

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import specstop.decode.benchmark as bench_module
 from conftest import build_draft, build_model
 from specstop.decode import Settings, Speculator, model_source
-from specstop.decode.compare import alternate
-from specstop.decode.compare.alternate import run_alternating
-from specstop.decode.compare.bench import bench
+from specstop.decode.benchmark import bench, run_alternating
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
 from specstop.decode.models.cuda import graph as graph_module
@@ -69,7 +68,7 @@ def test_nothing_is_recorded_while_it_is_timed(
 ) -> None:
     """Policies of varying lengths, prompts that reach further sizes of attention one after the other."""
     prompts = [(f"p{i}", [*ids] * (i + 1)) for i, ids in enumerate(prompt_ids[:4])]
-    timed, turns = list[int](), alternate._timed
+    timed, turns = list[int](), bench_module._timed
 
     def watch(run: Any, turn: Any) -> Any:
         before = graphs.recorded
@@ -77,7 +76,7 @@ def test_nothing_is_recorded_while_it_is_timed(
         timed.append(graphs.recorded - before)
         return made
 
-    monkeypatch.setattr(alternate, "_timed", watch)
+    monkeypatch.setattr(bench_module, "_timed", watch)
     settings = Settings(0.7, NEW, 5, tree=tree)
     lines = bench(models, prompts, [Wandering(), Confidence(0.2, 5), FixedLength(2)], settings=settings, batch=batch)
     assert graphs.recorded > 0 and not any(timed)
@@ -105,7 +104,7 @@ def test_a_turn_that_records_is_timed_again_and_the_rest_is_counted() -> None:
     texts = run_alternating([soon, late], [("a", [1]), ("b", [2])], recordings=counts)
     assert counts == {0: 0, 1: 2}
     assert [text.tokens for text in texts[0]] == [(4,), (5,)] and soon.runs == 5
-    assert late.runs == 1 + 2 * alternate.MOST_TRIES
+    assert late.runs == 1 + 2 * bench_module.MOST_TRIES
 
 
 def test_what_passes_from_text_to_text_meets_each_once(

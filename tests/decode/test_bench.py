@@ -6,8 +6,7 @@ import dataclasses
 
 import torch
 from small_models import table
-from specstop.decode.compare.bench import bench
-from specstop.decode.compare.ties import count_differences
+from specstop.decode.benchmark import bench, count_differences
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import join
 from specstop.decode.settings import Settings

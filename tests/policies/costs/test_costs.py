@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.costs import CLEARLY, Price
+from specstop.policies.costs import CLEARLY
 from specstop.policies.errors import InputError
 from specstop.policies.profile import Profile
 

@@ -1,1 +1,0 @@
-"""The loop beside others: policies in alternation, and transformers' own assisted generation."""

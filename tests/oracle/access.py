@@ -1,0 +1,275 @@
+"""All that the oracle imports from inside the packages: the one module to adapt when modules move.
+
+The other modules use only what `specstop.decode`, `specstop.policies`, `specstop.collect` and `specstop.train` export. What
+`make_policies` and `make_drafters` make is written to folders; a check reads the folders of the baseline, and does not call
+these two functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TESTS = Path(__file__).parents[1]
+
+Array = np.ndarray[Any, Any]
+
+
+def use_helpers() -> None:
+    """Put the folders of the test helpers on the path, as pytest does."""
+    for folder in (TESTS, TESTS / "policies", TESTS / "decode", TESTS / "train"):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+
+
+def builtin_policies() -> list[str]:
+    """Return the names of the built-in policies, as `specstop policies` lists them."""
+    from specstop.policies.storage.registry import BUILTINS
+
+    return sorted(BUILTINS)
+
+
+def silent() -> Any:
+    """Return the progress display that shows nothing."""
+    from specstop.policies.progress import silent as made
+
+    return made
+
+
+def request(prompt: Sequence[int], key: int) -> Any:
+    """Return a prompt with the key of its stream, as `Speculator.run` takes it."""
+    from specstop.decode.loop import Request
+
+    return Request(prompt, key)
+
+
+def replayed(arrays: Any, policy: Any, profile: Any) -> Any:
+    """Return a policy replayed on the arrays of a trace, with the details of each round."""
+    from specstop.train.replay.run import replay
+
+    return replay(arrays, policy, profile, details=True)
+
+
+def replayed_many(arrays: Any, policies: Sequence[Any], profile: Any) -> list[Any]:
+    """Return several policies replayed together."""
+    from specstop.train.replay.run import replay_many
+
+    return replay_many(arrays, policies, profile)
+
+
+def replayed_batch(arrays: Any, policy: Any, profile: Any, batch: int) -> Any:
+    """Return a policy replayed on a batch of texts."""
+    from specstop.train.replay.batch import replay_batch
+
+    return replay_batch(arrays, policy, profile, batch, np.arange(arrays.sequences) * 5e-3)
+
+
+def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, Any]:
+    """Write the folder for `generate(custom_generate=...)` of a policy and return its figures."""
+    from specstop.decode.hf.export import deploy_hf
+
+    return deploy_hf(policy, out, drafter=drafter)
+
+
+def export_onnx(policy: Any, out: Path) -> dict[str, Any]:
+    """Write the ONNX file of a learned policy and return what is said of it."""
+    from specstop.policies.storage.onnx import export_onnx as export
+
+    return export(policy, out)
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    """Run `specstop` with these arguments in this process; return its exit code and standard output."""
+    use_helpers()
+    from benchmark_scripts import family
+
+    answer = family("in_process").cli(*arguments)
+    return answer.code, answer.out
+
+
+def probabilities(policy: Any, features: Array, depth: int, hidden: dict[str, Array]) -> tuple[Array, Array]:
+    """Return the calibrated outputs of a learned policy's head."""
+    return policy.probabilities(features, depth, hidden)
+
+
+def chain_seconds(profile: Any, columns: Sequence[Array], decision: float) -> Array:
+    """Return seconds of rounds of chains; columns are context, drafted, verified, backlog, decisions."""
+    return profile.round_seconds(*columns, decision)
+
+
+def tree_seconds(profile: Any, columns: Sequence[Array], decision: float, fed: Array) -> Array:
+    """Return seconds of rounds of trees; `fed` [S, K] is how many tokens the draft read at each step."""
+    return profile.round_seconds(*columns, decision, fed)
+
+
+def costs_by_length(profile: Any, context: float, decision: float, first: int, depth: int) -> Array:
+    """Return the seconds of rounds of chains that draft 0, 1, ... tokens."""
+    return profile.chain_costs(context, decision, first, depth)
+
+
+def prompt_seconds(profile: Any, lengths: Array) -> Array:
+    """Return the seconds of reading prompts."""
+    return profile.prefill_seconds(lengths)
+
+
+def padded_sizes(profile: Any) -> list[int]:
+    """Return how many tokens are best verified for 0, 1, ... drafted tokens."""
+    return list(profile.padded())
+
+
+def decision_seconds(profile: Any, policy: Any, asked: Array) -> Array:
+    """Return the seconds of a policy's decisions."""
+    return profile.decision(policy.cost_name).of(asked)
+
+
+def noise_of(profile: Any) -> dict[str, Any]:
+    """Return what the measurements of a profile say of the machine."""
+    return {} if profile.noise is None else vars(profile.noise)
+
+
+def estimated_again(profile: Any) -> dict[str, Any]:
+    """Return the JSON form of the profile that the measurements of a profile tell."""
+    contexts = profile.low.context, profile.high.context
+    return type(profile).measured(profile.measurements, contexts, profile.max_depth).to_dict()
+
+
+def make_timed_profile(costs: Any) -> Any:
+    """Return a profile with made-up measurements of a machine that has these costs."""
+    use_helpers()
+    from timed import timed_profile
+
+    return timed_profile(costs, ("confidence", "heuristic"), pace=0.05, jitter=0.1)
+
+
+def measure(pair: Any, prompts: Sequence[Sequence[int]]) -> Any:
+    """Return a profile measured on this machine in a few seconds."""
+    from specstop.decode import measure_profile
+    from specstop.decode.profile.measuring import Effort
+
+    return measure_profile(
+        pair,
+        prompts,
+        depth=4,
+        temperature=0.8,
+        policies=["confidence:0.4"],
+        effort=Effort(repetitions=4),
+        progress=silent(),
+        tree="2,2,1",
+        batch=(2, 4),
+    )
+
+
+def batch_seconds(profile: Any, streams: int, lengths: int, context: float) -> dict[str, Any]:
+    """Return seconds of the parts of a round of a batch, and of the whole."""
+    one = np.full(streams, lengths, dtype=np.int64)
+    return {
+        "draft": float(profile.draft_s(streams, context)),
+        "verify": float(profile.verify_s(streams, streams * (1 + lengths), context)),
+        "round": profile.batch_seconds(np.full(streams, context), one, one, one, 0.0),
+    }
+
+
+def make_drafters(pair: Any, folder: Path) -> None:
+    """Write a folder for each kind of trained drafter, with random weights that agree with the target now and then."""
+    use_helpers()
+    from small_drafters import output_weight, small_network
+    from specstop.decode.drafters import TrainedDrafter, save_drafter
+
+    output = output_weight(pair).cpu().float()
+    for kind in ("medusa", "hydra", "ctc", "layer"):
+        network = small_network(kind, output.shape[1], pair.vocabulary, output)
+        save_drafter(TrainedDrafter(kind, network, pair.fingerprint["target"]), folder / kind)
+
+
+def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
+    """Write a policy folder for each head, rule and calibration, with random weights.
+
+    Args:
+        folder: that they are written to.
+        profile: whose costs the rule for batches decides by.
+        widths: of the hidden states of the models that policies are run with, by name.
+    """
+    use_helpers()
+    import random_heads
+    from head_tensors import NAMES, TENSORS, knots
+    from specstop.policies import save_policy
+    from specstop.policies.heads.build import build_head
+    from specstop.policies.heads.dynasd import HARD_FEATURES
+    from specstop.policies.joint.survival import for_batches
+    from specstop.policies.learned.calibration import Calibrator
+    from specstop.policies.learned.continuation import ContinuationPolicy, head_names
+    from specstop.policies.learned.policy import Facts, LearnedPolicy
+    from specstop.policies.learned.survival import SurvivalMaps
+    from specstop.policies.rules.chains import AnyFork, BatchRule, Continuation, Derived, Threshold
+    from trees import FREE, make_tree_policy
+
+    maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
+    facts = Facts(
+        0.8, "match", "match", {}, 52.5, (0.8, 0.75, 0.7, 0.7, 0.6), profile.to_dict(), {"seed": 1}, {"gain": 0.25}
+    )
+    draft, target = widths["draft_hidden"], widths["target_hidden"]
+
+    def save(name: str, head: tuple[str, tuple[str, ...], dict[str, Array]], rule: Any, **more: Any) -> None:
+        kind, names, tensors = head
+        made = LearnedPolicy(name, names, build_head(kind, names, tensors), *maps, rule, 5, facts, **more)
+        save_policy(made, folder / name)
+
+    def scalar(kind: str) -> tuple[str, tuple[str, ...], dict[str, Array]]:
+        return kind, NAMES, TENSORS[kind]()
+
+    logistic, mlp = scalar("logistic"), scalar("mlp")
+    derived = Derived([0.04, 0.06, 0.08, 0.05, 0.07])
+    low = Derived([0.002, 0.003, 0.002, 0.001, 0.001])
+    for kind in TENSORS:
+        save(f"{kind}-derived", scalar(kind), low if kind == "resnet" else derived)
+    kind, names, tensors = random_heads.RANDOM_HEADS["tokens"]
+    save("tokens-derived", (kind, names, tensors), derived)
+    save("mlp-survival", mlp, Threshold("survival", 0.2))
+    save("mlp-step", mlp, Threshold("step", 0.35))
+    save("mlp-any", mlp, AnyFork(0.4))
+    save("logistic-first2", logistic, Derived([0.02, 0.02, 0.03, 0.05, 0.02], first=2))
+    save(
+        "logistic-sizes",
+        logistic,
+        Derived([0.02, 0.03, 0.04, 0.03, 0.03], 1, ((2, None), (8, 2)), ((1, 1.0), (4, 1.6))),
+    )
+    chance = np.random.default_rng(12)
+    tables = np.sort(chance.random((3, 5, 2, 4), dtype=np.float32), -1)
+    tables[..., 0, 0], tables[..., 0, -1] = 0.0, 1.0
+    save("mlp-calibrated", mlp, Threshold("survival", 0.08), survival=SurvivalMaps(np.sort(tables, -1)))
+    save("resnet-draft", random_heads.resnet((), {"draft_hidden": draft}), Threshold("survival", 0.2))
+    save("resnet-both", random_heads.resnet(NAMES, {"draft_hidden": draft, "target_hidden": target}), low)
+    save("specdec", random_heads.specdec(size=draft), Threshold("survival", 0.1))
+    save("specdec-published", random_heads.specdec((0, 0, 0), draft), Threshold("survival", 0.1))
+    save("dynasd-soft", ("dynasd-soft", (), random_heads.layers((draft, 6, 4, 1))), AnyFork(0.4))
+    save("dynasd-hard", ("dynasd-hard", HARD_FEATURES, random_heads.layers((11, 9, 1))), AnyFork(0.4))
+    for rule in (Continuation(-0.2), Continuation(-0.1, 1, True)):
+        columns = head_names(NAMES, rule)
+        width = len(columns) + sum(name in ("top1", "anchor_top1", "mean_full") for name in columns)
+        dice = np.random.default_rng(6)
+        weights = {
+            "mean": dice.standard_normal(width).astype(np.float32),
+            "scale": (0.5 + dice.random(width)).astype(np.float32),
+            "weight": 0.4 * dice.standard_normal((3, width)).astype(np.float32),
+            "bias": np.array([0.5, 0.1, 0.3], dtype=np.float32),
+        }
+        name = "continuation-remembers" if rule.remembers else "continuation"
+        save_policy(
+            ContinuationPolicy(name, NAMES, build_head("logistic", columns, weights), rule, 5, facts), folder / name
+        )
+    plain = LearnedPolicy("batch", NAMES, build_head(*logistic), *maps, derived, 5, facts)
+    for name, rule in {
+        "batch-best": BatchRule("best"),
+        "batch-all": BatchRule("all", ((1, 1.0), (4, 1.2)), 1),
+        "batch-first2": BatchRule("best", (), 2),
+    }.items():
+        made = for_batches(plain, rule=rule)
+        made.name = name
+        save_policy(made, folder / name)
+    save_policy(make_tree_policy(), folder / "tree-gain")
+    save_policy(make_tree_policy(FREE), folder / "tree-free")
+    save_policy(make_tree_policy(FREE, first=0, rate=60.0), folder / "tree-root")
