@@ -28,13 +28,13 @@ from bars import NO_PAIR, Bars, arguments
 from sklearn.linear_model import LogisticRegression
 from specstop.decode.candidates import Candidates
 from specstop.decode.policy.reader import Logits, Reader
-from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.topology import chain
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import feature
 from specstop.policies.features.history import History
 from specstop.policies.heads.build import build_head
+from specstop.policies.host import PolicyHost
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.chains import Derived
@@ -133,9 +133,9 @@ def draw_rows(names: Sequence[str], count: int, missing: float) -> np.ndarray[An
 def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int, temperature: float = 0.0) -> float:
     """Return the median microseconds of one decision at depth 1, as the loop asks for it."""
     generator = torch.Generator().manual_seed(0)
-    reader, tree, runner = Reader(policy), chain(2), PolicyRunner(policy)
+    reader, tree, host = Reader(policy), chain(2), PolicyHost(policy)
     history = History.start(1).after(np.array([2]), np.array([3]))
-    runner.state, one = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool)
+    host.state, one = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool)
     noise = -torch.rand(1, vocabulary, generator=generator).log_().neg_().log_()
     rows = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]
     scratch = torch.ones(512 * megabytes, 512) if megabytes else None
@@ -151,7 +151,7 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int,
         begin = time.perf_counter()
         logits = Logits(row, [(0, found.tokens[place], 0, 0, 1, 1)], None, scores)
         level = reader.level([(0, found, [place])], logits, temperature, base, None)
-        runner.keep(reader.step(1, base, level, tree, one))
+        host.keep(reader.step(1, base, level, tree, one))
         seconds.append(time.perf_counter() - begin)
     return 1e6 * statistics.median(seconds)
 

@@ -36,8 +36,8 @@ from safetensors.torch import save_file
 from specstop.cli.console.output import progress_bars
 from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
-from specstop.policies.files.json_text import read_json
-from specstop.policies.files.outputs import claim_folder, list_also, staged_folder
+from specstop.policies.files import prepare_output_dir, staged_folder, write_manifest
+from specstop.policies.text import read_json
 from specstop.train.demo.demo import run_offline
 from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
 from specstop.train.demo.resume import QUICK, Sizes
@@ -737,7 +737,7 @@ def main() -> int:
             ):
                 raise InputError(f"--out: {options.out} holds a pair of another recipe; pass --overwrite to replace it")
         else:
-            claim_folder(options.out, overwrite=options.overwrite, inputs=[options.text])
+            prepare_output_dir(options.out, overwrite=options.overwrite, inputs=[options.text])
             documents = read_documents(options.text) if options.text else stdlib_documents()
             make_pair(documents, recipe, options.out, distilled=options.draft == "distilled", target=options.target)
     except SpecstopError as error:
@@ -752,7 +752,13 @@ def main() -> int:
     bars.add("P(A = 0)", 1 - first, 1 - first > 0.15, f"{1 - first:.3f}; above .15")
     bars.add("P(A >= 6)", sixth, sixth > 0.15, f"{sixth:.3f}; above .15")
     bars.figures |= {"out": str(options.out), "size": options.size, "draft": options.draft, **rates}
-    list_also(options.out, "figures.json")
+    write_manifest(
+        options.out,
+        [
+            "figures.json",
+            *(path.relative_to(options.out).as_posix() for path in options.out.rglob("*") if path.is_file()),
+        ],
+    )
     if options.ship is not None:
         described = json.loads((options.out / "pair.json").read_text())
         kind = described["draft"]

@@ -32,7 +32,7 @@ from specstop.decode.models.cache import CachedModel
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.verify.noise import gumbel, match_scores
 from specstop.policies import Confidence, FixedLength, StopPolicy
-from specstop.policies.files.outputs import claim_folder, staged_folder
+from specstop.policies.files import prepare_output_dir, staged_folder
 from specstop.train.demo.demo import Offline, run_offline
 from specstop.train.demo.live import compare_live
 from specstop.train.demo.resume import Sizes
@@ -62,7 +62,7 @@ def main() -> int:
     temperatures = TEMPERATURES[-1:] if options.quick else TEMPERATURES
     for temperature in temperatures:
         with progress_bars() as progress:
-            results = claim_folder(folder / f"temperature-{temperature:g}", overwrite=True, inputs=[pair])
+            results = prepare_output_dir(folder / f"temperature-{temperature:g}", overwrite=True, inputs=[pair])
             with staged_folder(results) as stage:
                 # Under match texts and rounds are compared one by one.
                 offline = run_offline(stage, results, pair, models, temperature, "match", sizes, SEED, progress)

@@ -41,6 +41,7 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopError
+from specstop.policies.estimate import decision_prices
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.measurements import Measurements
 from specstop.policies.profile import Profile

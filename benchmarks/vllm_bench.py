@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bars import Bars
-from specstop.policies.files.atomic import write_json
+from specstop.policies.files import write_json
 from vllm_engine import ENVIRONMENT
 
 COMMAND = (sys.executable, "-c", "import sys; from specstop.cli.main import run; sys.exit(run())")

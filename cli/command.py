@@ -10,9 +10,9 @@ from typing import Any
 from typer.core import TyperCommand
 
 from ..policies.errors import InputError
-from ..policies.files.outputs import RUN_FILE, Input, beside, refuse_inputs
-from ..policies.files.text import is_text
+from ..policies.files import RUN_FILE, Input, check_separate, staging_path
 from ..policies.limits import check_limits
+from ..policies.text import is_text
 from .console.streams import only_results_on_stdout
 from .options.config import given_config
 
@@ -27,7 +27,7 @@ class Command(TyperCommand):
         """Check what the options say, then run the command: before a model is loaded or a prompt read.
 
         Raises:
-            InputError: a value is no text, or see `check_limits` and `refuse_inputs`.
+            InputError: a value is no text, or see `check_limits` and `check_separate`.
         """
         for name, value in ctx.params.items():
             _check_text(name, value)
@@ -37,13 +37,13 @@ class Command(TyperCommand):
         out, work, config = (values.pop(name, None) for name in ("out", "checkpoints", "config"))
         read: list[Input] = [path for name, value in values.items() for path in _paths(name, value)]
         if work is not None:
-            refuse_inputs(work, read, "--checkpoints")
+            check_separate(work, read, "--checkpoints")
         if out is not None:
             # `collect --resume` adds to `out` and may read the run.yaml there; what replaces it must not take its --config.
-            completes = self.name == "collect" and values["resume"] and not beside(out).exists()
+            completes = self.name == "collect" and values["resume"] and not staging_path(out).exists()
             if config is not None and not completes:
                 read.append(given_config(out / RUN_FILE))
-            refuse_inputs(out, [*read, work])
+            check_separate(out, [*read, work])
         with only_results_on_stdout():
             return super().invoke(ctx)
 

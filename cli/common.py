@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..collect.prompts.read import Prompt
     from ..decode.models.pair import Pair
     from ..decode.settings import Settings
-    from ..policies.plugin_code import Failure
+    from ..policies.validation import Failure
 
 
 PHASES = {"outside": "framework overhead"}

@@ -7,7 +7,7 @@ import sys
 from typing import Any, NoReturn
 
 from ..policies.errors import PolicyFailure, SpecstopError
-from ..policies.files.atomic import disk_text
+from ..policies.files import disk_text
 from .console.interrupt import Interrupted, Signals
 from .console.streams import failure, let_go, prepare, say
 

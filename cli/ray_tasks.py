@@ -18,7 +18,7 @@ import yaml
 from ..collect.schema import Header
 from ..collect.store.folder import Trace, finished, read_header
 from ..policies.errors import InputError, SpecstopError, TraceError
-from ..policies.files.outputs import claim_folder
+from ..policies.files import prepare_output_dir
 from ..policies.progress import Progress
 from .console.interrupt import Interrupted, finish_first
 from .console.output import progress_bars
@@ -134,7 +134,7 @@ def _tell(out: Path, known: int, progress: Progress) -> int:
 
 def by_tasks(out: Path, address: str, tasks: int | None, resume: bool, quiet: bool) -> Trace:
     """Collect by tasks of Ray; on a signal end them, and say how to go on."""
-    claim_folder(out, resume=resume, in_place=True)
+    prepare_output_dir(out, resume=resume)
     own = ("ray", "ray_tasks", "resume")
     options = {name: value for name, value in running_options().items() if name not in own}
     with progress_bars(quiet) as progress, finish_first("what can be kept") as stop:

@@ -156,7 +156,7 @@ def check_dense(pair: Pair, tokens: int) -> None:
         if tokens > rope.original:
             raise InputError(
                 f"--collector dense: a text may take {tokens} tokens, but the position encoding changes after "
-                f"{rope.original} ({rope.field}); {hint}, or lower --max-new-tokens"
+                f"{rope.original} (original_max_position_embeddings); {hint}, or lower --max-new-tokens"
             )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies.checking import check_policy
 from ..policies.contract import (
     Array,
     DraftStep,
@@ -16,12 +15,9 @@ from ..policies.contract import (
     RoundOutcome,
     State,
     StopPolicy,
-    checked_keep,
-    checked_observe,
-    checked_select,
-    checked_start,
 )
 from ..policies.splitmix import mix
+from ..policies.validation import validate_policy
 
 _SALT = 0x5EED
 _SHARE = 1 << 24
@@ -56,6 +52,7 @@ class Exploring(StopPolicy):
 
     def __init__(self, inner: StopPolicy, share: float, depth: int) -> None:
         self.inner, self.share = inner.limited(depth), share
+        self.parts = (self.inner,)
         self.features, self.hidden = inner.features, inner.hidden
         self.sizes: Mapping[str, int] = getattr(
             inner, "sizes", {}
@@ -70,7 +67,7 @@ class Exploring(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state before the first round."""
-        inner = checked_start(self.inner, streams, keys)
+        inner = self.inner.start(streams, keys)
         return ExploringState(inner, keys, np.zeros_like(keys), np.ones(streams, dtype=bool))
 
     def explores(self, state: State) -> Array:
@@ -82,12 +79,13 @@ class Exploring(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Ask the policy, and overrule it in rounds that explore."""
         inner, depth, length = state.inner, step.depth, self._unasked(step)
+        alive = step.alive.copy()  # a plugin may write into what it is shown
         if length is None and self.inner.first <= depth < self.inner.max_depth:
-            kept, inner = checked_keep(self.inner, step, inner)
+            kept, inner = self.inner.keep(step, inner)
         else:
             kept = np.full_like(step.alive, depth < (self.inner.max_depth if length is None else length))
         asked = np.full(len(step.alive), length is None)
-        kept = step.alive & (kept | self.explores(state)[:, None])
+        kept = alive & (kept | self.explores(state)[:, None])
         return kept, ExploringState(inner, state.keys, state.number, asked)
 
     def _unasked(self, step: DraftStep) -> int | None:
@@ -97,7 +95,7 @@ class Exploring(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Tell the policy, and count the round."""
-        inner = checked_observe(self.inner, outcome, state.inner)
+        inner = self.inner.observe(outcome, state.inner)
         return ExploringState(inner, state.keys, state.number + outcome.active, np.ones_like(state.asked))
 
 
@@ -108,12 +106,12 @@ class SelectingExploring(Exploring):
         """Let the policy select, but in rounds that explore, and where it was not asked: it knows nothing of those."""
         if not state.asked.any():
             return None
-        mask = checked_select(self.inner, tree, state.inner)
+        mask = self.inner.select(tree, state.inner)
         return None if mask is None else mask | (self.explores(state)[:, None] & tree.drawn)
 
 
 def exploring(policy: StopPolicy, share: float, depth: int) -> Exploring:
     """Return the policy, drafting to full depth in a share of its rounds."""
-    check_policy(policy)
+    validate_policy(policy)
     selects = type(policy).select is not StopPolicy.select
     return (SelectingExploring if selects else Exploring)(copy.copy(policy), share, depth)

@@ -24,12 +24,12 @@ from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured
-from ..policies.checking import with_costs
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, Columns, Drawn, Need
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limits
 from ..policies.profile import Profile
+from ..policies.validation import with_costs
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring

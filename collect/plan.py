@@ -23,8 +23,8 @@ from ..policies.features import ANCHOR_FEATURES
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.limits import check_limit, check_limits
 from ..policies.profile import Profile
+from ..policies.safe_loading import digest
 from ..policies.storage.registry import PolicySpec, as_policy
-from ..policies.storage.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions

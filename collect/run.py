@@ -70,7 +70,7 @@ def collect(
             batch, through, profile: see `plan_run`.
 
     Raises:
-        InputError: an option is out of range, a prompt too long, the folder not empty, or as `claim_folder`.
+        InputError: an option is out of range, a prompt too long, the folder not empty, or as `prepare_output_dir`.
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
     plan = plan_run(

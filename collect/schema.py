@@ -28,9 +28,8 @@ from ..decode.verify.given_text import GIVEN_TEXT
 from ..policies.errors import TraceError
 from ..policies.features import Kind
 from ..policies.features.hidden_states import HIDDEN_STATES
-from ..policies.files.json_text import strict_loads
-from ..policies.files.text import HALF, is_text
 from ..policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
+from ..policies.text import HALF, is_text, strict_loads
 from .store.header_fields import (
     MOST,
     AnchorFeatures,

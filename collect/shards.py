@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policies.errors import TraceError
-from ..policies.files.outputs import Input, beside, missing_folders, put_in_place, take_back
+from ..policies.files import Input, delete_result, replace_folder, staging_path
 from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
 from .prompts.kept import kept_text
@@ -86,12 +86,11 @@ def record(
         progress: counts the prompts dealt to this process.
 
     Raises:
-        InputError: the folder is not empty, or as `claim_folder`.
+        InputError: the folder is not empty, or as `prepare_output_dir`.
         TraceError: it holds another run or a damaged shard, the disk is full, or no row came of all prompts.
     """
     header = plan.header
     shared = place.world > 1
-    made = missing_folders(out)
     kept = kept_text(plan.prompts, plan.prompt_options) if plan.prompts else None
     folder = open_for_writing(
         out, header, resume=resume or shared, overwrite=overwrite, inputs=plan.inputs, prompts=kept
@@ -115,11 +114,11 @@ def record(
             done += len(batch)
             progress(task, done, total)
         write_shard(folder, header, index, chunks)
-    replaces = folder == beside(out)
+    replaces = folder == staging_path(out)
     if len(finished(folder, header)) < header.shards:
         return Trace(folder if replaces else out, header)
     if not Trace(folder, header).row_count:
-        take_back(folder, [*made, folder] if replaces else made)
+        delete_result(folder)
         raise TraceError(
             "--prompts: no row came of them, so nothing is kept: every text ends at once, or none of the --completions "
             "goes on as the target itself would"
@@ -127,5 +126,5 @@ def record(
     open_trace(folder)  # compares every checksum: the index vouches for all
     write_index(folder, header)
     if replaces:
-        put_in_place(folder, out)
+        replace_folder(folder, out)
     return Trace(out, header)

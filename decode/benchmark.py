@@ -12,18 +12,17 @@ import torch
 
 from ..policies.arguments import check_token_ids
 from ..policies.baselines.fixed import FixedLength
-from ..policies.checking import with_costs
 from ..policies.errors import InputError
-from ..policies.plugin_code import Failure
 from ..policies.profile import Profile
 from ..policies.progress import Progress, shown, silent
 from ..policies.storage.registry import PolicySpec, as_policies
+from ..policies.validation import Failure, with_costs
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
 from .models.cuda.recorder import Recorded
 from .models.pair import Pair
-from .models.reading.self_check import ROUNDING
+from .models.self_check import ROUNDING
 from .profile import CalibrationRun
 from .records import Generation, Tally
 from .settings import Settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,8 +11,6 @@ from ..policies.kernels import on_first_use
 from .topology import Topology
 
 kernels = on_first_use("rounds")
-
-_UNKNOWN = np.zeros(0)
 
 
 class Drafted:
@@ -56,7 +54,7 @@ class Drafted:
         return None if self._tree.is_chain else self.steps
 
 
-@dataclass(slots=True)
+@dataclass
 class Finished:
     """A round of S streams; all arrays are [S].
 
@@ -67,7 +65,7 @@ class Finished:
         found: what was drafted.
         accepted, committed: min(A, k), and the tokens that were added to the text.
         cut: bool, it met an end of text or a limit.
-        seconds: as the latency profile has it, where somebody wants to know; else empty.
+        seconds: modelled by the latency profile; 0 without one.
     """
 
     active: Array
@@ -77,4 +75,7 @@ class Finished:
     accepted: Array
     committed: Array
     cut: Array
-    seconds: Array = field(default_factory=lambda: _UNKNOWN)
+
+    def __post_init__(self) -> None:
+        self.drafted, self.verified, self.decisions = self.found.drafted, self.found.verified, self.found.decisions
+        self.fed_by_step, self.seconds = self.found.fed_by_step, np.zeros(len(self.active))

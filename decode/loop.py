@@ -17,23 +17,24 @@ import torch
 
 from ..policies import kernels
 from ..policies.arguments import check_token_ids
-from ..policies.checking import check_policy
+from ..policies.baselines.fixed import FixedLength
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.host import PolicyHost
 from ..policies.limits import check_limits
-from ..policies.plugin_code import Failure
 from ..policies.profile import Profile
+from ..policies.validation import Failure, validate_policy
 from .drafted import Finished
 from .drafters import Drafter, find_drafter
 from .drafters.base import Carries, Prepares, carries
+from .drift_monitor import make_monitor
 from .model_source import ModelSource
 from .models.cache import CachedModel
 from .models.hidden import ask_for_states, hidden_width
 from .models.pair import Pair
 from .observer import Observer, Seen
 from .policy.reader import Logits
-from .policy.runner import MonitoredRunner
 from .records import Generation, Round
 from .rounds import play_round
 from .settings import Settings, Stopwatch, shaping_of
@@ -87,7 +88,7 @@ class Speculator:
         hidden: Sequence[str] = (),
         batch: int = 1,
     ) -> None:
-        check_policy(policy)
+        validate_policy(policy)
         check_limits(batch=batch)
         kernels.load()  # not in the middle of a text
         self.pair, self.settings, self.profile = pair, (settings or Settings()).for_pair(pair), profile
@@ -111,24 +112,31 @@ class Speculator:
             batch,
         )  # fmt: skip
         fallback = min(self.settings.fallback, self.topology.deepest)
-        self._runner = MonitoredRunner(policy, profile, chain, fallback, self.settings.drift, batch)
+        observes_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+        self._host = PolicyHost(
+            policy,
+            profile=profile if observes_seconds else None,
+            batch=batch,
+            fallback=FixedLength(fallback),
+            monitor=make_monitor(policy, self.settings.drift, chain, fallback, batch),
+            on_replaced=weak_method(self._read_for),  # another policy reads other features
+            clock=weak_method(self._elapsed),
+        )
         alone = batch == 1 or profile is None or profile.batch is None
-        priced = self._runner.observes and policy.reads_seconds and chain and alone
+        priced = observes_seconds and chain and alone
         if profile and priced and profile.max_depth < self.topology.deepest:
             raise InputError(
                 f"--profile: {policy.name} hears what rounds take and drafts up to {self.topology.deepest} tokens, but the "
                 f"profile ends at {profile.max_depth}; measure it with --depth {self.topology.deepest}, or draft less"
             )
-        self._runner.replaced = weak_method(self._read_for)  # another policy reads other features
         self._read_for(policy)
         self._clock()
 
     def _clock(self) -> None:
-        """Time the parts of rounds, and show the observer what is drawn: neither source nor runner knows of it."""
-        self._watch, source, runner = Stopwatch(self.pair.device), self._source, self._runner
+        """Time the parts of rounds, and show the observer what is drawn: neither source nor host knows of it."""
+        self._watch, source = Stopwatch(self.pair.device), self._source
         self._watch.wrap(source, {"feed": "draft", "read": "verify", "step": "policy", "note": "policy"})
-        self._watch.wrap(runner, {"keep": "policy", "select": "policy", "finished": "policy"})
-        runner.elapsed = weak_method(self._elapsed)
+        self._watch.wrap(self._host, {"keep": "policy", "select": "policy", "finished": "policy"})
         if (observer := self._observer) is not None:
             # Weak, since `seen` becomes an attribute of the source and would keep it alive.
             draw, playing = weak_method(source.draw), weakref.proxy(source)
@@ -160,7 +168,7 @@ class Speculator:
 
     def renew(self) -> None:
         """Go on as a newly made loop would: under the policy given, with nothing carried over from earlier texts."""
-        self._runner.renew()
+        self._host.reset()
         if isinstance(self._drafter, Carries):
             self._drafter.renew()
 
@@ -180,7 +188,7 @@ class Speculator:
     @property
     def policy(self) -> StopPolicy:
         """The policy that is asked: the one given, until it fails."""
-        return self._runner.policy
+        return self._host.policy
 
     @property
     def carries(self) -> bool:
@@ -229,7 +237,7 @@ class Speculator:
         """
         source = self._source
         source.settings = self.settings
-        self._runner.restart()
+        self._host.restart()
         check_token_ids([getattr(request, "prompt", request) for request in requests])
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
@@ -248,7 +256,7 @@ class Speculator:
             for stream in [stream for stream, own in running.items() if own.text.ended]:
                 own = running.pop(stream)
                 source.texts[stream] = None
-                done[own.number] = _generation(own, self._runner.failure)
+                done[own.number] = _generation(own, self._host.failure)
                 if on_end:
                     on_end(own.number, done[own.number], stream)
         return [done[number] for number in range(len(requests))]
@@ -276,7 +284,7 @@ class Speculator:
                 on_commit(number, text.tokens[text.prompt :])
         if rows:
             keys = np.array([running[stream].request.key for stream in rows], dtype=np.int64)
-            self._runner.begin(np.array(rows, dtype=np.int64), keys)
+            self._host.refill(np.array(rows, dtype=np.int64), keys)
 
     def _play(self, running: dict[int, _Running], on_commit: Callable[[int, list[int]], None] | None) -> None:
         """Play a round of all that is running, and note it."""
@@ -284,14 +292,14 @@ class Speculator:
         watch.restart()
         self._begun = watch.now()
         before = {stream: own.text.generated for stream, own in running.items()}
-        made = play_round(source, self._runner)
+        made = play_round(source, self._host)
         seconds = watch.now() - self._begun  # before the observer is told
         for stream, record in self._records(made, before, seconds).items():
             running[stream].rounds.append(record)
         if self._observer is not None:
             for played in source.streams:
                 record = running[played.number].rounds[-1]
-                self._observer.round(Seen.of(played, source.rows, record, self._runner.state, self.batch))
+                self._observer.round(Seen.of(played, source.rows, record, self._host.state, self.batch))
         if on_commit:
             for stream, own in running.items():
                 on_commit(own.number, own.text.tokens[own.text.prompt + before[stream] :])

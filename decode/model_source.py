@@ -23,9 +23,9 @@ from .drafters.base import Chooses
 from .models.cuda.graph import open_cache
 from .models.cuda.transfer import upload
 from .models.finite import FiniteRows, check_rows
+from .models.long_rope import readable
 from .models.packed import Part, TreeRows
 from .models.pair import Pair
-from .models.reading.modes import readable
 from .policy.reader import Logits
 from .policy.round_reader import RoundReader
 from .settings import Settings
@@ -102,7 +102,8 @@ class ModelSource:
         beyond = max(len(self.topology), len(self._padded)) + 1  # the last round reads beyond the limit
         capacity = tokens + shift + beyond
         self._readable = capacity - shift
-        self.pair.check_length(tokens + offset, is_shifted)
+        if is_shifted:
+            self.pair.check_length(tokens + offset)
         for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", self.drafter.readable, 0)):
             self._readable = min(self._readable, limit - more)
             if tokens + more > limit:

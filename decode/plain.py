@@ -73,7 +73,6 @@ def plain_texts(
     check_token_ids(prompts)
     device, batch = pair.device, len(prompts)
     pair.check_prompts(prompts)
-    pair.check_length(max(map(len, prompts)) + max_new_tokens)
     capacity, reading = max(map(len, prompts)) + max_new_tokens, pair.readings[0]
     model = open_cache(pair.target, capacity, pair.vocabulary, hidden, batch, device=device, reading=reading)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)

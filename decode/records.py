@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..policies.plugin_code import Failure
+from ..policies.validation import Failure
 
 
 class Round(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..policies.contract import Array, DraftStep, DraftTree
 from ..policies.features.history import History
+from ..policies.host import PolicyHost
 from .drafted import Drafted, Finished
-from .policy.runner import PolicyRunner
 from .topology import Topology
 
 
@@ -66,43 +66,25 @@ class RoundSource(CandidateSource, Protocol):
         """Commit what was accepted and one token more; return [S] tokens committed and [S] whether the text has ended."""
 
 
-class Runner(Protocol):
-    """Who asks a policy of S streams; see `PolicyRunner`."""
-
-    first: int
-    trims: bool
-    selects: bool
-    history: History
-
-    def unasked(self, alive: Array) -> int | None:
-        """Return how many tokens are drafted without asking, by how many streams of `alive` draft; None = it is asked."""
-
-    def keep(self, step: DraftStep) -> Array:
-        """Return [S, B] bool, the branches to extend."""
-
-    def select(self, tree: DraftTree) -> Array | None:
-        """Return [S, N] bool, the nodes to verify; None = all."""
-
-
-def play_round(source: RoundSource, runner: PolicyRunner) -> Finished:
+def play_round(source: RoundSource, host: PolicyHost) -> Finished:
     """Play a round of every stream: draft as far as the policy goes, verify, commit, tell the policy."""
     active, alive, context, backlog, limit = source.begin()
-    found = draft(source, runner, alive, limit)
+    found = draft(source, host, alive, limit)
     if (unread := source.drafted_unread(found)) is not None:
         backlog = np.where(unread, 0, backlog)
     accepted = source.verify(found)
     committed, ended = source.commit(found)
     made = Finished(active, context, backlog, found, accepted, committed, found.capped | ended)
-    runner.finished(made)
+    host.finished(made)
     return made
 
 
-def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | None) -> Drafted:
+def draft(source: CandidateSource, host: PolicyHost, alive: Array, limit: Array | None) -> Drafted:
     """Draft depth by depth, as far as the policy keeps a branch.
 
     Args:
         source: of the candidates.
-        runner: of the policy.
+        host: of the policy.
         alive: [S, roots] bool, where to begin.
         limit: [S] int64, the depth at which a length limit ends drafting; None = at none.
     """
@@ -110,8 +92,8 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
     found = Drafted(len(alive), tree)
     going = alive  # what has not drawn an end of text
     nearest = tree.deepest if limit is None else int(limit.min())  # before it no limit need be looked at
-    first, deepest, selects = runner.first, tree.deepest, runner.selects
-    if (length := runner.unasked(alive)) is not None:
+    first, deepest, selects = host.first, tree.deepest, host.selects
+    if (length := host.fixed_length(alive)) is not None:
         first, deepest, selects = deepest, min(length, deepest), False
     for depth in range(deepest):
         here, below = tree.spans[depth], tree.spans[depth + 1]
@@ -121,8 +103,8 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
             if not np.count_nonzero(alive):
                 break
             found.asked[:, here] = alive
-            kept = runner.keep(source.step(depth, alive, runner.history))
-            if runner.trims and depth:  # roots are not the policy's to drop
+            kept = host.keep(source.step(depth, alive, host.history))
+            if host.trims and depth:  # roots are not the policy's to drop
                 found.dropped[:, here] = alive & ~kept
             alive = kept if depth else alive & kept  # alternatives for the next token are decided on as one
         feeding = alive
@@ -139,14 +121,14 @@ def draft(source: CandidateSource, runner: Runner, alive: Array, limit: Array | 
         alive = drawn if source.asks_ended else _going(found, drawn, going)
         # At once: what is sent must not depend on anything that is drawn later.
         if selects and source.selects_levels:
-            _select(source, runner, found, below)
+            _select(source, host, found, below)
             alive = alive & ~found.dropped[:, below]
     else:
         # Nothing is fed from the deepest level, so what ended there has not been looked at yet.
         if source.asks_ended:
             _going(found, alive, going)
     if selects and not source.selects_levels:
-        _select(source, runner, found, slice(tree.roots, len(tree)))
+        _select(source, host, found, slice(tree.roots, len(tree)))
     found.count()
     return found
 
@@ -167,13 +149,13 @@ def _going(found: Drafted, alive: Array, going: Array) -> Array:
     return on
 
 
-def _select(source: CandidateSource, runner: Runner, found: Drafted, span: slice) -> None:
+def _select(source: CandidateSource, host: PolicyHost, found: Drafted, span: slice) -> None:
     """Drop those rows of a span that the policy does not select; it is not asked where nothing was drawn."""
     if not np.count_nonzero(found.drawn):
         return
     # Counted so far, for `sent`: the policy is shown what the target would read.
     found.count()
-    mask = runner.select(source.tree(found.sent))
+    mask = host.select(source.tree(found.sent))
     if mask is not None:
         first = source.topology.roots
         found.dropped[:, span] |= found.drawn[:, span] & ~mask[:, span.start - first : span.stop - first]

@@ -15,8 +15,8 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.learned.trees import TreeGain
 from ..policies.limits import check_limits
+from .drift_monitor import check_drift
 from .models.pair import Pair
-from .policy.drift_monitor import check_drift
 from .topology import Topology, chain, parse_tree
 from .verify.model_defaults import SAMPLING, model_defaults
 from .verify.modes import check_mode_name

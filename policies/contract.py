@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from .errors import PolicyFailure
-from .plugin_code import Contained, own
-
 if TYPE_CHECKING:
     from .profile import Profile
 
@@ -123,6 +120,7 @@ class StopPolicy:
         max_depth: no deeper draft is made; at that depth the policy is not asked any more.
         unasked: tokens drafted by how many streams share a round: in rounds of so many nothing is asked, and nothing read
             for it. For sizes at which decisions cost more than they gain.
+        parts: other policies that this one calls, so that a plugin among them is treated as one.
         source: the folder that the policy was loaded from; None = none.
         label: what the user called it, a path or a spec; empty where it was made otherwise.
     """
@@ -137,6 +135,7 @@ class StopPolicy:
     first: int = 1
     max_depth: int = 20
     unasked: Mapping[int, int] = MappingProxyType({})
+    parts: tuple[StopPolicy, ...] = ()
     name: str = "policy"
     source: Path | None = None
     label: str = ""
@@ -184,65 +183,3 @@ class StopPolicy:
     def with_costs(self, profile: Profile) -> StopPolicy:
         """Return this policy, deciding by the costs of a profile where it decides by costs and was given none."""
         return self
-
-
-def checked_start(policy: StopPolicy, streams: int, keys: Array) -> State:
-    """Return the state of fresh sequences; what a plugin raises is a `PolicyFailure`."""
-    if own(policy):
-        return policy.start(streams, keys)
-    with Contained(policy, "start()"):
-        return policy.start(streams, keys)
-
-
-def checked_observe(policy: StopPolicy, outcome: RoundOutcome, state: State) -> State:
-    """Return the state after a round; what a plugin raises is a `PolicyFailure`."""
-    if own(policy):
-        return policy.observe(outcome, state)
-    with Contained(policy, "observe()"):
-        return policy.observe(RoundOutcome(**_copied(vars(outcome))), state)
-
-
-def checked_keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Array, State]:
-    """Ask the policy which branches to extend; a plugin is held to the contract: a bool array of the shape of `step.alive`.
-
-    Raises:
-        PolicyFailure: a plugin raised an error; or the answer is not a pair, not a bool array, or one of another shape.
-    """
-    if own(policy):
-        return policy.keep(step, state)
-    with Contained(policy, "keep()"):
-        alive, parent, features, batch = (a.copy() for a in (step.alive, step.parent, step.features, step.batch))
-        answer = policy.keep(DraftStep(step.depth, alive, parent, features, _copied(step.hidden), batch), state)
-        if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise PolicyFailure(f"{policy.name}: keep() must return (mask, state), not {type(answer).__name__}")
-        mask, state = answer
-        _check_mask(mask, step.alive, f"{policy.name}: keep()")
-        return mask & step.alive, state  # own policies mask by `alive` themselves
-
-
-def checked_select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:
-    """Ask the policy which nodes to verify; a plugin is held to the contract: None, or a bool array of the shape of the tree.
-
-    Raises:
-        PolicyFailure: a plugin raised an error; or the answer is no bool array, or one of another shape.
-    """
-    if own(policy):
-        return policy.select(tree, state)
-    with Contained(policy, "select()"):
-        mask = policy.select(DraftTree(**_copied(vars(tree))), state)
-        if mask is not None:
-            _check_mask(mask, tree.drawn, f"{policy.name}: select()")
-        return mask
-
-
-def _copied(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """Return copies by name: a plugin may write into what it is shown, and the arrays may be those of others too."""
-    return {name: values.copy() for name, values in arrays.items()}
-
-
-def _check_mask(mask: Any, like: Array, who: str) -> None:
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-        kind = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise PolicyFailure(f"{who} must return a bool array, not {kind}")
-    if mask.shape != like.shape:
-        raise PolicyFailure(f"{who} must return shape {like.shape}, not {mask.shape}")

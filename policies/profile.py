@@ -16,11 +16,11 @@ from .costs import MAX_STREAMS, BatchCosts, BatchTable, Costs, CostTable
 from .entries import Entries
 from .errors import InputError
 from .estimate import check_measurements, decision_prices, estimate
-from .files.atomic import write_atomic
-from .files.json_text import read_json
+from .files import write_atomic
 from .limits import LIMITS
 from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge
-from .storage.safe_loading import check_values, digest
+from .safe_loading import check_values, digest
+from .text import read_json
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'

@@ -11,18 +11,6 @@ from .contract import Array, State
 from .errors import PolicyFailure
 
 
-def arrays(state: State) -> list[Array]:
-    """Return the arrays that a state is made of."""
-    found: list[Array] = []
-
-    def noted(array: Array) -> Array:
-        found.append(array)
-        return array
-
-    _over(noted, state)
-    return found
-
-
 def take(state: State, rows: Array | slice) -> State:
     """Return the state of some of its streams.
 

@@ -1,4 +1,4 @@
-"""Conformance tests for policies: subclass one, say how your policy is made, and run pytest.
+"""Conformance tests for policies: subclass one, return your policy from `make`, and run pytest.
 
     from specstop.policies.testing import PolicyTests
 
@@ -6,8 +6,8 @@
         def make(self):
             return Patience(2)
 
-`PolicyTests` holds a policy to the contract as replay and the live loop use it, on chains. `TreePolicyTests` asks it about
-several branches at a time as well. The built-in policies run through the same classes. Nothing here needs pytest itself.
+`PolicyTests` checks a policy against the contract as replay and the live loop use it, on chains. `TreePolicyTests` calls it
+with several branches of a depth as well. The built-in policies pass the same tests. pytest itself is not imported here.
 """
 
 from __future__ import annotations
@@ -20,18 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy, checked_keep, checked_select
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .features import FEATURES, Kind, feature
-from .features.hidden_states import HIDDEN_STATES, check_hidden, seen
-from .state import arrays, put, take
+from .features.hidden_states import HIDDEN_STATES, check_hidden
+from .state import put, take
 
-STREAMS = 5
-ROUNDS = 3
-DEEPEST = 6
-HIDDEN = 16
-"""Size of the hidden states that a policy is shown, unless it has `sizes`: H by name."""
-
-Decisions = list[Array]
+STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests
+HIDDEN = 16  # size H of the hidden states, unless the policy has `sizes`: H by name
 
 
 class PolicyTests:
@@ -40,11 +35,11 @@ class PolicyTests:
     branches = 1
 
     def make(self) -> StopPolicy:
-        """Return the policy under test; each call returns an equal one."""
+        """Return the policy under test. Each call returns an equal one."""
         raise NotImplementedError("return your policy from make()")
 
-    def test_it_says_what_it_is(self) -> None:
-        """Name, depths and features are of the right kind; every feature is known."""
+    def test_attributes(self) -> None:
+        """Name, depths and features have the right types, and every feature exists."""
         policy = self.make()
         assert isinstance(policy, StopPolicy)
         assert isinstance(policy.name, str) and policy.name and "\n" not in policy.name
@@ -54,151 +49,113 @@ class PolicyTests:
             feature(name)
         assert check_hidden(policy.hidden) == policy.hidden, "hidden: each once, in the order of HIDDEN_STATES"
 
-    def test_its_answers_have_the_shape_asked_for(self) -> None:
-        """Each answer is a bool array of the shape of `alive`, True nowhere else."""
+    def test_answers(self) -> None:
+        """Each answer is a bool array of the shape of `alive`, and False where that is False."""
         for streams in (1, STREAMS):
-            answers, _ = play(self.make(), range(streams), self.branches)
-            for answer in answers:
-                assert isinstance(answer, np.ndarray) and answer.dtype == np.bool_ and answer.shape[0] == streams
+            play(self.make(), range(streams), self.branches)  # `keep` and `select` validate every answer
 
-    def test_the_same_question_has_the_same_answer(self) -> None:
-        """Nothing may be remembered but in the state, and no draw be made but from the key."""
+    def test_deterministic(self) -> None:
+        """The same calls have the same answers: nothing is stored outside the state, and random numbers depend on the key."""
         policy = self.make()
         first, _ = play(policy, range(STREAMS), self.branches)
         for other in (policy, self.make()):
-            again, _ = play(other, range(STREAMS), self.branches)
-            assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+            assert same(first, play(other, range(STREAMS), self.branches)[0])
 
-    def test_the_state_belongs_to_the_caller(self) -> None:
-        """Replay keeps states and asks again: `keep` and `observe` return a new state and leave the old one as it was."""
+    def test_arguments_are_unchanged(self) -> None:
+        """`keep` and `observe` return a new state and do not change their arguments."""
         policy = self.make()
         state = policy.start(STREAMS, keys(range(STREAMS)))
         for depth in depths(policy):
             step = make_step(policy, depth, range(STREAMS), 0, self.branches)
-            before = copy.deepcopy(state)
-            answer, after = checked_keep(policy, step, state)
-            assert same(before, state), "keep() changed the state that it was given"
-            assert np.array_equal(checked_keep(policy, step, before)[0], answer)
-            state = after
-        before = copy.deepcopy(state)
-        policy.observe(make_outcome(range(STREAMS), 0), state)
-        assert same(before, state), "observe() changed the state that it was given"
-
-    def test_what_it_is_shown_stays_as_it_is(self) -> None:
-        """The arrays of a step and of an outcome are the caller's."""
-        policy = self.make()
-        state = policy.start(STREAMS, keys(range(STREAMS)))
-        for depth in depths(policy):
-            step = make_step(policy, depth, range(STREAMS), 0, self.branches)
-            before = copy.deepcopy(step)
-            _, state = policy.keep(step, state)
-            assert same(before, step), "keep() wrote into the step that it was shown"
+            before = copy.deepcopy((step, state))
+            answer, new = keep(policy, step, state)
+            assert same(before, (step, state)), "keep() changed its arguments"
+            assert same(answer, keep(policy, *before)[0])
+            state = new
         outcome = make_outcome(range(STREAMS), 0)
-        heard = copy.deepcopy(outcome)
+        before_outcome = copy.deepcopy((outcome, state))
         policy.observe(outcome, state)
-        assert same(heard, outcome), "observe() wrote into the outcome that it was shown"
+        assert same(before_outcome, (outcome, state)), "observe() changed its arguments"
 
-    def test_streams_do_not_know_of_each_other(self) -> None:
-        """A stream decides as it would on its own, unless the policy says that it weighs streams against each other."""
+    def test_streams_are_independent(self) -> None:
+        """A stream has the same answers in a batch and alone, unless the policy is `joint`."""
         if self.make().joint:
             return
         together, _ = play(self.make(), range(STREAMS), self.branches)
         for stream in range(STREAMS):
             alone, _ = play(self.make(), [stream], self.branches)
-            for mine, ours in zip(alone, together, strict=True):
-                assert np.array_equal(mine[0], ours[stream]), f"stream {stream} decides otherwise on its own"
+            assert same(alone, [answer[[stream]] for answer in together]), f"stream {stream} has other answers alone"
 
-    def test_rows_of_its_state_can_be_taken(self) -> None:
-        """Streams whose rows are taken out of a state decide as among the others: the first axis of every array is S."""
-        policy, some = self.make(), [3, 0, 2]
+    def test_state_rows_can_be_taken(self) -> None:
+        """With rows taken from a state, streams have the same answers: the first axis of every array is S."""
+        policy, rows = self.make(), [3, 0, 2]
         if policy.joint:
             return
         _, state = play(policy, range(STREAMS), self.branches)
-        assert all(a.shape[:1] == (STREAMS,) for a in arrays(state)), "the first axis of an array of the state is not S"
-        for depth in depths(policy):
-            part = take(state, np.array(some))
-            mine, _ = checked_keep(policy, make_step(policy, depth, some, ROUNDS, self.branches), part)
-            step = make_step(policy, depth, range(STREAMS), ROUNDS, self.branches)
-            ours, state = checked_keep(policy, step, state)
-            assert np.array_equal(mine, ours[some]), f"depth {depth}: rows {some} decide otherwise on their own"
+        check_first_axis(state, STREAMS)
+        mine, _ = play_round(policy, rows, ROUNDS, self.branches, take(state, np.array(rows)))
+        ours, _ = play_round(policy, range(STREAMS), ROUNDS, self.branches, state)
+        assert same(mine, [answer[rows] for answer in ours]), f"rows {rows} have other answers on their own"
 
-    def test_rows_of_its_state_can_be_put(self) -> None:
-        """A row in whose place one of `start` is put decides as a fresh stream, and the others go on as they were."""
-        policy, refilled = self.make(), [1, 4]
+    def test_state_rows_can_be_replaced(self) -> None:
+        """A row that is replaced by one of `start` acts as a new stream, and the other rows are unaffected."""
+        policy, rows = self.make(), [1, 4]
         if policy.joint:
             return
         _, state = play(policy, range(STREAMS), self.branches)
-        fresh = policy.start(len(refilled), keys(refilled))
-        for rows, whole in ((len(refilled), fresh), (STREAMS, state)):
-            assert all(a.shape[:1] == (rows,) for a in arrays(whole)), (
-                "the first axis of an array of the state is not S"
-            )
-        changed = put(state, np.array(refilled), fresh)
-        streams = range(STREAMS)
-        before, after = (play_round(policy, streams, ROUNDS, self.branches, s)[0] for s in (state, changed))
-        alone, _ = play_round(policy, refilled, ROUNDS, self.branches, fresh)
-        others = [s for s in streams if s not in refilled]
-        for one, two, new in zip(before, after, alone, strict=True):
-            assert np.array_equal(one[others], two[others]), "the rows that stay decide otherwise"
-            assert np.array_equal(new, two[refilled]), "the rows that were put there do not decide as fresh ones"
+        fresh = policy.start(len(rows), keys(rows))
+        check_first_axis(state, STREAMS)
+        check_first_axis(fresh, len(rows))
+        before, _ = play_round(policy, range(STREAMS), ROUNDS, self.branches, state)
+        after, _ = play_round(policy, range(STREAMS), ROUNDS, self.branches, put(state, np.array(rows), fresh))
+        alone, _ = play_round(policy, rows, ROUNDS, self.branches, fresh)
+        others = [stream for stream in range(STREAMS) if stream not in rows]
+        assert same([a[others] for a in before], [a[others] for a in after]), "the other rows have other answers"
+        assert same(alone, [a[rows] for a in after]), "the replaced rows do not act as new streams"
 
-    def test_the_rows_of_a_batch_do_not_matter(self) -> None:
-        """Streams that share a verification decide alike in any order of the rows, others have no part in it.
-
-        Of policies that weigh streams against each other: batches side by side decide as each would alone, and a stream
-        without a round changes nothing.
-        """
+    def test_rows_of_a_batch(self) -> None:
+        """A `joint` policy has the same answers for any order of rows, beside other batches and beside idle streams."""
         policy = self.make()
         if not policy.joint:
             return
         batch, other = np.zeros(STREAMS, dtype=np.int64), range(STREAMS, STREAMS + 3)
         alone, _ = play(policy, range(STREAMS), self.branches, batch)
-        order = np.array([3, 0, 4, 2, 1])
-        turned, _ = play(policy, order.tolist(), self.branches, batch)
-        assert same([a[order] for a in alone], turned), "in another order of the rows the streams decide otherwise"
-        # Numbers of batches are names and no more: neither from 0 nor rising.
+        order = [3, 0, 4, 2, 1]
+        reordered, _ = play(policy, order, self.branches, batch)
+        assert same([a[order] for a in alone], reordered), "another order of the rows changes the answers"
+        # Numbers of batches are only names: they need not start at 0 or increase.
         beside, _ = play(policy, [*range(STREAMS), *other], self.branches, np.repeat([7, 2], [STREAMS, 3]))
-        assert same(alone, [a[:STREAMS] for a in beside]), "another batch beside it changes what a batch decides"
+        assert same(alone, [a[:STREAMS] for a in beside]), "another batch changes the answers"
         idle, _ = play(policy, [*other, *range(STREAMS)], self.branches, np.repeat([-1, 0], [3, STREAMS]))
-        assert same(alone, [a[3:] for a in idle]), "streams without a round change what a batch decides"
+        assert same(alone, [a[3:] for a in idle]), "idle streams change the answers"
 
-    def test_what_is_dead_is_ignored(self) -> None:
-        """The features of branches that are not alive do not matter, and none of them is kept."""
+    def test_dead_branches_are_ignored(self) -> None:
+        """The features of branches that are not alive have no effect."""
         policy = self.make()
+        state = policy.start(STREAMS, keys(range(STREAMS)))
         for depth in depths(policy):
             step = make_step(policy, depth, range(STREAMS), 0, self.branches)
-            alive = step.alive.copy()
-            alive[0] = False
-            state = policy.start(STREAMS, keys(range(STREAMS)))
-            state = reach(policy, depth, state, self.branches)
-            changed = step.features.copy()
-            changed[0] = 0.0
-            hidden = {name: states.copy() for name, states in step.hidden.items()}
-            for states in hidden.values():
-                states[0] = 0.0
-            step = dataclasses.replace(step, alive=alive)
-            other = dataclasses.replace(step, features=changed, hidden=hidden)
-            one, two = (checked_keep(policy, asked, copy.deepcopy(state))[0] for asked in (step, other))
-            assert np.array_equal(one, two) and not one[0].any()
+            alive, features = step.alive.copy(), step.features.copy()
+            alive[0], features[0] = False, 0.0
+            hidden = {name: np.concatenate([0 * values[:1], values[1:]]) for name, values in step.hidden.items()}
+            one = keep(policy, dataclasses.replace(step, alive=alive), copy.deepcopy(state))[0]
+            two = keep(policy, dataclasses.replace(step, alive=alive, features=features, hidden=hidden), state)[0]
+            assert same(one, two)
+            state = keep(policy, step, state)[1]
 
-    def test_it_can_be_limited(self) -> None:
-        """`limited` returns another policy and leaves this one as it is."""
+    def test_limited(self) -> None:
+        """`limited` returns another policy and does not change this one."""
         policy = self.make()
-        limited = policy.limited(2)
-        assert limited.max_depth == min(policy.max_depth, 2)
-        assert policy.max_depth == self.make().max_depth, "limited() changed the policy itself"
+        assert policy.limited(2).max_depth == min(policy.max_depth, 2)
+        assert policy.max_depth == self.make().max_depth, "limited() changed the policy"
 
-    def test_what_it_selects_is_closed_under_parents(self) -> None:
-        """A node that is verified has its parent verified."""
-        policy = self.make()
-        if type(policy).select is StopPolicy.select:
-            return
-        tree = make_tree(STREAMS, self.branches)
-        mask = checked_select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
-        if mask is None:
-            return
-        rooted = np.concatenate([mask, np.ones((STREAMS, 1), dtype=np.bool_)], 1)  # the last column is the root's
-        assert (~mask | np.take_along_axis(rooted, tree.parent, 1)).all(), "a node is selected whose parent is not"
+    def test_selection_is_closed_under_parents(self) -> None:
+        """The parent of a node that is verified is verified."""
+        policy, tree = self.make(), make_tree(STREAMS, self.branches)
+        mask = select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
+        if mask is not None:
+            rooted = np.concatenate([mask, np.ones((STREAMS, 1), dtype=np.bool_)], 1)  # the last column is the root's
+            assert (~mask | np.take_along_axis(rooted, tree.parent, 1)).all(), "a node without its parent is selected"
 
 
 class TreePolicyTests(PolicyTests):
@@ -209,71 +166,60 @@ class TreePolicyTests(PolicyTests):
 
 def keys(streams: Sequence[int]) -> Array:
     """Return [S] noise keys, one for each stream number."""
-    return np.array([7919 * s + 1 for s in streams], dtype=np.int64)  # all different, none 0
+    return np.array([7919 * stream + 1 for stream in streams], dtype=np.int64)
 
 
 def depths(policy: StopPolicy) -> range:
-    """Return the depths at which a short run asks the policy."""
-    return range(policy.first, min(policy.max_depth, DEEPEST))
+    """Return the depths at which `keep` is called."""
+    return range(policy.first, min(policy.max_depth, DEPTH))
 
 
 def make_step(
     policy: StopPolicy, depth: int, streams: Sequence[int], round: int, branches: int, batch: Array | None = None
 ) -> DraftStep:
-    """Return a question about these streams, each a batch of its own unless `batch` [S] says otherwise: features drawn within
-    their ranges, whoever else is asked."""
+    """Return a step of streams, each verified alone unless `batch` [S] is given. It depends on their numbers alone."""
     width = branches if depth else 1
-    rows, parents = [], []
-    for stream in streams:
-        # Not by row: a stream is shown the same in whatever row it stands and whoever stands beside it.
-        dice = np.random.default_rng((stream, round, depth))
-        values = dice.random((width, len(policy.features)), dtype=np.float32)
-        for at, name in enumerate(policy.features):
-            values[:, at] = _in_range(name, values[:, at], depth)
-        rows.append(values)
-        parents.append(dice.integers(0, branches if depth > 1 else 1, width))  # depth 1 has one parent, the root
-    hidden = {name: np.stack([_states(policy, name, depth, s, round, width) for s in streams])
-              for name in policy.hidden}  # fmt: skip
-    alive = np.ones((len(streams), width), dtype=np.bool_)
-    if batch is None:
-        batch = np.arange(len(streams))
-    alive[batch < 0] = False
-    return DraftStep(depth, alive, np.stack(parents), np.stack(rows), hidden, batch)
+    batch = np.arange(len(streams)) if batch is None else batch
+    alive = np.ones((len(streams), width), dtype=np.bool_) & (batch >= 0)[:, None]
+    draws = [np.random.default_rng((stream, round, depth)) for stream in streams]
+    uniform = np.stack([rng.random((width, len(policy.features)), dtype=np.float32) for rng in draws])  # [S, B, F]
+    for column, name in enumerate(policy.features):
+        uniform[..., column] = _feature_values(name, uniform[..., column], depth)
+    parent = np.stack([rng.integers(0, branches if depth > 1 else 1, width) for rng in draws])
+    hidden = {}
+    for name in policy.hidden:
+        shape = (width, getattr(policy, "sizes", {}).get(name, HIDDEN))
+        is_anchor = HIDDEN_STATES[name].kind is Kind.ANCHOR
+        seeds = [(s, round) if is_anchor else (s, round, depth, 1) for s in streams]
+        states = np.stack([np.random.default_rng(seed).standard_normal(shape) for seed in seeds])
+        states = states[:, :1].repeat(width, 1) if is_anchor else states * (depth > 0)
+        hidden[name] = states.astype(np.float16).astype(np.float32)  # as in a trace
+    return DraftStep(depth, alive, parent, uniform, hidden, batch)
 
 
-def _states(policy: StopPolicy, name: str, depth: int, stream: int, round: int, width: int) -> Array:
-    """Return hidden states [B, H] of one stream, as the loop would hand them over."""
-    size = getattr(policy, "sizes", {}).get(name, HIDDEN)
-    if HIDDEN_STATES[name].kind is Kind.ANCHOR:
-        anchor = np.random.default_rng((stream, round)).standard_normal((1, size))
-        return seen(anchor).repeat(width, 0)
-    drawn = np.random.default_rng((stream, round, depth, 1)).standard_normal((width, size))
-    return seen(drawn * (depth > 0))
-
-
-def _in_range(name: str, uniform: Array, depth: int) -> Array:
-    known = FEATURES[name]
-    if depth == 0 and known.kind in (Kind.PRE, Kind.POST):
+def _feature_values(name: str, uniform: Array, depth: int) -> Array:
+    definition = FEATURES[name]
+    if depth == 0 and definition.kind in (Kind.PRE, Kind.POST):
         return np.zeros_like(uniform)
     if name == "depth":
         return np.full_like(uniform, depth)
-    # Of a range without an end a piece 6 wide is taken.
-    low = known.low if math.isfinite(known.low) else (known.high if math.isfinite(known.high) else 0.0) - 6.0
-    high = known.high if math.isfinite(known.high) else low + 6.0
+    # An interval of length 6 of an unbounded range.
+    low = definition.low if math.isfinite(definition.low) else min(definition.high, 0.0) - 6.0
+    high = definition.high if math.isfinite(definition.high) else low + 6.0
     return low + (high - low) * uniform
 
 
 def make_outcome(streams: Sequence[int], round: int) -> RoundOutcome:
-    """Return how a round went: differently for each stream."""
-    drafted = np.array([1 + (s + round) % DEEPEST for s in streams], dtype=np.int64)
-    accepted = np.minimum(drafted, np.array([(3 * s + 2 * round) % DEEPEST for s in streams], dtype=np.int64))
-    seconds = np.array([1e-3 * (4 + (s + round) % 3) for s in streams])
-    active = np.array([(s + round) % 4 != 3 for s in streams])
-    return RoundOutcome(active, drafted, drafted.copy(), accepted, np.zeros_like(active), seconds)
+    """Return the outcome of a round, which differs between streams."""
+    number = np.array(streams, dtype=np.int64)
+    drafted = 1 + (number + round) % DEPTH
+    accepted = np.minimum(drafted, (3 * number + 2 * round) % DEPTH)
+    active = (number + round) % 4 != 3
+    return RoundOutcome(active, drafted, drafted.copy(), accepted, active & False, 1e-3 * (4 + (number + round) % 3))
 
 
 def make_tree(streams: int, branches: int) -> DraftTree:
-    """Return a forest of `branches` chains of depth 3, all drawn."""
+    """Return trees of `branches` chains of depth 3, all drawn."""
     nodes = 3 * branches
     depth = np.tile(np.arange(1, 4).repeat(branches), (streams, 1))
     parent = np.tile(np.maximum(np.arange(nodes) - branches, -1), (streams, 1))
@@ -281,52 +227,74 @@ def make_tree(streams: int, branches: int) -> DraftTree:
     return DraftTree(tokens, parent, depth, np.ones((streams, nodes), dtype=np.bool_))
 
 
-def reach(policy: StopPolicy, depth: int, state: State, branches: int) -> State:
-    """Return the state of a round that has been asked about all depths before `depth`."""
-    for earlier in range(policy.first, depth):
-        state = checked_keep(policy, make_step(policy, earlier, range(STREAMS), 0, branches), state)[1]
-    return state
+def keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Array, State]:
+    """Return the validated answer of `policy.keep` and the new state."""
+    answer, new = policy.keep(step, state)
+    assert isinstance(answer, np.ndarray) and answer.dtype == np.bool_ and answer.shape == step.alive.shape, (
+        f"keep() must return a bool array of shape {step.alive.shape}"
+    )
+    return answer & step.alive, new
+
+
+def select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:
+    """Return the validated answer of `policy.select`."""
+    mask = policy.select(tree, state)
+    assert mask is None or (mask.dtype == np.bool_ and mask.shape == tree.drawn.shape), (
+        f"select() must return None or a bool array of shape {tree.drawn.shape}"
+    )
+    return mask
 
 
 def play(
     policy: StopPolicy, streams: Sequence[int], branches: int, batch: Array | None = None
-) -> tuple[Decisions, State]:
+) -> tuple[list[Array], State]:
     """Return the answers [S, B] of a few rounds, in order, and the last state; see `play_round`."""
     state, answers = policy.start(len(streams), keys(streams)), []
     for round in range(ROUNDS):
-        said, state = play_round(policy, streams, round, branches, state, batch)
-        answers += said
+        more, state = play_round(policy, streams, round, branches, state, batch)
+        answers += more
     return answers, state
 
 
 def play_round(
     policy: StopPolicy, streams: Sequence[int], round: int, branches: int, state: State, batch: Array | None = None
-) -> tuple[Decisions, State]:
-    """Return the answers [S, B] by depth, and the state after the round; of streams that share verifications as `batch` [S]
-    says, the nodes that are selected too."""
+) -> tuple[list[Array], State]:
+    """Return the answers [S, B] by depth, with `batch` [S] also those of `select` [S, N], and the state after the round."""
     answers, outcome = [], make_outcome(streams, round)
     for depth in depths(policy):
-        answer, state = checked_keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
+        answer, state = keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
         answers.append(answer)
     if batch is not None:
-        mask = checked_select(policy, make_tree(len(streams), branches), state)
+        mask = select(policy, make_tree(len(streams), branches), state)
         answers += [] if mask is None else [mask]
         outcome = dataclasses.replace(outcome, active=batch >= 0)
     return answers, policy.observe(outcome, state)
 
 
+def check_first_axis(state: State, streams: int) -> None:
+    """Check that a state consists of arrays whose first axis is S."""
+    try:
+        rows = take(state, np.arange(streams))
+    except IndexError:
+        rows = None
+    assert same(state, rows), "the first axis of an array of the state is not S"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as nested lists of arrays and numbers."""
+    if dataclasses.is_dataclass(value):
+        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return [[key, _plain(item)] for key, item in sorted(value.items())]
+    return value
+
+
 def same(one: Any, other: Any) -> bool:
-    """Whether two states hold the same: arrays and numbers, in tuples, lists, dicts, dataclasses and objects."""
-    if isinstance(one, np.ndarray):
-        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if dataclasses.is_dataclass(one):
-        return type(one) is type(other) and all(
-            same(getattr(one, f.name), getattr(other, f.name)) for f in dataclasses.fields(one)
-        )
-    if hasattr(one, "__dict__"):
-        return type(one) is type(other) and same(vars(one), vars(other))
-    return bool(one == other)
+    """Whether two states or other values are equal: arrays and numbers in tuples, lists, dicts and dataclasses."""
+    try:
+        np.testing.assert_equal(_plain(one), _plain(other))
+    except AssertionError:
+        return False
+    return type(one) is type(other)

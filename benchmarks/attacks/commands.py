@@ -22,7 +22,7 @@ from pathlib import Path
 from unittest import mock
 
 from specstop.collect.store.folder import open_trace
-from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 

@@ -29,8 +29,8 @@ from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import AnyFork, Derived, Threshold
+from specstop.policies.safe_loading import digest
 from specstop.policies.storage.folder import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.storage.safe_loading import digest
 
 COUNT, QUICK = 1000, 100
 """Damaged folders in a full run, and in a quick one."""

@@ -27,8 +27,7 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import open_trace
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
-from specstop.policies.files.atomic import STAGE_PREFIX, sha256
-from specstop.policies.files.outputs import beside
+from specstop.policies.files import STAGE_PREFIX, sha256, staging_path
 from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 
@@ -185,7 +184,7 @@ class Bench:
         """Return what is wrong with what the command left."""
         names = sorted(path.name for path in place.iterdir())
         # A demo that was interrupted keeps its complete stages in a folder beside its result.
-        kept = {beside(place / "out").name} if ended.command[0] == "demo" and ended.code else set()
+        kept = {staging_path(place / "out").name} if ended.command[0] == "demo" and ended.code else set()
         found = [] if set(names) <= {"out", "tmp", *kept} else [f"left {names}"]
         left = [path for path in staged(place) if path.name not in kept]
         found += [f"left {path.relative_to(place)}" for path in (*left, *(place / "tmp").iterdir())]

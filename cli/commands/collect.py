@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...policies.errors import InputError
-from ...policies.files.outputs import RUN_FILE, beside, claim_folder
+from ...policies.files import RUN_FILE, prepare_output_dir, staging_path
 from ...policies.progress import Progress
 from ..common import say_defaults
 from ..console.interrupt import Interrupted, finish_first
@@ -225,10 +225,10 @@ def collect(
         _by_ray(out, ray, ray_tasks, resume, quiet, json)
         return
     if not dry_run:
-        claim_folder(out, overwrite=overwrite, resume=resume or place.world > 1, in_place=True)
+        prepare_output_dir(out, overwrite=overwrite, resume=resume or place.world > 1)
     options, kept = asdict(asked), None
     if resume or place.world > 1:
-        folder = beside(out) if overwrite and beside(out).exists() else out
+        folder = staging_path(out) if overwrite and staging_path(out).exists() else out
         kept = kept_prompts(folder, options)
         if kept is not None and resume:
             say(f"goes on with the prompts kept in {folder / PROMPTS_FILE}; the source is not read again")

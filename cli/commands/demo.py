@@ -41,11 +41,11 @@ def demo(
 
     The same command continues a run that was interrupted.
     """
-    from ...policies.files.outputs import beside, claim_folder
+    from ...policies.files import prepare_output_dir, staging_path
     from ...train.demo.pair import check_pair
 
     folder = out or _unused(Path("specstop-demo"))
-    claim_folder(folder, overwrite=overwrite, inputs=[pair])  # bad input is refused before anything is printed
+    prepare_output_dir(folder, overwrite=overwrite, inputs=[pair])  # bad input is refused before anything is printed
     if pair is not None:
         check_pair(pair)
     quiet_libraries()
@@ -60,7 +60,7 @@ def demo(
                 overwrite=overwrite, progress=progress, announce=_ignore if quiet or json else _print_line,
             )  # fmt: skip
     except Interrupted as error:
-        if beside(folder).exists():
+        if staging_path(folder).exists():
             error.line += "; complete stages are kept, and the same command continues with the next one"
         raise
     if json:

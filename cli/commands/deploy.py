@@ -135,12 +135,12 @@ def _named(policy: str | None, to: str) -> str:
 
 def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     """Write the ONNX model and say how it was checked."""
-    from ...policies.files.outputs import claim_file
+    from ...policies.files import prepare_output_file
     from ...policies.learned.policy import LearnedPolicy
     from ...policies.storage.onnx import PRODUCER, export_onnx
     from ...policies.storage.registry import load_policy
 
-    claim_file(out, PRODUCER.encode(), overwrite=overwrite)
+    prepare_output_file(out, PRODUCER.encode(), overwrite=overwrite)
     chosen = load_policy(policy)
     if not isinstance(chosen, LearnedPolicy):
         raise PolicyError(f"--policy: {policy} has no head to deploy; expected a policy folder of `specstop train`")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.deferral import uninterrupted
+from ...policies.files import uninterrupted
 from ..common import batch_sizes, find_prompts, fitting, flat, say_defaults
 from ..console.output import next_step, print_json, progress_bars, table
 from ..console.streams import say
@@ -73,7 +73,7 @@ def profile(
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
     from ...decode.settings import Settings
-    from ...policies.files.outputs import claim_file, refuse_inputs
+    from ...policies.files import check_separate, prepare_output_file
     from ...policies.profile import MARK
     from ...policies.storage.registry import load_policy
 
@@ -89,9 +89,9 @@ def profile(
         raise InputError(
             "--through vllm: expected chains; leave out --tree, --verification, and options that change what is sampled from"
         )
-    claim_file(out, MARK, overwrite=overwrite)
-    saved = claim_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
-    refuse_inputs(saved, [given_config(saved)])
+    prepare_output_file(out, MARK, overwrite=overwrite)
+    saved = prepare_output_file(out.with_name(out.name + ".run.yaml"), b"command: profile", overwrite=True)
+    check_separate(saved, [given_config(saved)])
     with progress_bars(quiet or json) as progress:
         found = models.find(progress)
         rules = [load_policy(spec).limited(depth) for spec in policy]
@@ -151,7 +151,7 @@ def _add_policies(
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
-    from ...policies.files.outputs import claim_file
+    from ...policies.files import prepare_output_file
     from ...policies.learned.conditions import tell_other_drafter
     from ...policies.profile import MARK, Profile
     from ...policies.storage.registry import load_policy
@@ -159,7 +159,7 @@ def _add_policies(
     if known is None:
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")
     costs = Profile.load(known)
-    place = known if out is None else claim_file(out, MARK, overwrite=overwrite)
+    place = known if out is None else prepare_output_file(out, MARK, overwrite=overwrite)
     try:
         rules = [load_policy(spec).limited(costs.max_depth) for spec in specs]
     except PolicyError as error:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from ...policies.files.deferral import uninterrupted
+from ...policies.files import uninterrupted
 from .streams import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -39,7 +39,7 @@ class Signals:
 
     An exception raised between any two instructions may be lost: in a destructor, in a callback from C, in an `except`
     that catches everything. So it is raised again until it arrives; clean-up that runs because of it is left alone, and so is
-    what must not be cut in two (`policies.files.deferral`).
+    what must not be cut in two (`policies.files.uninterrupted`).
 
     Attributes:
         asked: number of the first signal that came.
@@ -79,7 +79,7 @@ class Signals:
             if hasattr(signal, "setitimer"):
                 signal.signal(signal.SIGALRM, self._interrupt)
                 signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)  # its SIGALRM comes back here
-        if not uninterrupted.waits(lambda: self._interrupt(number, None)) and not _handled(sys.exc_info()[1]):
+        if not uninterrupted.defer(lambda: self._interrupt(number, None)) and not _handled(sys.exc_info()[1]):
             raise Interrupted(self.asked)  # `number` may be the timer's
 
     def _unraised(self, unraisable: sys.UnraisableHookArgs) -> None:

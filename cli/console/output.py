@@ -27,8 +27,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...policies.errors import SpecstopWarning
-from ...policies.files.text import printable
 from ...policies.progress import Progress, silent
+from ...policies.text import printable
 from .streams import results, say
 
 _PLAIN_EVERY_S = 5.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from ...policies.errors import InputError
-from ...policies.files.text import printable
+from ...policies.text import printable
 
 
 def say(text: str) -> None:

@@ -12,8 +12,7 @@ import typer
 import yaml
 
 from ...policies.errors import InputError, close_match
-from ...policies.files.atomic import MANIFEST, write_atomic
-from ...policies.files.outputs import RUN_FILE, adding, list_also
+from ...policies.files import RUN_FILE, write_atomic
 
 _OWN = ("config", "set", "help")
 _RENAMED = {"vector": "hidden", "guard": "drift"}  # options as files of earlier versions name them
@@ -85,18 +84,16 @@ def _checked(context: typer.Context, values: Mapping[str, Any], where: str) -> d
 
 @contextlib.contextmanager
 def config_saved(out: Path) -> Iterator[None]:
-    """Have the resolved options of the running command in the result that the block puts in place at `out`."""
-    context = _running.get()
-    with adding(out, RUN_FILE, _resolved(context)) if context is not None else contextlib.nullcontext():
-        yield
+    """Write the resolved options of the running command to the result `out` of the block, unless they are there."""
+    yield
+    if out.is_dir() and not (out / RUN_FILE).exists():
+        save_config(out)
 
 
 def save_config(folder: Path, name: str = RUN_FILE) -> None:
-    """Write the resolved options of the running command beside a result that is in place already."""
+    """Write the resolved options of the running command to a file of a folder."""
     context = _running.get()
     if context is not None:
-        if (folder / MANIFEST).exists():
-            list_also(folder, name)
         write_atomic(folder / name, _resolved(context))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.files import prepare_output_dir, staged_folder
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
 from ..options.shared import Json, Out, Overwrite, Policies, Quiet, Seed
@@ -46,7 +46,7 @@ def transfer(
     from ...train.report.whatif.records import write_whatif
     from ...train.report.whatif.transfer import transfer as run
 
-    claim_folder(out, overwrite=overwrite)
+    prepare_output_dir(out, overwrite=overwrite)
     policies = [load_policy(spec) for spec in policy]
     names = [p.name for p in policies]
     if len(names) > len(dict.fromkeys(names)):  # folders tell policies of one name apart

@@ -35,10 +35,11 @@ def engine_features(temperature: float) -> tuple[str, ...]:
 def explored_by(proposer: Proposer, rows: Array) -> Array:
     """Return [n] bool, whether the drafts of these rows go to full length whatever the policy says."""
     assert proposer.drafting is not None
-    asking, policy = proposer.drafting.asking, proposer.drafting.asking.policy
-    if not isinstance(policy, Exploring):
+    host = proposer.drafting.host
+    if not isinstance(host.policy, Exploring):
         return np.zeros(len(rows), dtype=bool)
-    return policy.explores(asking.state_of(rows))
+    host.load_rows(rows)
+    return host.policy.explores(host.state)
 
 
 @dataclass

@@ -33,8 +33,7 @@ from ...decode.engines.rounds import Heard, Observer, Sent
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.files.atomic import disk_text
-from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.files import disk_text, prepare_output_dir, staged_folder
 from ...policies.splitmix import mix
 from ..digests import policy_digest
 from ..explore import exploring
@@ -196,9 +195,9 @@ def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> T
         overwrite: replace an older result there.
 
     Raises:
-        InputError: there are none, one is no such file, or they are of different runs; or as `claim_folder`.
+        InputError: there are none, one is no such file, or they are of different runs; or as `prepare_output_dir`.
     """
-    claim_folder(out, overwrite=overwrite, inputs=[folder])
+    prepare_output_dir(out, overwrite=overwrite, inputs=[folder])
     paths = sorted(folder.glob("*.parquet"))
     if not paths:
         raise InputError(f"--from-vllm: expected files that RecordingProposer wrote in {folder}, but there are none")

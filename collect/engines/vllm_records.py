@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.files.json_text import strict_loads
-from ...policies.files.outputs import claim_folder, staged_folder
-from ...policies.files.text import HALF, is_text
+from ...policies.files import prepare_output_dir, staged_folder
 from ...policies.learned.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.limits import MOST_ROWS
+from ...policies.text import HALF, is_text, strict_loads
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
 from ..prompts.samples import SampleNames, warn_sample_ids
@@ -45,7 +44,7 @@ def import_vllm(
         overwrite: replace an older result in `out`.
 
     Raises:
-        InputError: the file is missing, a line has no such record (the message gives its number), or as `claim_folder`.
+        InputError: the file is missing, a line has no such record (the message gives its number), or as `prepare_output_dir`.
 
     Warns:
         SpecstopWarning: the draft lengths depend on acceptance.
@@ -55,7 +54,7 @@ def import_vllm(
         if target or draft:
             raise InputError(f"--target, --draft: {file} names the models that it was recorded with; leave them out")
         return import_parts(file, out, overwrite=overwrite)
-    claim_folder(out, overwrite=overwrite, inputs=[file])
+    prepare_output_dir(out, overwrite=overwrite, inputs=[file])
     records = _records(file)
     steps = [count for record in records for count in record.drafted]
     depth = max(steps, default=0)

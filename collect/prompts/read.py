@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...policies.errors import InputError, close_match
-from ...policies.files.text import HALF, is_text
 from ...policies.limits import check_limits
+from ...policies.text import HALF, is_text
 from .files import STANDARD_INPUT, records
 from .messages import prompt_text
 from .presets import PLAIN, Layout, find_preset

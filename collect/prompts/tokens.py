@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...decode.run import warn_two_bos
 from ...policies.errors import InputError, SpecstopWarning, close_match
-from ...policies.files.text import HALF, is_text
+from ...policies.text import HALF, is_text
 from ..work import stream_name
 
 LONG = ("skip", "left", "right", "refuse")

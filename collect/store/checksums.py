@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...policies.errors import TraceError
-from ...policies.files.atomic import sha256
+from ...policies.files import sha256
 from ..schema import HEADER_KEY, Header, arrow_schema
 from .staging import put
 

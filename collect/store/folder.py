@@ -26,8 +26,7 @@ import pyarrow.parquet as pq
 from ...policies.arguments import as_list
 from ...policies.errors import InputError, TraceError
 from ...policies.features.hidden_states import HIDDEN_STATES
-from ...policies.files.atomic import MANIFEST
-from ...policies.files.outputs import Input, beside, claim_folder, is_empty, write_manifest
+from ...policies.files import MANIFEST, Input, is_empty_dir, prepare_output_dir, staging_path, write_manifest
 from ..schema import Header, arrow_schema
 from .card import CARD_FILE, data_card
 from .checksums import (
@@ -74,10 +73,10 @@ def open_for_writing(
         The folder to write into: beside one that is to be replaced, which stays as it is until the trace is complete.
 
     Raises:
-        InputError: the folder is not empty and neither flag is given, or as `claim_folder`.
+        InputError: the folder is not empty and neither flag is given, or as `prepare_output_dir`.
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
-    folder = claim_folder(folder, overwrite=overwrite, resume=resume, in_place=True, inputs=inputs)
+    folder = prepare_output_dir(folder, overwrite=overwrite, resume=resume, inputs=inputs)
     if overwrite:
         folder = _replacing(folder, resume)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ def open_for_writing(
     path = folder / HEADER_FILE
     if not path.exists():
         # A hidden file may be the header that another process is about to put there.
-        if not (is_empty(folder) or os.listdir(folder) == [PROMPTS_FILE]) and not path.exists():
+        if not (is_empty_dir(folder) or os.listdir(folder) == [PROMPTS_FILE]) and not path.exists():
             raise InputError(f"--resume: expected a trace in {folder}, but it has no {HEADER_FILE}")
         with full_disk_advice(folder, "free some and run the same command again with --resume"):
             if prompts is not None:
@@ -110,10 +109,10 @@ def open_for_writing(
 
 def _replacing(folder: Path, resume: bool) -> Path:
     """Return where a run that overwrites `folder` writes: there if it is empty, or holds the run that is to be resumed."""
-    stage = beside(folder)
+    stage = staging_path(folder)
     if stage.exists() and not resume:
         shutil.rmtree(stage)  # of a run that was stopped, and now begins anew
-    return stage if stage.exists() or not (resume or is_empty(folder)) else folder
+    return stage if stage.exists() or not (resume or is_empty_dir(folder)) else folder
 
 
 def _names(header: Header) -> Iterator[str]:

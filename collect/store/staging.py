@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...policies.errors import TraceError
-from ...policies.files.atomic import STAGE_PREFIX, naming, sync
-from ...policies.files.deferral import uninterrupted
+from ...policies.files import STAGE_PREFIX, sync, uninterrupted
 
 _ABANDONED_S = 3600.0
 """After so long a stage whose writer cannot be asked after (another machine's) is nobody's."""
@@ -39,21 +38,20 @@ def staged(path: Path, *, once: bool = False) -> Iterator[Path]:
         once: leave a file that is already there as it is: whoever comes first has written it.
     """
     stage = stage_of(path)
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield stage
-            sync(stage)
-            with uninterrupted:
-                if once:
-                    _link(stage, path)
-                    stage.unlink(missing_ok=True)
-                else:
-                    os.replace(stage, path)
-            sync(path.parent)  # the name too survives a power cut
-        except BaseException:
-            stage.unlink(missing_ok=True)
-            raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield stage
+        sync(stage)
+        with uninterrupted:
+            if once:
+                _link(stage, path)
+                stage.unlink(missing_ok=True)
+            else:
+                os.replace(stage, path)
+        sync(path.parent)  # the name too survives a power cut
+    except BaseException:
+        stage.unlink(missing_ok=True)
+        raise
 
 
 def _link(stage: Path, path: Path) -> None:

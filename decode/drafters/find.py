@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from ...policies.errors import InputError
-from ...policies.plugin_code import loading
 from ...policies.storage.drafter_names import PLUGINS
 from ...policies.storage.specs import check_options, parameters, read_number
+from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from .base import Drafter, lacks
 from .either import EitherDrafter
@@ -86,7 +86,7 @@ def _alone(named: Named, pair: Pair) -> Drafter:
     if takes_draft(named.kind):
         _ = pair.draft_model  # told by our own error where there is none
     check_options(parameters(make, where), where, named.options, (pair,))
-    with loading("--drafter", f"making {named.text!r} ({point.value})"):
+    with plugin_errors("--drafter", f"making {named.text!r} ({point.value})"):
         made: Drafter = make(pair, **named.options)
         missing = lacks(made)
     if missing:

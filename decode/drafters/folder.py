@@ -20,19 +20,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.outputs import RUN_FILE, staged_folder
-from ...policies.files.text import markdown_cell
-from ...policies.storage.safe_loading import (
-    MOST_HEADER,
-    MOST_TEXT,
-    check_names,
-    check_tensor_file,
-    check_text,
-    digest,
-    parse_json,
-    read_plain,
-)
+from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
+from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
+from ...policies.text import markdown_cell
 from ..models.cpu.products import can_pack
 from ..models.engine import pack
 from ..models.hidden import hidden_width
@@ -175,8 +165,7 @@ def _facts(folder: Path) -> dict[str, Any]:
     for name, kind in _TYPES.items():
         if not isinstance(raw[name], kind):
             raise InputError(f"{name}: {str(raw[name])[:80]!r} is not what is expected there")
-    if raw["sha256"] != digest(raw):
-        raise InputError(f"{DRAFTER_FILE} is not as it was written (its checksum differs); train or copy it again")
+    check_digest(raw, DRAFTER_FILE)
     if raw["kind"] not in KINDS:
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, not {raw['kind']!r}")
     return raw
@@ -197,19 +186,15 @@ def _checked_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[s
     """Return the tensors, once names, sizes, checksum and shapes of what is there are in order."""
     if set(files) != {WEIGHTS_FILE} or not (folder / WEIGHTS_FILE).exists():
         raise InputError(f"expected the weights in {WEIGHTS_FILE} and nowhere else")
-    check_names(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE)
-    for name in (CARD_FILE, RUN_FILE):
-        if (folder / name).exists():
-            check_text(read_plain(folder / name, MOST_TEXT), name)
-    # The format: 8 bytes that tell the header's length, the header, the numbers in float32.
-    most = 8 + MOST_HEADER + sum(4 * math.prod(tensor.shape) for tensor in expected.values())
+    check_folder(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE, (CARD_FILE, RUN_FILE))
+    # The header, and the numbers in float32.
+    most = MOST_TEXT + sum(4 * math.prod(tensor.shape) for tensor in expected.values())
     data = read_plain(folder / WEIGHTS_FILE, most)
     if hashlib.sha256(data).hexdigest() != files[WEIGHTS_FILE]:
         raise InputError(
             f"{WEIGHTS_FILE} is not the file that {DRAFTER_FILE} was written with (its checksum differs); train or copy "
             "it again"
         )
-    check_tensor_file(data)
     tensors = safetensors.torch.load(data)
     for name in sorted(set(tensors) | set(expected)):
         there, wanted = (list(of[name].shape) if name in of else None for of in (tensors, expected))

@@ -11,8 +11,8 @@ from torch import Tensor
 from ...policies.contract import Array
 from ...policies.errors import InputError
 from ..candidates import Candidates
+from ..models.long_rope import ENDLESS
 from ..models.pair import Pair
-from ..models.reading.modes import ENDLESS
 from .base import READS_NOTHING, Proposal
 
 LONGEST = 3

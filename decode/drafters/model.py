@@ -13,9 +13,9 @@ from ..candidates import Candidates
 from ..models.cuda.graph import open_cache
 from ..models.finite import check_rows
 from ..models.hidden import hidden_width
+from ..models.long_rope import readable
 from ..models.packed import Part, TreeRows
 from ..models.pair import Pair
-from ..models.reading.modes import readable
 from .base import Proposal
 
 

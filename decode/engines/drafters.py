@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from ..candidates import Candidates
 from ..drafters.base import Drafter
 from ..drafters.find import find_drafter
 from ..drafters.known import needs_draft
-from ..models.checkpoints.opening import open_checkpoint
-from ..models.loading import load_tokenizer, without_weights
+from ..models.loading import load_tokenizer, open_checkpoint
+from ..models.long_rope import readable
 from ..models.pair import Pair
-from ..models.reading.modes import READS_ALL, readable
+from ..models.view import READS_ALL
 from ..topology import chain
 from .models import ModelRows, load_draft
 from .policies import check_engine_drafter
@@ -55,9 +56,10 @@ def load_rows(
         return ModelRows(model, rows, vocabulary, reading), readable(model)
     checkpoint = open_checkpoint(target, "target")
     # The engine has the target: what stands for it in the pair has no weights.
-    shapes, tokenizer = without_weights(checkpoint, dtype), load_tokenizer(checkpoint)
+    shapes: Any = checkpoint.skeleton
+    tokenizer = load_tokenizer(checkpoint)
     readings = (READS_ALL, reading)
-    pair = Pair(shapes, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
+    pair = Pair(shapes.to(dtype), model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
     found = find_drafter(drafter, pair)
     check_engine_drafter(drafter, "vllm", reads=bool(found.layers))  # a plugin's own say
     return DrafterRows(found, rows, depth, vocabulary), found.readable

@@ -15,12 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...policies.baselines.fixed import FixedLength
 from ...policies.contract import Array, RoundOutcome, StopPolicy
-from ...policies.features import Drawn
+from ...policies.features import Drawn, Layout
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from ..rounds import draft as draft_chains
 from ..settings import Stopwatch
-from .asking import Asking
+from ..topology import chain
+from ..weak import weak_method
 from .guarded import Guarded, Spent
 from .rounds import Heard, Observer, Sent
 from .rows import Placed, Rows
@@ -60,7 +63,7 @@ class Drafting:
 
     Attributes:
         spent: so far.
-        asking: who asks the policy.
+        host: of the policy.
     """
 
     def __init__(
@@ -82,13 +85,21 @@ class Drafting:
 
     def use(self, policy: StopPolicy) -> None:
         """Ask this policy from the next text on."""
-        self.asking = Asking(policy, self.options.rows, self.options.depth, self.options.fallback)
-        self._watch.wrap(self.asking, {"keep": "policy", "select": "policy"})
+        fallback = FixedLength(min(self.options.fallback, self.options.depth))
+        policy = policy.limited(self.options.depth)
+        self.host = PolicyHost(
+            policy, batch=self.options.rows, fallback=fallback, on_replaced=weak_method(self._draft_by)
+        )
+        self._watch.wrap(self.host, {"keep": "policy", "select": "policy"})
+        self._draft_by(policy)
+
+    def _draft_by(self, policy: StopPolicy) -> None:
+        self._topology, self._layout = chain(min(policy.max_depth, self.options.depth)), Layout(policy.features)
 
     @property
     def policy(self) -> StopPolicy:
         """The policy that is asked."""
-        return self.asking.policy
+        return self.host.policy
 
     def check_failed(self) -> None:
         """Raise if drafter or policy has failed: what another drafted is no trace or profile of them.
@@ -98,8 +109,8 @@ class Drafting:
             PolicyFailure: the policy has failed.
         """
         self._draft.check()
-        if self.asking.failure is not None:
-            raise self.asking.failure.as_error("nothing was recorded from there on")
+        if self.host.failure is not None:
+            raise self.host.failure.as_error("nothing was recorded from there on")
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
         """Return a draft for each text, possibly empty.
@@ -116,10 +127,10 @@ class Drafting:
         known: Sequence[str | None] = [None] * len(texts) if names is None else names
         self._begin([(one, name) for one, name in zip(placed, known, strict=True) if one is not None and not one.same])
         drafts: list[list[int]] = [[] for _ in texts]
-        longest = self.options.readable - self.asking.depth
+        longest = self.options.readable - self._topology.deepest
         # Features read the token before the anchor too, so a text of one token is not drafted for.
         rows = {at: one.row for at, one in enumerate(placed) if one is not None and 1 < len(texts[at]) <= longest}
-        if rows and self.asking.depth:
+        if rows and self._topology.deepest:
             for at, tokens in zip(rows, self._draft_for(list(rows.values()), begin), strict=True):
                 drafts[at] = tokens
         self.spent.steps += 1
@@ -140,7 +151,7 @@ class Drafting:
         seconds = [now - one.sent.began_s for one in heard]
         if self._observer is not None and heard:
             self._observer.heard(heard, seconds)
-        if heard and self.asking.listens:
+        if heard and (self.host.observes or self._layout.history):
             self._tell(heard, np.array(seconds))
 
     def _tell(self, heard: Sequence[Heard], seconds: Array) -> None:
@@ -158,7 +169,9 @@ class Drafting:
                 price = self._profile.decision(self.policy.cost_name)
                 seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price, None)
         active = np.ones(len(heard), dtype=bool)
-        self.asking.heard(rows, RoundOutcome(active, drafted, verified, accepted, cut, seconds))
+        self.host.load_rows(rows)
+        self.host.observe(RoundOutcome(active, drafted, verified, accepted, cut, seconds))
+        self.host.store_rows(rows)
 
     def _begin(self, placed: Sequence[tuple[Placed, str | None]]) -> None:
         """Begin new texts, each with its name, in rows; what they begin with alike the draft model need not read again."""
@@ -170,7 +183,8 @@ class Drafting:
                 self._observer.began(one.row, self._rows.text(one.row), name)
         keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)  # a text's number is its key
         self._texts += len(rows)
-        self.asking.renew(np.array(rows, dtype=np.int64), keys)
+        if rows:
+            self.host.refill_rows(np.array(rows, dtype=np.int64), keys)
 
     def _forget(self, row: int, length: int) -> None:
         """Have the draft model know no more of a row than its first `length` tokens."""
@@ -185,21 +199,21 @@ class Drafting:
             self._forget(row, len(text) - 1)
         unread = [text[self._read[row] :].tolist() for row, text in zip(rows, texts, strict=True)]
         anchors = np.array([(text[-1], text[-2]) for text in texts], dtype=np.int64)
-        asking, observer = self.asking, self._observer
+        host, observer = self.host, self._observer
 
         def look(depth: int, at: Array, logits: Tensor, drawn: Drawn) -> None:
             assert observer is not None
             observer.level(depth, here[at], logits, drawn)
 
         source = Chains(
-            self._draft, asking.layout, rows, unread, anchors, asking.topology,
+            self._draft, self._layout, rows, unread, anchors, self._topology,
             self.options.temperature, self._eos, look if observer is not None else None,
         )  # fmt: skip
         self._watch.restart()
         self._watch.wrap(source, {"step": "policy"})
-        asking.attend(here)
-        found = draft_chains(source, asking, np.ones((len(rows), 1), dtype=bool), None)
-        asking.leave()
+        host.load_rows(here)
+        found = draft_chains(source, host, np.ones((len(rows), 1), dtype=bool), None)
+        host.store_rows(here)
         self.spent.asked_s += sum(self._watch.laps["policy"])
         drafts = []
         for at, (row, text) in enumerate(zip(rows, texts, strict=True)):

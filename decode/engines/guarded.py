@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.plugin_code import reason
+from ...policies.validation import error_text
 from .source import DraftRows
 
 
@@ -66,6 +66,6 @@ class Guarded:
             raise InputError(f"the drafter failed ({self.failed}); nothing was recorded from there on")
 
     def _fail(self, error: Exception) -> None:
-        self._draft, self.failed = None, reason(error)
+        self._draft, self.failed = None, error_text(error)
         text = f"the drafter failed ({self.failed}); nothing is drafted from here on"
         warnings.warn(text, SpecstopWarning, stacklevel=3)

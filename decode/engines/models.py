@@ -9,13 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...policies.errors import PairError
-from ..models.checkpoints.opening import open_checkpoint
 from ..models.cuda.graph import open_cache
 from ..models.engine import choose_engine, speed_up
-from ..models.loading import load_model
+from ..models.loading import load_model, open_checkpoint
 from ..models.packed import Part
-from ..models.reading.modes import READS_ALL, Reading
-from ..models.reading.self_check import check_model
+from ..models.self_check import check_model
+from ..models.view import READS_ALL, Reading
 
 _LEAST = 512
 """Tokens of a row to begin with."""

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from ...policies import kernels
-from ...policies.checking import with_costs
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
 from ...policies.profile import Profile
 from ...policies.storage.registry import load_policy
+from ...policies.validation import with_costs
 from ..models.pair import check_dtype, end_tokens
 from .drafters import load_rows
 from .drafting import Drafting, Options

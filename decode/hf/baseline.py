@@ -117,7 +117,7 @@ class Assisted:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             begin = time.perf_counter()
-            out: Any = target.generate(ids, attention_mask=mask, **options)  # type: ignore[operator]
+            out: Any = target.generate(ids, attention_mask=mask, **options)
             texts = out[:, longest:].tolist()  # waits for the device
             seconds = time.perf_counter() - begin
         cut = [tuple(cut_at(text, eos)) for text in texts]

@@ -20,13 +20,12 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.json_text import read_json
-from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned.conditions import sampling_text
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.storage.folder import load_policy_folder, save_policy
 from ...policies.storage.registry import BUILTINS, load_policy
+from ...policies.text import read_json
 from ..drafters.folder import TrainedDrafter, save_drafter
 from ..drafters.known import BUILTINS as DRAFTERS, TRAINED, check_drafter, needs_draft, paths_of, read_known
 from ..drafters.shared import load_named
@@ -115,7 +114,7 @@ def deploy_hf(
     chosen = settled or load_policy(policy)
     drafts = drafter_for(chosen, drafter)
     _warn_other_drafter(chosen, drafts)
-    folder = claim_folder(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:
         raise PolicyError(

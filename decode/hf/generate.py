@@ -26,11 +26,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.checking import with_costs
 from ...policies.errors import InputError
 from ...policies.limits import is_within
 from ...policies.profile import Profile
 from ...policies.storage.registry import PolicySpec, as_policy
+from ...policies.validation import with_costs
 from ..drafters.find import find_drafter
 from ..drafters.known import check_drafter, needs_draft
 from ..loop import Request, Speculator

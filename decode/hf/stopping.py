@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ...policies.checking import check_policy
-from ...policies.contract import Array, RoundOutcome, StopPolicy, checked_keep, checked_observe, checked_start
+from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
 from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Drawn
-from ...policies.features.history import History
+from ...policies.host import PolicyHost
 from ...policies.storage.registry import load_policy
+from ...policies.validation import validate_policy
 from ..policy.reader import Reader, draft_step
 from ..policy.summaries import read_columns
 from ..verify.modes import is_trimming
@@ -60,8 +60,8 @@ class PolicyStoppingCriteria(StoppingCriteria):
     """
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
-        self.policy = check_policy(load_policy(policy) if isinstance(policy, str) else policy)
-        self._reader = Reader(self.policy)
+        self.policy = validate_policy(load_policy(policy) if isinstance(policy, str) else policy)
+        self._reader, self._host = Reader(self.policy), PolicyHost(self.policy)
         layout = self._reader.layout
         self._columns = layout.node_columns
         known = (*RUN_FEATURES, *TOKEN_FEATURES)
@@ -101,22 +101,19 @@ class PolicyStoppingCriteria(StoppingCriteria):
         # A round adds what it drafted and one token at most: a longer text is the next turn of a conversation.
         goes_on = bool(self._text) and known < len(text) <= known + self._drafted + 1 and text[:known] == self._text
         if not goes_on:
-            self._state = checked_start(self.policy, 1, np.zeros(1, dtype=np.int64))
-            self._history = History.start(1)
+            self._host.start(np.zeros(1, dtype=np.int64))
         else:
             # The text has grown by what was accepted and one token of the target's.
             accepted = min(len(text) - known - 1, self._drafted)
             self.rounds.append((self._drafted, accepted))
-            self._history = self._history.after(np.array([accepted]), np.array([self._drafted]))
-            if type(self.policy).observe is not StopPolicy.observe:
-                self._state = checked_observe(self.policy, self._outcome(accepted), self._state)
+            self._host.observe(self._outcome(accepted))
         self._text, self._drafted = text, 0
         anchor = text[-1], text[-2] if len(text) > 1 else -1
         # No row of the target's is known, and none is read: the ANCHOR features let through are of tokens and of the run.
-        self._base = self._reader.base(self._history, self._temperature, torch.zeros(1, 1), [anchor]).features
+        self._base = self._reader.base(self._host.history, self._temperature, torch.zeros(1, 1), [anchor]).features
         self._path: Array | None = None
         if self.policy.first == 0:  # its answer is void, since the stock loop drafts one token at least
-            _, self._state = checked_keep(self.policy, draft_step(0, self._base.copy()), self._state)
+            self._host.keep(draft_step(0, self._base.copy()))
 
     def _outcome(self, accepted: int) -> RoundOutcome:
         drafted, true = np.array([self._drafted]), np.array([True])
@@ -126,7 +123,9 @@ class PolicyStoppingCriteria(StoppingCriteria):
         """Return [1] bool: stop after the token just drawn."""
         self._drafted += 1
         device = input_ids.device
-        unasked = self.policy.unasked.get(1)  # the stock loop decodes one text, and drafts one token at least
+        unasked = self._host.fixed_length(
+            np.ones((1, 1), dtype=bool)
+        )  # the stock loop decodes one text, and drafts one token at least
         deepest = self.policy.max_depth if unasked is None else min(unasked, self.policy.max_depth)
         if unasked is not None or self._drafted >= deepest:
             return torch.tensor([self._drafted >= deepest], device=device)
@@ -139,5 +138,5 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self._path = read_columns(self._columns, logits, drawn, self._temperature, features, scores=greedy)
         if self._drafted < self.policy.first:
             return torch.tensor([False], device=device)
-        keep, self._state = checked_keep(self.policy, draft_step(self._drafted, features), self._state)
+        keep = self._host.keep(draft_step(self._drafted, features))
         return torch.tensor([not keep[0, 0]], device=device)

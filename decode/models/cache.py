@@ -25,8 +25,7 @@ from .kv_cache import KVCache, KVLayer, ReadPrompt, scored_tokens
 from .masks import SlotLayouts, TreeMasks, causal
 from .packed import PackedCall, Part, TreeRows, pack, split
 from .reading.layer_masks import LayerMasks, backend_mask
-from .reading.modes import READS_ALL, Reading
-from .view import ModelView
+from .view import READS_ALL, ModelView, Reading
 
 _LONG = 64
 """Tokens of a stream that are read by themselves: beside a long text the others' rows would be filled up to its length."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from .adapters import modified_module
 from .attention import grouped_attention
-from .checkpoints.adapters import modified_module
 from .cpu.products import Product
 from .cuda.fused import fused
 from .reading.layer_masks import LayerMasks

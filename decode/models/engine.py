@@ -26,15 +26,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
+from .adapters import is_modified
 from .cache import CachedModel
-from .checkpoints.adapters import is_modified
 from .compact import CompactModel, compact_refusal
 from .cpu.layouts import choose_layouts
 from .cpu.products import Product, can_pack
 from .cpu.steps import ORDER, Step
 from .kv_cache import scored_tokens
 from .placement import kept_as_is
-from .reading.modes import READS_ALL, Reading
+from .view import READS_ALL, Reading
 
 ENGINES = ("auto", "plain", "packed", "compact")
 

@@ -1,12 +1,13 @@
-"""Models larger than one device: accelerate places their layers, and carries what goes from one device to another.
+"""Models whose weights are not plain tensors on one device: placed by accelerate on several devices, or quantised.
 
-The loop computes on one device, the draft's. A target that lies elsewhere, or on several devices, on the host or on disk, is
-called from there all the same: its hooks take over what it is given, and bring back what it answers.
+The loop computes on one device, that of the draft. A target on other devices, in host memory or on disk is called from there:
+the hooks of accelerate move its inputs and outputs.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -18,32 +19,30 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.files.json_text import strict_loads
+from ...policies.text import strict_loads
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""How accelerate shares layers out by itself."""
+"""Device maps that accelerate computes."""
 
 Places = str | dict[str, Any]
-"""A strategy, or devices (`cpu` and `disk` among them) by name of module."""
+"""A strategy, or devices (including `cpu` and `disk`) by module name."""
 
-_TOLD: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+ADAPTED = "specstop_adapted_hash"
+"""Attribute of a model with an adapter applied on loading: the hash of both, whether or not the adapter was merged."""
+
+_SAMPLES = 64
+_WARNED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
 
 
 def check_device_map(text: str | None) -> Places | None:
-    """Return what `--device-map` asks for: a strategy, one device for all, or a JSON object of devices by module.
-
-    Raises:
-        InputError: it is none of these, or accelerate is not installed.
-    """
-    if text is None:
-        return None
-    if not is_accelerate_available():
+    """Return the value of `--device-map`: a strategy, one device for all, or devices by module. Raises `InputError`."""
+    if text is not None and not is_accelerate_available():
         raise InputError("--device-map: this needs accelerate: python -m pip install 'specstop[accelerate]'")
-    if text in STRATEGIES:
+    if text is None or text in STRATEGIES:
         return text
     try:
-        found = strict_loads(text) if text.lstrip().startswith("{") else {"": text}
-        for device in found.values():
+        places = dict(strict_loads(text)) if text.lstrip().startswith("{") else {"": text}
+        for device in places.values():
             if type(device) is not int and device != "disk":
                 torch.device(device)
     except (ValueError, RuntimeError, TypeError):
@@ -51,62 +50,56 @@ def check_device_map(text: str | None) -> Places | None:
             f"--device-map: expected {', '.join(STRATEGIES)}, a device, or a JSON object of devices by module such as "
             f'{{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {text[:80]!r}'
         ) from None
-    return dict(found)
+    return places
 
 
 def is_placed(model: PreTrainedModel) -> bool:
-    """Whether accelerate carries a model's inputs and outputs between devices."""
+    """Whether accelerate moves the inputs and outputs of a model between devices."""
     return hasattr(model, "_hf_hook")
 
 
 def place_of(model: PreTrainedModel) -> torch.device:
-    """Return the device that a model is best called from."""
+    """Return the device from which to call a model."""
     hook: Any = getattr(model, "_hf_hook", None)
     return torch.device(model.device if hook is None else hook.execution_device)
 
 
 def call_from(model: PreTrainedModel, device: torch.device) -> None:
-    """Have a model, its embeddings and its output layer answer where they are called from, if they lie elsewhere."""
+    """Make a model on other devices, its embeddings and its output layer return outputs on the device of their inputs."""
     if not is_placed(model) and model.device == device:
         return
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     modules: tuple[Any, ...] = (model, model.get_input_embeddings(), model.get_output_embeddings())
     for module in modules:
-        hook: Any = getattr(module, "_hf_hook", None)
-        if hook is None:
+        if not is_placed(module):
             place = next(module.parameters()).device
-            hook = AlignDevicesHook(place, skip_keys=model._skip_keys_device_placement)
-            add_hook_to_module(module, hook)
-        hook.io_same_device = True  # what it returns goes back to where its input was
-
-
-def kept_as_is(model: PreTrainedModel) -> str:
-    """Return why a model's layers must stay as the library has made them, or nothing."""
-    if is_placed(model):
-        devices = dict.fromkeys(map(str, getattr(model, "hf_device_map", {}).values()))
-        return f"accelerate has placed its layers on {', '.join(devices) or 'several devices'}"
-    if is_quantised(model.config):
-        return "its weights are quantised"
-    return ""
+            add_hook_to_module(module, AlignDevicesHook(place, skip_keys=model._skip_keys_device_placement))
+        module._hf_hook.io_same_device = True
 
 
 def is_quantised(config: Any) -> bool:
-    """Whether a model of this config has weights that are no plain tensors of one type."""
+    """Whether the weights of a model with this config are not plain tensors of one type."""
     return bool(getattr(config, "quantization_config", None))
 
 
-def tell_once(role: str, model: PreTrainedModel) -> None:
-    """Warn, once a model, of what it does without where its layers stay as they are."""
-    why = kept_as_is(model)
-    if why and model not in _TOLD and (is_placed(model) or model.device.type == "cpu"):
-        _TOLD.add(model)
-        text = f"the {role} runs as it is, neither packed nor recorded as CUDA graphs: {why}"
-        warnings.warn(text, SpecstopWarning, stacklevel=3)
+def kept_as_is(model: PreTrainedModel) -> str:
+    """Return why the layers of a model cannot be replaced, or an empty string."""
+    if is_placed(model):
+        devices = dict.fromkeys(map(str, getattr(model, "hf_device_map", {}).values()))
+        return f"accelerate has placed its layers on {', '.join(devices) or 'several devices'}"
+    return "its weights are quantised" if is_quantised(model.config) else ""
+
+
+def warn_once(model: PreTrainedModel, text: str) -> None:
+    """Issue a `SpecstopWarning` once per model."""
+    if text not in (texts := _WARNED.setdefault(model, set())):
+        texts.add(text)
+        warnings.warn(text, SpecstopWarning, stacklevel=4)
 
 
 def own_copy(module: Any) -> Any:
-    """Return a copy of a module, float32 on the CPU, that accelerate has nothing to do with."""
+    """Return a float32 copy of a module on the CPU, without the hooks of accelerate."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:
         return copy.deepcopy(module).float().cpu()
@@ -114,35 +107,52 @@ def own_copy(module: Any) -> Any:
     from accelerate.utils import align_module_device
 
     with align_module_device(module, torch.device("cpu")):
-        twin = copy.deepcopy(module, {id(hook): ModelHook()})  # a hook may hold the weights of the whole model
-    return remove_hook_from_module(twin).float().cpu()
-
-
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's plain tensors by name: what is offloaded is fetched, what is quantised taken apart."""
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor):
-            yield from _parts(name, _fetched(model, name) if tensor.is_meta else tensor)
-
-
-def _fetched(model: nn.Module, name: str) -> Tensor:
-    from accelerate.utils import align_module_device
-
-    where, _, own = name.rpartition(".")
-    module = model.get_submodule(where)
-    with align_module_device(module, torch.device("cpu")):
-        tensor: Tensor = getattr(module, own).detach()
-    return tensor
-
-
-def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
-    if is_plain(tensor):
-        yield name, tensor
-        return
-    for part in tensor.__tensor_flatten__()[0]:
-        yield from _parts(f"{name}.{part}", getattr(tensor, part))
+        duplicate = copy.deepcopy(module, {id(hook): ModelHook()})  # a hook may hold the weights of the whole model
+    return remove_hook_from_module(duplicate).float().cpu()
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor holds its numbers itself; torchao's stand for others."""
+    """Whether a tensor stores its own numbers. Tensor subclasses of torchao consist of other tensors."""
     return not hasattr(tensor, "__tensor_flatten__")
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors of a model by name. Offloaded tensors are loaded, tensor subclasses are split into parts."""
+
+    def parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
+        if is_plain(tensor):
+            yield name, tensor
+        else:
+            for part in tensor.__tensor_flatten__()[0]:
+                yield from parts(f"{name}.{part}", getattr(tensor, part))
+
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            from accelerate.utils import align_module_device
+
+            owner, _, attribute = name.rpartition(".")
+            with align_module_device(module := model.get_submodule(owner), torch.device("cpu")):
+                tensor = getattr(module, attribute).detach()
+        if isinstance(tensor, Tensor):
+            yield from parts(name, tensor)
+
+
+def model_hash(model: PreTrainedModel) -> str:
+    """Return a hash of the names, shapes and evenly spaced sample values of all parameters, including those of adapters.
+
+    Values are rounded to bfloat16, so that a checkpoint has the same hash in bfloat16, float32 and float64.
+    """
+    if stored := getattr(model, ADAPTED, ""):
+        return str(stored)
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors(model):
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
+        if sample.is_floating_point() and sample.dtype.itemsize == 1:
+            sample = sample.view(torch.uint8)  # some 8-bit types cannot be converted
+        rounded = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else torch.float32).float()
+        digest.update(f"{name} {tuple(tensor.shape)} ".encode() + rounded.numpy().tobytes())
+    for name, module in model.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):  # an adapter layer of peft
+            digest.update(f"{name} {module.active_adapters} {module.disable_adapters} {module.scaling}".encode())
+    return digest.hexdigest()

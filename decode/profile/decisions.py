@@ -10,20 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning
 from ...policies.features.hidden_states import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.features.history import HISTORY_FEATURES
+from ...policies.host import PolicyHost
 from ...policies.measurements import DECISIONS, Key, Measurements
 from ...policies.profile import Profile
 from ...policies.progress import Progress, silent
+from ...policies.validation import validate_policy
 from ..candidates import Candidates, draft_tree
 from ..drafted import Drafted, Finished
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..policy.reader import Base, Level, Logits, Reader
-from ..policy.runner import PolicyRunner
 from ..records import Generation, Round
 from ..settings import Settings, Stopwatch
 from ..topology import Topology, chain
@@ -127,7 +127,7 @@ def add_decisions(
     Arguments as of `measure_decision`.
     """
     for policy in policies:
-        check_policy(policy)
+        validate_policy(policy)
     missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, profile)}
     for policy in missing.values():
         timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths, profile, tree)
@@ -209,15 +209,15 @@ class _RoundAlone:
         self._reader = Reader(policy, widths=sizes)
         # As in the live loop, a round is priced for those alone who look at its seconds.
         looks = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
-        self._runner = PolicyRunner(policy, profile if looks else None)
-        self._runner.start(np.arange(1))
+        self._host = PolicyHost(policy, profile=profile if looks else None)
+        self._host.start(np.arange(1))
         self._every = [np.ones((1, len(level)), dtype=bool) for level in tree.levels]
         # What the live loop leaves out for a policy that hears of nothing.
-        self._hears = self._runner.observes or any(name in HISTORY_FEATURES for name in policy.features)
+        self._hears = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
         self._watch = Stopwatch(self._scratch.device)
         self._ask, self._open, self._select, self._finish = (
             self._watch.timed("policy", call)
-            for call in (self._asked, self._opened, self._runner.select, self._runner.finished)
+            for call in (self._asked, self._opened, self._host.select, self._host.finished)
         )
 
     def _random(self, rows: int, width: int) -> Tensor:
@@ -237,7 +237,7 @@ class _RoundAlone:
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T
             level = self._ask(depth, base, level)
-        if self._runner.selects:
+        if self._host.selects:
             self._select(draft_tree(self._found, made.found.sent))
         if self._hears:
             self._finish(made)
@@ -257,11 +257,11 @@ class _RoundAlone:
         before = [(own.tokens[1], own.tokens[0]) for own in self._found]
         target = self._hidden.get(TARGET_HIDDEN)
         rows = self._logits[: len(before)]
-        return self._reader.base(self._runner.history, self._temperature, rows, before, target)
+        return self._reader.base(self._host.history, self._temperature, rows, before, target)
 
     def _asked(self, depth: int, base: Base, before: Level | None) -> Level | None:
         level = self._read(depth, base, before) if depth else None
-        self._runner.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
+        self._host.keep(self._reader.step(depth, base, level, self._tree, self._every[depth]))
         return level
 
     def _read(self, depth: int, base: Base, before: Level | None) -> Level:

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
-from ...policies.files.json_text import strict_loads
+from ...policies.text import strict_loads
 from .processors import PerText
 
 BACKENDS = ("llguidance", "xgrammar")

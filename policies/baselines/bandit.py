@@ -15,9 +15,6 @@ from ..contract import (
     RoundOutcome,
     State,
     StopPolicy,
-    checked_keep,
-    checked_observe,
-    checked_start,
 )
 from ..counter_rng import keyed_normal
 from ..errors import PolicyError
@@ -83,7 +80,7 @@ class Bandit(StopPolicy):
                 raise PolicyError(
                     f"bandit: the arm {arm.name} trims, selects, reads hidden states or the clock, or weighs streams"
                 )
-        self.arms, self.kind = tuple(arms), kind
+        self.parts, self.kind = tuple(arms), kind
         self.explore = check_number("bandit", "explore", explore, 0.0)
         self.features = tuple(dict.fromkeys(name for arm in arms for name in arm.features))
         self._columns = [[self.features.index(name) for name in arm.features] for arm in arms]
@@ -92,18 +89,23 @@ class Bandit(StopPolicy):
         self.first = min(arm.first for arm in arms)
         self.name = f"bandit:{kind}"
 
+    @property
+    def arms(self) -> tuple[StopPolicy, ...]:
+        """The policies."""
+        return self.parts
+
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy with every arm limited; see `StopPolicy.limited`."""
         if self.max_depth <= depth:
             return self
         other = copy.copy(self)  # with the name that the user gave it
-        other.arms = tuple(arm.limited(depth) for arm in self.arms)
-        other.max_depth = max(arm.max_depth for arm in other.arms)
+        other.parts = tuple(arm.limited(depth) for arm in self.arms)
+        other.max_depth = max(arm.max_depth for arm in other.parts)
         return other
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams that have tried nothing."""
-        arms, states = len(self.arms), tuple(checked_start(arm, streams, keys) for arm in self.arms)
+        arms, states = len(self.arms), tuple(arm.start(streams, keys) for arm in self.arms)
         choice = np.zeros(streams, dtype=np.int64)
         return BanditState(keys, choice, np.zeros((streams, arms)), np.zeros((streams, arms, 5)), states)
 
@@ -119,7 +121,7 @@ class Bandit(StopPolicy):
             if step.depth < arm.first:
                 kept |= mine
                 continue
-            answer, states[at] = checked_keep(arm, self._shown(step, at, mine), state.arms[at])
+            answer, states[at] = arm.keep(self._shown(step, at, mine), state.arms[at])
             kept |= answer
         return kept, BanditState(state.key, state.choice, state.pulls, state.sums, tuple(states))
 
@@ -139,7 +141,7 @@ class Bandit(StopPolicy):
         for at in set(state.choice.tolist()):
             if self._learns[at]:
                 heard = outcome.active & (state.choice == at)
-                states[at] = checked_observe(self.arms[at], replace(outcome, active=heard), state.arms[at])
+                states[at] = self.arms[at].observe(replace(outcome, active=heard), state.arms[at])
         choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
         told = outcome.active, outcome.cut, outcome.accepted, outcome.drafted, outcome.verified, outcome.seconds
         kernels().add_reward(*told, NOMINAL, choice, pulls, sums)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import PolicyError
-from ..files.atomic import write_atomic
-from ..files.outputs import claim_file
+from ..files import prepare_output_file, write_atomic
 from ..heads.base import Array, kernels
 from ..heads.build import LinearHead, MLPHead, TreesHead
 from ..learned.calibration import Calibrator
@@ -77,9 +76,11 @@ def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
 
     Raises:
         PolicyError: onnx is not installed, the head is of another kind, or onnxruntime answers otherwise.
-        InputError: as `claim_file`.
+        InputError: as `prepare_output_file`.
     """
-    claim_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])  # an export names it near its beginning
+    prepare_output_file(
+        path, PRODUCER.encode(), overwrite=True, inputs=[policy.source]
+    )  # an export names it near its beginning
     model = build_onnx(policy)
     raw = model.SerializeToString()
     found = largest_difference(policy, raw)

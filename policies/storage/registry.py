@@ -15,14 +15,13 @@ from .. import baselines, joint
 from ..arguments import as_list
 from ..baselines.bandit import Bandit
 from ..builtins import BUILTINS as BUILTINS, builtin
-from ..checking import check_policy
 from ..contract import StopPolicy
 from ..errors import InputError, PolicyError, close_match
 from ..joint.survival import for_batches
 from ..lazy import modules
 from ..learned.policy import LearnedPolicy
-from ..plugin_code import loading
 from ..profile import Profile
+from ..validation import plugin_errors, validate_policy
 from .folder import POLICY_FILE, from_pretrained, load_policy_folder
 from .specs import Listed, Plugins, check_options, parameters, read_number, read_options
 
@@ -148,11 +147,11 @@ def _build(build: Callable[..., Any], arguments: dict[str, Any], text: str) -> S
     """Make a policy, and check what it says of itself."""
     where = f"--policy: {text!r}"
     check_options(parameters(build, where), where, arguments)
-    with loading(where, "making it"):
+    with plugin_errors(where, "making it"):
         policy = build(**arguments)
     if not isinstance(policy, StopPolicy):
         raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
     try:
-        return check_policy(policy)
+        return validate_policy(policy)
     except PolicyError as error:
         raise PolicyError(f"{where}: {error.command_line}") from None

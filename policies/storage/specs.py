@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ..errors import PolicyError, SpecstopWarning
-from ..plugin_code import loading, reason
+from ..validation import error_text, plugin_errors
 
 SWITCH = "SPECSTOP_PLUGINS"
 """The environment variable that turns discovery off where it is 0."""
@@ -56,7 +56,7 @@ class Plugins:
         try:
             points = list(entry_points(group=self.group))
         except Exception as error:  # the metadata of any package may be damaged
-            text = f"installed {self.kinds} cannot be looked for: {reason(error)}"
+            text = f"installed {self.kinds} cannot be looked for: {error_text(error)}"
             warnings.warn(text, SpecstopWarning, stacklevel=2)
             return [], {}
         refused = {}
@@ -93,7 +93,7 @@ class Plugins:
         Raises:
             PolicyError: that fails, or it is nothing that can be called.
         """
-        with loading(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
+        with plugin_errors(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
             build: Callable[..., Any] = point.load()
         if not callable(build):
             raise PolicyError(
@@ -164,7 +164,7 @@ def read_number(value: str) -> int | float | str:
 
 def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of what makes a thing."""
-    with loading(where, "reading what it takes"):
+    with plugin_errors(where, "reading what it takes"):
         return inspect.signature(build).parameters
 
 

@@ -20,7 +20,7 @@ from specstop.collect.schema import HEADER_KEY
 from specstop.collect.store.checksums import checksum_path
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import SpecstopError, TraceError
-from specstop.policies.files.atomic import sha256
+from specstop.policies.files import sha256
 from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate

@@ -29,7 +29,7 @@ from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.baselines.fixed import Confidence
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.joint.lengths import SmartSpec
 from specstop.policies.learned.policy import Facts
 from specstop.policies.profile import Profile

@@ -19,8 +19,7 @@ from specstop.collect.shards import Plan, record
 from specstop.collect.store.folder import Trace, finished, merge, open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files.atomic import MANIFEST
-from specstop.policies.files.outputs import beside
+from specstop.policies.files import MANIFEST, staging_path
 
 SHARDS = 7
 OPTIONS: dict[str, Any] = {"depth": 2, "temperature": 0.7, "max_new_tokens": 6, "seed": 1, "shards": SHARDS}
@@ -156,7 +155,7 @@ def test_a_trace_that_is_overwritten_stays_until_the_new_one_is_complete(
     other = plan_run(pair, many, **{**OPTIONS, "seed": 2})
     answers = iter([False, False, True])
     stopped = record(other, out, overwrite=True, stop=lambda: next(answers))
-    assert (stopped.folder, stopped.finished) == (beside(out), {0, 1})
+    assert (stopped.folder, stopped.finished) == (staging_path(out), {0, 1})
     assert files(out) == before
 
     def fail(batch: Any) -> Any:
@@ -164,13 +163,13 @@ def test_a_trace_that_is_overwritten_stays_until_the_new_one_is_complete(
 
     with pytest.raises(RuntimeError, match="broken"):
         record(Plan(other.header, other.work, fail), out, overwrite=True, resume=True)
-    assert (files(out), finished(beside(out), other.header)) == (before, {0, 1})
+    assert (files(out), finished(staging_path(out), other.header)) == (before, {0, 1})
     asked: list[tuple[int, int]] = []
     trace = record(other, out, overwrite=True, resume=True, progress=lambda task, *done: asked.append(done))
     assert asked[0][0] == len(other.work[0]) + len(other.work[1]), "finished shards are not collected again"
     assert (trace.folder, trace.header.seed) == (out, 2)
     assert same_rows(open_trace(out), record(other, tmp_path / "other"))
-    assert not beside(out).exists()
+    assert not staging_path(out).exists()
 
 
 def test_a_stopped_replacement_begins_anew_unless_it_is_resumed(plan: Plan, alone: Trace, tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_stopped_replacement_begins_anew_unless_it_is_resumed(plan: Plan, alon
     shutil.copytree(alone.folder, out)
     answers = iter([False, True])
     record(plan, out, overwrite=True, stop=lambda: next(answers))
-    (beside(out) / "data" / "notes").write_text("left")
+    (staging_path(out) / "data" / "notes").write_text("left")
     trace = record(plan, out, overwrite=True)
     assert same_rows(trace, alone)
     assert set(files(out)) == set(files(alone.folder))
@@ -193,7 +192,7 @@ def test_a_replacement_among_foreign_files_is_refused_before_any_work(plan: Plan
     with pytest.raises(InputError, match=r"train-mine\.parquet is not among the files that specstop wrote"):
         record(Plan(plan.header, plan.work, lambda batch: pytest.fail("work")), out, overwrite=True)
     assert files(out) == before
-    assert not beside(out).exists()
+    assert not staging_path(out).exists()
 
 
 def test_a_trace_is_never_collected_into_its_models(pair: Pair, pair_folder: Path, many: list[Prompt]) -> None:

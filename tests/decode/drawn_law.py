@@ -21,13 +21,13 @@ from specstop.collect.dense.places import Places
 from specstop.collect.dense.unroll import Anchors, Unroller, node_features
 from specstop.collect.schema import Header, parents
 from specstop.collect.work import Work
-from specstop.decode.policy.runner import PolicyRunner
 from specstop.decode.rounds import play_round
 from specstop.decode.topology import Topology
 from specstop.decode.verify.modes import MODES
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.features import ANCHOR_FEATURES
+from specstop.policies.host import PolicyHost
 from specstop.policies.profile import Profile
 from specstop.train.replay.source import TraceSource
 from specstop.train.replay.traces.arrays import TraceArrays
@@ -128,13 +128,13 @@ def replay_law(case: Case, texts: dict[tuple[int, ...], float] | None = None) ->
 def replayed(arrays: TraceArrays, policy: StopPolicy) -> list[Rounds]:
     """Return the rounds of each sequence, as the shared round loop plays them on a trace."""
     check_replayable(arrays, policy, profile(arrays.tree))
-    source, runner = TraceSource(arrays, policy, np.arange(arrays.sequences)[:, None]), PolicyRunner(policy)
-    runner.start(arrays.keys.numpy())
+    source, host = TraceSource(arrays, policy, np.arange(arrays.sequences)[:, None]), PolicyHost(policy)
+    host.start(arrays.keys.numpy())
     rounds: list[list[Any]] = [[] for _ in range(arrays.sequences)]
     tokens = arrays.tokens.numpy()
     while source.active.any():
         anchor, active = source.anchor, source.active
-        made = play_round(source, runner)
+        made = play_round(source, host)
         sent = made.found.sent[:, 1:]
         for at in np.flatnonzero(active).tolist():
             rows = tuple((node + 1, int(tokens[source.row[at], node])) for node in np.flatnonzero(sent[at]).tolist())

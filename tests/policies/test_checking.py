@@ -15,12 +15,12 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import add_decisions
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.checking import check_policy, with_costs
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
 from specstop.policies.profile import Profile
 from specstop.policies.storage.registry import BUILTINS, load_policy
+from specstop.policies.validation import validate_policy, with_costs
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
@@ -52,7 +52,7 @@ WRONG: list[tuple[str, Any, str]] = [
         f"unknown feature the str 'entrpy' (did you mean 'entropy'?); known: {', '.join(FEATURES)}",
     ),
     ("features", ("top1", "top1"), "expected each feature once, but 'top1' is there twice"),
-    ("features", property(fail), "reading what it says of itself failed: KeyError: 'inside a plugin'"),
+    ("features", property(fail), "reading its attributes failed: KeyError: 'inside a plugin'"),
     (
         "hidden",
         "draft_hidden",
@@ -108,7 +108,7 @@ def test_a_wrong_attribute_is_named_with_what_was_expected_and_what_came(
     attribute: str, value: Any, message: str
 ) -> None:
     with pytest.raises(PolicyError) as caught:
-        check_policy(made(attribute, value))
+        validate_policy(made(attribute, value))
     text = str(caught.value)
     where = "Odd: " if "reading" in message else f"Odd.{attribute}: "
     assert text.startswith(where + message) and "\n" not in text
@@ -128,13 +128,13 @@ def test_a_wrong_attribute_is_named_with_what_was_expected_and_what_came(
 )
 def test_what_is_no_policy_is_told_so(policy: Any, message: str) -> None:
     with pytest.raises(PolicyError) as caught:
-        check_policy(policy)
+        validate_policy(policy)
     assert str(caught.value).startswith(message)
 
 
 def test_every_policy_that_comes_with_specstop_passes_and_is_returned() -> None:
     for policy in (Mine(), Mine().limited(0), *map(load_policy, BUILTINS)):
-        assert check_policy(policy) is policy
+        assert validate_policy(policy) is policy
 
 
 def entrances(pair: Pair, traces: dict[float, Trace], profile: Profile) -> dict[str, Callable[[Any], Any]]:

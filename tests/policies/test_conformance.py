@@ -135,18 +135,18 @@ class InAList(Peeks):
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (WrongShape, "answers_have_the_shape"),
-        (Remembers, "same_question"),
-        (ChangesItsState, "state_belongs"),
-        (LooksAside, "do_not_know_of_each_other"),
-        (Peeks, "do_not_know_of_each_other"),
-        (Scribbles, "shown_stays"),
+        (WrongShape, "test_answers"),
+        (Remembers, "deterministic"),
+        (ChangesItsState, "unchanged"),
+        (LooksAside, "independent"),
+        (Peeks, "independent"),
+        (Scribbles, "unchanged"),
         (OneForAll, "can_be_taken"),
-        (OneForAll, "can_be_put"),
+        (OneForAll, "can_be_replaced"),
         (InAList, "can_be_taken"),
-        (InAList, "can_be_put"),
+        (InAList, "can_be_replaced"),
         (Orphans, "closed_under_parents"),
-        (Unknown, "says_what_it_is"),
+        (Unknown, "attributes"),
     ],
 )
 def test_a_policy_that_breaks_the_contract_does_not_pass(kind: type[StopPolicy], check: str) -> None:

@@ -12,7 +12,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import torch
 from attack_families import family
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies.errors import PolicyError
@@ -264,8 +263,8 @@ EXITS, LEAVES = (at for at, line in enumerate(ODD.splitlines(), 1) if "raise Sys
             "leaves",
             0,
             [
-                f"warning: policy odd failed (keep() failed: SystemExit: 0, at FILE:{LEAVES}); drafting 4 tokens a round "
-                "from here on"
+                f"warning: policy odd failed (keep() failed: SystemExit: 0, at FILE:{LEAVES}); using fixed:4 from "
+                "here on"
             ],
         ),
         ("interrupted", 130, ["specstop: interrupted"]),
@@ -298,14 +297,11 @@ def test_misbehaving_plugins_are_refused_or_replaced(tmp_path: Path) -> None:
     assert sum(seen.values()) == 18 and {name.split(": ")[0] for name in seen} == set(plugins.MODES)
 
 
-def test_a_plugin_that_is_not_contained_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With exits and settings left to themselves."""
+def test_a_plugin_that_is_trusted_by_mistake_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = family("plugins")
-    monkeypatch.setattr("specstop.policies.contract.own", lambda policy: True)
-    monkeypatch.setattr("specstop.policies.plugin_code.own", lambda policy: True)
-    wanted = ("keep: raise SystemExit", "keep: torch.set_grad_enabled(False)")
-    monkeypatch.setattr(plugins, "CASES", tuple(case for case in plugins.CASES if case.what in wanted))
-    _, faults = plugins.attack(2, 0, tmp_path)
-    torch.set_grad_enabled(True)
-    for what in wanted:
-        assert any(fault.startswith(what) for fault in faults)
+    monkeypatch.setattr("specstop.policies.host.is_trusted", lambda policy: True)
+    monkeypatch.setattr(
+        plugins, "CASES", tuple(case for case in plugins.CASES if case.what == "keep: raise SystemExit")
+    )
+    _, faults = plugins.attack(1, 0, tmp_path)
+    assert faults

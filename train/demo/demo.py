@@ -29,13 +29,12 @@ from ...decode.verify.modes import find_mode
 from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
-from ...policies.files.atomic import sha256, write_json
-from ...policies.files.json_text import read_json
-from ...policies.files.outputs import beside, claim_folder, put_in_place, refuse_inputs
+from ...policies.files import check_separate, prepare_output_dir, replace_folder, sha256, staging_path, write_json
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.storage.folder import load_policy_folder
+from ...policies.text import read_json
 from ..fit.run import train
 from ..fit.tuning.rates import best_of, fixed_grid
 from ..fit.tuning.settled import settle
@@ -136,7 +135,7 @@ def demo(
         announce: Called with one line of result per stage.
 
     Raises:
-        InputError: `pair` is not a pair with prompts, or see `claim_folder`.
+        InputError: `pair` is not a pair with prompts, or see `prepare_output_dir`.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -150,9 +149,9 @@ def _demo(
     out: str | Path, pair: str | Path | None, temperature: float, verification: str, sizes: Sizes | None, quick: bool,
     seed: int, overwrite: bool, progress: Progress, announce: Callable[[str], None],
 ) -> Demo:  # fmt: skip
-    folder = claim_folder(out, overwrite=overwrite, inputs=[pair])
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[pair])
     pair_folder = check_pair(pair) if pair is not None else shipped_pair()
-    refuse_inputs(folder, [pair_folder])
+    check_separate(folder, [pair_folder])
     if verification != "auto":
         find_mode(verification, temperature)
     with only_one(folder):
@@ -162,7 +161,7 @@ def _demo(
         progress("load models", 1, 2)
         kernels.load(progress)
         progress("load models", 2, 2)
-        work = beside(folder)
+        work = staging_path(folder)
         settings = {
             "pair": models.fingerprint,
             "prompts": [sha256(pair_folder / f"prompts-{side}.jsonl") for side in ("train", "test")],
@@ -185,7 +184,7 @@ def _demo(
         live = _live(offline, sizes, seed, progress)
         announce(f"decode: {live_text(live)}")
         (work / STATE_FILE).unlink()
-        put_in_place(work, folder)
+        replace_folder(work, folder)
         progress("demo", STAGES, STAGES)
     return Demo(folder, sizes, offline.report, live)
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...policies.errors import InputError
-from ...policies.files.atomic import cache_folder, sha256, write_json
-from ...policies.files.json_text import read_json
-from ...policies.files.outputs import staged_folder
+from ...policies.files import cache_folder, sha256, staged_folder, write_json
+from ...policies.text import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,8 +23,8 @@ from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
 from ...policies.baselines.fixed import FixedLength
 from ...policies.errors import InputError
-from ...policies.files.atomic import STAGE_PREFIX, cache_folder, write_json
-from ...policies.files.json_text import read_json
+from ...policies.files import STAGE_PREFIX, cache_folder, write_json
+from ...policies.text import read_json
 
 STATE_FILE = "demo.json"
 PROBE_TOKENS = 24

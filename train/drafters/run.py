@@ -22,7 +22,7 @@ from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy
 from ...policies.errors import InputError, SpecstopWarning, close_match
-from ...policies.files.outputs import claim_folder
+from ...policies.files import prepare_output_dir
 from ...policies.limits import check_limit, check_limits
 from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
@@ -78,7 +78,8 @@ def train_drafter(
         progress: see `Progress`.
 
     Raises:
-        InputError: an option is out of range, there are too few prompts, the engine hides the weights, or as `claim_folder`.
+        InputError: an option is out of range, there are too few prompts, the engine hides the weights, or see
+            `prepare_output_dir`.
     """
     options = fit_options or FitOptions()
     check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
@@ -142,7 +143,7 @@ def check_asked(
     check_limit("max-new-tokens", max_new_tokens, least=depth + 3)
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
-    claim_folder(out, overwrite=overwrite, inputs=[options.checkpoints])
+    prepare_output_dir(out, overwrite=overwrite, inputs=[options.checkpoints])
 
 
 def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:

@@ -21,9 +21,9 @@ from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.verify.noise import stream_key
 from ...policies.errors import InputError
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.json_text import read_json
+from ...policies.files import write_atomic, write_json
 from ...policies.progress import Progress, silent
+from ...policies.text import read_json
 
 LIST = "texts.json"
 TOGETHER = 16

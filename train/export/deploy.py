@@ -11,8 +11,7 @@ from ...collect.store.folder import Trace
 from ...decode.hf.export import deploy_hf, drafter_for
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files.atomic import write_atomic, write_json
-from ...policies.files.outputs import claim_folder, staged_folder
+from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.profile import Profile
@@ -129,7 +128,7 @@ def claimed(
     *,
     overwrite: bool,
 ) -> Path:
-    """Return `out` as a folder that may be written, asked before any work is done; see `claim_folder`."""
+    """Return `out` as a folder that may be written, asked before any work is done; see `prepare_output_dir`."""
     read = [trace.folder for trace in (traces, held_out) if trace is not None]
     sources = [profile.source, policy.source if policy is not None else None]
-    return claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
+    return prepare_output_dir(out, overwrite=overwrite, inputs=[*read, *sources])

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
-from ...policies.files.outputs import claim_folder
+from ...policies.files import prepare_output_dir
 from ...policies.learned.policy import Facts, LearnedPolicy
 from ...policies.profile import Profile
 from ..heads.fitting import FitOptions
@@ -49,7 +49,7 @@ def facts_of(header: Header, sampled_at: Sequence[float], sources: Sequence[str]
 def claimed(
     out: str | Path, traces: Iterable[Trace | None], profile: Profile, fit: FitOptions | None, *, overwrite: bool
 ) -> Path:
-    """Return the policy folder to write, asked for before any work is done; see `claim_folder`."""
+    """Return the policy folder to write, asked for before any work is done; see `prepare_output_dir`."""
     read = [trace.folder for trace in traces if trace is not None]
     work = fit.checkpoints if fit is not None else None
-    return claim_folder(out, overwrite=overwrite, inputs=[*read, profile.source, work])
+    return prepare_output_dir(out, overwrite=overwrite, inputs=[*read, profile.source, work])

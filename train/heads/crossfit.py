@@ -20,7 +20,7 @@ from ...policies.learned.calibration import Calibrator
 from ...policies.learned.survival import SurvivalMaps
 from ...policies.profile import Profile
 from ...policies.progress import Progress, silent
-from ...policies.storage.safe_loading import digest
+from ...policies.safe_loading import digest
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states

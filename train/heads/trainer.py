@@ -19,9 +19,9 @@ from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from ...policies.errors import InputError, close_match
-from ...policies.files.atomic import write_json
-from ...policies.files.json_text import read_json
+from ...policies.files import write_json
 from ...policies.progress import Progress
+from ...policies.text import read_json
 from .fitting import FitOptions
 
 MONITOR = "held_out_loss"

@@ -16,12 +16,12 @@ import numpy as np
 
 from ...collect.store.folder import Trace
 from ...decode.benchmark import Ratio
-from ...policies.checking import with_costs
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.learned.conditions import tell_other_conditions
 from ...policies.profile import Profile
 from ...policies.storage.registry import BUILTINS, PolicySpec, as_policy
+from ...policies.validation import with_costs
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.decision_costs import with_prices

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...decode.drafted import Drafted
-from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import draft
-from ...policies.contract import DraftStep, RoundOutcome, StopPolicy, checked_observe
+from ...policies.contract import DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import TraceError
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from ..replay.rounds import RecordedRounds, likelihood_ratios
 from ..replay.source import Array
@@ -71,18 +71,18 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
     """
     check_logged(arrays, policy)
     source, trace, cut = _Drawn(arrays, policy), _Recorded(arrays), arrays.cut.numpy()
-    runner, price = _Overruled(policy, profile), profile.decision(policy.cost_name)
-    runner.start(arrays.keys.numpy())
+    host, price = _Overruled(policy), profile.decision(policy.cost_name)
+    host.start(arrays.keys.numpy())
     out = np.zeros((5, len(cut)))
     while source.visit(np.ones(len(cut), dtype=bool)):
         active, alive, context, backlog, limit = source.begin()
         row = source.row
         # Only the recorded policy was overruled; another one is asked as if it ran alone.
-        runner.overrule(trace.explored[row] & recorded)
-        found = draft(source, runner, alive, limit)
-        drafted, verified, decisions = runner.own(found)
+        host.overrule(trace.explored[row] & recorded)
+        found = draft(source, host, alive, limit)
+        drafted, verified, decisions = host.own(found)
         # It wanted a token that was not drawn while it was still drafting by itself, or one that was drawn and not sent.
-        unseen = (source.unseen & runner.drafting) | (verified > trace.sent[row])
+        unseen = (source.unseen & host.drafting) | (verified > trace.sent[row])
         tokens = trace.tokens(row, verified)
         seconds = profile.round_seconds(context, drafted, verified, backlog, decisions, price)
         # HISTORY goes on with the policy's own round where that is shown, else with the recorded one.
@@ -93,10 +93,7 @@ def shown_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, *, r
         drew = np.where(own, drafted, trace.drawn[row])
         line = np.stack([~unseen, drafted, verified, tokens * ~unseen, seconds * ~unseen])
         out[:, row[active]] = line[:, active]
-        runner.history = runner.history.after(accepted, sent, active, cut[row])
-        runner.state = checked_observe(
-            policy, RoundOutcome(active, drew, sent, accepted, cut[row], heard), runner.state
-        )
+        host.observe(RoundOutcome(active, drew, sent, accepted, cut[row], heard))
     seen, drafted, verified, tokens, seconds = out
     return Shown(seen > 0, drafted.astype(np.int64), verified.astype(np.int64), tokens, seconds)
 
@@ -200,7 +197,7 @@ class _Drawn(RecordedRounds):
         return super().grow(depth, feeding & there[:, None])
 
 
-class _Overruled(PolicyRunner):
+class _Overruled(PolicyHost):
     """Asks on after the policy has stopped where the recorded run overruled it: its state went on too."""
 
     def overrule(self, streams: Array) -> None:
@@ -209,7 +206,7 @@ class _Overruled(PolicyRunner):
         self._stopped = np.zeros(len(streams), dtype=np.int64)
 
     def keep(self, step: DraftStep) -> Array:
-        """See `PolicyRunner`."""
+        """See `PolicyHost`."""
         kept = super().keep(step)
         overruled = step.alive & self._streams[:, None] & ~kept
         # Its first stop counts; after it the policy is asked on, since its state went on in the recorded run.

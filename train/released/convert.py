@@ -25,7 +25,7 @@ import numpy as np
 
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.outputs import claim_folder
+from ...policies.files import prepare_output_dir
 from ...policies.heads.base import width_of
 from ...policies.heads.build import build_head
 from ...policies.heads.dynasd import HARD_FEATURES, THRESHOLD
@@ -81,7 +81,7 @@ def import_weights(
         overwrite: replace what is in `out`.
 
     Raises:
-        InputError: the file does not exist, an unknown layout, a folder that is not empty, or as `claim_folder`.
+        InputError: the file does not exist, an unknown layout, a folder that is not empty, or as `prepare_output_dir`.
         PolicyError: the file holds anything but the tensors of a known layout.
     """
     if layout != "auto" and layout not in LAYOUTS:
@@ -90,7 +90,7 @@ def import_weights(
     if depth is not None and not 1 <= depth <= DEEPEST:
         raise InputError(f"--depth: expected 1 to {DEEPEST}, not {depth}")
     path = find_weights(Path(os.path.expanduser(weights)))
-    folder = claim_folder(out, overwrite=overwrite, inputs=[weights, path])
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()
     state = read_state(raw, path)
     found = find_layout(state, path.name) if layout == "auto" else layout

@@ -28,7 +28,7 @@ from ...decode.models.hidden import hidden_width
 from ...decode.models.pair import Pair
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
-from ...policies.files.outputs import claim_folder
+from ...policies.files import prepare_output_dir
 from .state_dicts import find_weights, named, read_state
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -56,7 +56,7 @@ def import_medusa(weights: str | Path, pair: Pair, out: str | Path, *, overwrite
         PolicyError: the file holds anything but the tensors of such heads.
     """
     path = find_weights(Path(os.path.expanduser(weights)), FILES, MOST)
-    folder = claim_folder(out, overwrite=overwrite, inputs=[weights, path])
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw, hidden, vocabulary = path.read_bytes(), hidden_width(pair.target), pair.vocabulary
     state = read_state(raw, path, 4 * hidden * max(vocabulary, hidden))
     mine = {key.removeprefix(PREFIX): value for key, value in state.items() if key.startswith(PREFIX)} or state

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.features.history import History
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .source import TraceSource
 from .traces.arrays import TraceArrays
@@ -156,13 +156,13 @@ class _Batch:
     ) -> None:
         self._arrays, self._profile, self._name, self._size = arrays, profile, policy.name, batch
         self._source = BatchSource(arrays, policy, batch)
-        self._runner = PolicyRunner(policy, profile, together=batch > 1)
+        self._host = PolicyHost(policy, profile=profile, batch=batch)
         self._sequences, self._arrived = sequences, arrived
         self._waiting = deque(range(len(sequences)))
         self._request = np.full(batch, -1, dtype=np.int64)
         self._keys = arrays.keys.numpy()
         self._spent, self._ended = np.zeros(len(sequences)), np.zeros(len(sequences))
-        self._clock, self._rounds, self._begun = 0.0, 0, False
+        self._clock, self._rounds = 0.0, 0
         self._log: list[Array] = []
 
     def played(self) -> BatchReplayed:
@@ -204,21 +204,13 @@ class _Batch:
         if not rows:
             return
         begun = np.array(rows, dtype=np.int64)
-        keys = self._keys[self._source.sequence[begun]]
-        if self._begun:
-            self._runner.refill(begun, keys)
-        else:
-            # Streams that are still empty start with key 0; `refill` replaces that state, unless the policy carries it.
-            every = np.zeros(self._size, dtype=np.int64)
-            every[begun] = keys
-            self._runner.start(every)
-        self._begun = True
+        self._host.refill(begun, self._keys[self._source.sequence[begun]])
 
     def _play(self) -> None:
         """Play a round of all that is running, and note it."""
         source = self._source
         on, anchor = source.active.copy(), source.anchor.copy()
-        made = play_round(source, self._runner)
+        made = play_round(source, self._host)
         # The same number for every stream with a round, that of the shared one; 0 for the others.
         seconds, rows = float(made.seconds.max()), np.flatnonzero(on)
         self._clock += seconds

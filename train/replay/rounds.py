@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...collect.acceptance import DEPENDENT, FIXED, LENGTHS, identified_depth
 from ...decode.drafted import Drafted
-from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .log import Rounds
 from .source import Array, TraceSource
@@ -81,8 +81,8 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
     if unknown or policy.reads_clock or policy.max_depth > arrays.depth:
         raise TraceError(f"{policy.name} reads what the trace does not hold, or drafts deeper than {arrays.depth}")
     check_identified(arrays, policy)
-    source, runner = RecordedRounds(arrays, policy), PolicyRunner(policy, profile)
-    runner.start(arrays.keys.numpy())
+    source, host = RecordedRounds(arrays, policy), PolicyHost(policy, profile=profile)
+    host.start(arrays.keys.numpy())
     # Only where acceptance is by token and the trace holds p and q, which an engine's records lack.
     soft = header.verification.startswith("rejection") and arrays.tree.is_chain and header.texts == "target"
     lengths = header.facts.get(LENGTHS)
@@ -93,7 +93,7 @@ def evaluate_rounds(arrays: TraceArrays, policy: StopPolicy, profile: Profile, d
     worth, counts, feeds = [], [], []
     while source.visit(full):
         on, sequence, anchor = source.active, source.sequence, source.anchor
-        made = play_round(source, runner)
+        made = play_round(source, host)
         found, fed = made.found, made.found.fed_by_step
         source.check_observed(found, soft)
         expected = _expected(arrays, source.row, found) if soft else made.accepted

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...decode.policy.runner import PolicyRunner
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.features.history import HISTORY_FEATURES
+from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .source import Array, TraceSource
 from .stacking import stacked
@@ -135,8 +135,8 @@ def _played(
     details: bool = False,
 ) -> list[Replayed]:
     """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
-    source, runner = TraceSource(arrays, policy, queues), PolicyRunner(policy, profile)
-    runner.start(arrays.keys.numpy()[source.sequence])
+    source, host = TraceSource(arrays, policy, queues), PolicyHost(policy, profile=profile)
+    host.start(arrays.keys.numpy()[source.sequence])
     bins = len(names) * arrays.sequences
     part = np.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
     by_stream = policy is not names[0]  # stacked: each stream has thresholds of its own, and no stream may move
@@ -149,9 +149,9 @@ def _played(
             left = np.flatnonzero(source.active)
             part = part[left]
             source.take(left)
-            runner.take(left)
-        before, sequence, anchor, active = runner.history.values(), source.sequence, source.anchor, source.active
-        made = play_round(source, runner)
+            host.take(left)
+        before, sequence, anchor, active = host.history.values(), source.sequence, source.anchor, source.active
+        made = play_round(source, host)
         found = made.found
         columns = [sequence, anchor, found.drafted, found.verified, made.accepted, made.committed]
         if details:
@@ -162,7 +162,7 @@ def _played(
         histories.append(before[active])
         begun = source.next_texts()
         if len(begun):
-            runner.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
+            host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
     seconds = np.bincount(np.concatenate(owners), np.concatenate(spent), bins)
     owner = np.concatenate([np.zeros(0, dtype=np.int64), *owners[1:]])
     width = 6 + details * (3 + max(source.topology.deepest, 1))

@@ -11,8 +11,8 @@ from ...policies.baselines.online import Online
 from ...policies.baselines.scores import AtLeast
 from ...policies.contract import Array, StopPolicy
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.plugin_code import own
 from ...policies.rules.base import Rule
+from ...policies.validation import is_trusted
 
 
 def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
@@ -22,7 +22,7 @@ def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:
         None where they differ in more than thresholds.
     """
     first = policies[0]
-    if not own(first):  # what decides there need not be the level
+    if not is_trusted(first):  # what decides there need not be the level
         return None
     if any(type(p) is not type(first) or p.max_depth != first.max_depth or p.first != first.first for p in policies):
         return None

@@ -10,12 +10,11 @@ from typing import Any
 
 from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.sampling import Shaping
-from ...policies.checking import check_policy
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from ...policies.learned.conditions import shaping_text, tell_other_conditions
-from ...policies.plugin_code import Failure, own
 from ...policies.profile import Profile
+from ...policies.validation import Failure, is_trusted, validate_policy
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays
@@ -40,7 +39,7 @@ def check_together(
 ) -> None:
     """Refuse policies and traces that cannot be evaluated together; warn of training traces of other rounds."""
     for policy in policies:
-        check_policy(policy)
+        validate_policy(policy)
     check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
     wanted = traces.header.shaping if shaping is None else shaping.override(traces.header.shaping)
     for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
@@ -86,7 +85,7 @@ def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) 
 
 def failure_of(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Failure | None:
     """Return the failure of a plugin's policy in a replay; None if there is none, or the policy is one of specstop."""
-    if own(policy):
+    if is_trusted(policy):
         return None
     shorter = policy.limited(min(arrays.depth, profile.max_depth))
     try:

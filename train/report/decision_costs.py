@@ -29,13 +29,14 @@ from ...decode.profile import device_of, is_asked, measure_decision
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files.atomic import cache_folder, write_json
-from ...policies.files.json_text import read_json
+from ...policies.estimate import DECISIONS
+from ...policies.files import cache_folder, write_json
 from ...policies.learned.policy import LearnedPolicy
-from ...policies.measurements import DECISIONS, Measurements
+from ...policies.measurements import Measurements
 from ...policies.profile import Profile
+from ...policies.safe_loading import digest
 from ...policies.storage.folder import content
-from ...policies.storage.safe_loading import digest
+from ...policies.text import read_json
 
 SCHEMA = 4
 FILE = "decisions.json"

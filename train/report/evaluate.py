@@ -17,7 +17,7 @@ from ...policies import kernels
 from ...policies.baselines.fixed import Confidence, FixedLength
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files.outputs import claim_folder
+from ...policies.files import prepare_output_dir
 from ...policies.learned.policy import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
@@ -115,7 +115,7 @@ def evaluate(
     Raises:
         TraceError: a policy does not fit the trace, traces were sampled otherwise, evaluated prompts are training prompts,
             or an achievable estimate or batches are requested for traces that are not dense chains.
-        InputError: `out` is not empty, or as `claim_folder`; the profile has no batches as large, or there are too few
+        InputError: `out` is not empty, or as `prepare_output_dir`; the profile has no batches as large, or there are too few
             `arrivals`; no policy is called `primary`; there are no groups to resample.
         PolicyFailure: the primary policy raises an error; another one that does is left out (`Report.failed`).
     """
@@ -129,7 +129,7 @@ def evaluate(
     if out is not None:
         read = [trace.folder for trace in (traces, train_traces) if trace is not None]
         sources = [profile.source, *(policy.source for policy in candidates)]
-        claim_folder(out, overwrite=overwrite, inputs=[*read, *sources])
+        prepare_output_dir(out, overwrite=overwrite, inputs=[*read, *sources])
     kernels.load(progress)
     live = traces.header.collector == "live"
     tuning = trace_arrays(train_traces) if train_traces is not None else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...decode.benchmark import Ratio
-from ...policies.plugin_code import Failure
+from ...policies.validation import Failure
 from ..statistics import FEWEST
 
 REPORT_SCHEMA = 2

@@ -11,8 +11,8 @@ from torch import Tensor
 from ....policies.contract import Array
 from ...candidates import Candidates
 from ...models.cuda.transfer import upload
+from ...models.long_rope import ENDLESS
 from ...models.pair import Pair
-from ...models.reading.modes import ENDLESS
 from ...models.view import layer_view
 from ..base import READS_NOTHING, Proposal
 from .networks import Heads

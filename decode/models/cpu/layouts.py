@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ....policies.errors import InputError
-from ....policies.files.atomic import cache_folder, write_json
-from ....policies.files.json_text import strict_loads
+from ....policies.files import cache_folder, write_json
+from ....policies.text import strict_loads
 from .passes import ROWS, SAMPLE, Choice, pass_seconds, sample, shape_of
 from .products import BOUNDS, LAYOUTS, Product, can_pack, default_layouts
 from .steps import Step, fastest_choice

@@ -18,11 +18,10 @@ from transformers.cache_utils import Cache
 
 from ..attention import attending_grouped
 from ..cache import CachedModel
+from ..long_rope import LongRopeModel, long_rope
 from ..packed import PackedCall, Part
-from ..placement import is_placed
-from ..reading.modes import READS_ALL, Reading, warn_one_at_a_time
-from ..reading.ropes import length_rope
-from ..reading.two_sided import TwoSidedModel
+from ..placement import is_placed, warn_once
+from ..view import READS_ALL, Reading
 from .memory import Answer, FixedLayer, Memory, RecordedCall, RecordedPacked, keep_memory, take_memory
 from .recorder import Recorded, Recorder, filled_up
 
@@ -257,10 +256,13 @@ def open_cache(
     Warns, once a model, that its texts are read one at a time though there are several.
     """
     if streams > 1 and not reading.side_by_side:
-        warn_one_at_a_time(model)
-    rope = length_rope(model)
-    if rope is not None and rope.two_sided:
-        return TwoSidedModel(model, capacity, vocabulary, hidden, streams, device, reading, rope)
+        warn_once(
+            model,
+            f"{type(model).__name__}: reading several texts in one call changes their logits, so the texts of a batch are "
+            "read one at a time; larger batches are no faster",
+        )
+    if long_rope(model) is not None:
+        return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading)
     recordable = reading == READS_ALL and model.device.type == "cuda" and not is_placed(model)
     if recordable:
         return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)

@@ -15,7 +15,7 @@ import specstop.train.demo.resume as resume
 from commands import cli
 from conftest import make_prompts
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.files.outputs import beside
+from specstop.policies.files import staging_path
 from specstop.train.demo.resume import Sizes
 
 EFFORT = Effort(repetitions=1)
@@ -87,11 +87,11 @@ def test_a_demo_that_was_killed_continues(small: Path) -> None:
     command = [sys.executable, "-c", SMALL_DEMO, "demo", "--quick", "--pair", "pair", "--out", "out"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until = time.monotonic() + 120
-        while not (beside("out") / "profile.json").exists() and time.monotonic() < until:
+        while not (staging_path("out") / "profile.json").exists() and time.monotonic() < until:
             time.sleep(0.02)
         process.kill()
     assert not Path("out").exists()
-    written = (beside("out") / "profile.json").stat().st_mtime_ns
+    written = (staging_path("out") / "profile.json").stat().st_mtime_ns
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert "Continuing" in again.stdout

@@ -16,7 +16,7 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.baselines.fixed import Confidence
-from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files import MANIFEST
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import save_policy

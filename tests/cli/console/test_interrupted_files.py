@@ -11,16 +11,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from commands import cli, files
+from commands import files
 from specstop.cli.console.interrupt import SIGNALS, Interrupted, Signals
 from specstop.collect.store import staging
-from specstop.collect.store.folder import Trace
-from specstop.policies.files import atomic as files_module, deferral, outputs
-from specstop.policies.files.atomic import MANIFEST, write_atomic
-from specstop.policies.files.outputs import RUN_FILE, adding, claim_file, claim_folder, staged_folder
-from specstop.policies.profile import Profile
+from specstop.policies import files as files_module
+from specstop.policies.files import prepare_output_dir, prepare_output_file, staged_folder, uninterrupted, write_atomic
 
-TRACED = {module.__file__ for module in (contextlib, deferral, files_module, outputs, staging)}
+TRACED = {module.__file__ for module in (contextlib, files_module, staging)}
 
 
 @contextlib.contextmanager
@@ -65,16 +62,17 @@ def interrupted(work: Callable[[], object], at: int) -> tuple[bool, bool]:
 
 
 def result(folder: Path, text: str) -> None:
-    """Put a result of two files in place, and the options beside them."""
-    with adding(folder / "out", RUN_FILE, f"{text}: yes"), staged_folder(folder / "out") as stage:
+    """Write a result of two files."""
+    with staged_folder(folder / "out") as stage:
         (stage / "sub").mkdir()
         (stage / "sub" / "x").write_text(text)
+        (stage / "y").write_text(text)
 
 
 def claims(folder: Path) -> None:
     """See whether results could be written."""
-    claim_folder(folder / "out")
-    claim_file(folder / "file", b"")
+    prepare_output_dir(folder / "out")
+    prepare_output_file(folder / "file", b"")
 
 
 WORK: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
@@ -88,16 +86,12 @@ WORK: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange"), [*((case, True) for case in WORK), ("a result that replaces one", False)]
-)
+@pytest.mark.parametrize("case", WORK)
 def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
-    case: str, exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare, work = WORK[case]
     monkeypatch.setattr("os.fsync", lambda number: None)
-    if not exchange:
-        monkeypatch.setattr(outputs, "_exchange", lambda one, other: False)
     states = []
     for at in range(10_000):
         folder = tmp_path / str(at)
@@ -120,36 +114,9 @@ def test_a_signal_at_any_line_leaves_the_old_state_or_the_new_one(
 
 def test_a_signal_waits_for_the_outermost_block() -> None:
     with handled() as signals, pytest.raises(Interrupted):
-        with deferral.uninterrupted:
-            with deferral.uninterrupted:
+        with uninterrupted:
+            with uninterrupted:
                 signal.raise_signal(signal.SIGINT)
             done = signals.asked
         pytest.fail("the signal was lost")
     assert done == signal.SIGINT
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, full_profile: Profile) -> Path:
-    folder = tmp_path_factory.mktemp("interrupted-files")
-    full_profile.save(folder / "profile.json")
-    return folder
-
-
-def test_a_result_that_is_in_place_has_its_options(
-    place: Path, sides: tuple[Trace, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync, out = outputs.sync, tmp_path / "out"
-
-    def fall(path: Path) -> None:
-        sync(path)
-        if out.exists():  # just now
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(outputs, "sync", fall)
-    answer = cli(
-        "evaluate", "--traces", sides[1].folder, "--profile", place / "profile.json", "--out", out, "--quiet",
-        "--policy", "fixed:2", "--no-sweep",
-    )  # fmt: skip
-    assert (answer.code, answer.out, answer.err) == (143, "", "specstop: terminated\n")
-    assert (out / RUN_FILE).read_text().startswith("command: evaluate\n")
-    assert f'"{RUN_FILE}"' in (out / MANIFEST).read_text()

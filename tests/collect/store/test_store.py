@@ -31,7 +31,7 @@ from specstop.collect.store.folder import (
 )
 from specstop.collect.store.staging import put, stage_of
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.files import STAGE_PREFIX
 
 
 def test_rows_come_back_as_they_were_written_in_shard_order(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_policy_that_fails_is_named_once_and_replaced(pair: Pair, requests: li
         tool = of_model(pair, policy, 1, requests[:5], True, fallback=2)
         tool.engine.run(tool.propose)
     named = [str(w.message) for w in told if issubclass(w.category, SpecstopWarning)]
-    assert len(named) == 1 and "seven" in named[0] and "drafting 2 tokens" in named[0]
+    assert len(named) == 1 and "seven" in named[0] and "fixed:2" in named[0]
     assert tool.drafting.policy.name == "fixed:2"
     assert {len(draft) for _, draft in tool.asked[-4:]} == {2}
     assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import VOCABULARY, build_model
 from safetensors.torch import load_file, save_file
-from specstop.decode.models.checkpoints import adapters
+from specstop.decode.models import adapters
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings

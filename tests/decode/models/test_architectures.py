@@ -111,7 +111,7 @@ def encoder_decoder() -> PreTrainedModel:
 REFUSED = {
     "mamba": (stateful, "is a \\w+, which has linear_attention layers"),
     "linear": (linear, "is a \\w+, which has linear_attention layers"),
-    "encoder": (encoder_decoder, "is a T5ForConditionalGeneration, whose cache cannot be rolled back"),
+    "encoder": (encoder_decoder, "is a T5ForConditionalGeneration, which cannot be decoded here"),
 }  # fmt: skip
 
 

@@ -74,5 +74,5 @@ def test_dynamic_factors_are_refused_beyond_the_length_where_they_change() -> No
     prompt = PROMPTS[0]
     made = Speculator(pair, FixedLength(4), Settings(0.0, NEW)).run([Request(prompt)])[0]
     assert list(made.tokens) == table.plain(target, prompt, NEW)
-    with pytest.raises(InputError, match="max_position_embeddings"):
+    with pytest.raises(InputError, match="reads at most 30"):
         Speculator(pair, FixedLength(4), Settings(0.0, NEW + 1)).run([Request(prompt)])

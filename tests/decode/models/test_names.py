@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from specstop.decode.models.checkpoints import memory, opening
+from specstop.decode.models import loading
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import PairError
 
@@ -18,12 +18,12 @@ def online(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A hub that cannot be reached; the list collects what it is asked for."""
     asked: list[str] = []
 
-    def unreachable(url: str, **_: object) -> None:
-        asked.append(url)
+    def unreachable(name: str, **_: object) -> None:
+        asked.append(name)
         raise OSError("[Errno -2] Name or service not known")
 
-    monkeypatch.setattr(opening, "is_offline_mode", lambda: False)
-    monkeypatch.setattr(opening, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(loading, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(loading, "model_info", unreachable)
     return asked
 
 
@@ -61,7 +61,9 @@ def test_an_unreachable_hub_is_one_line_after_one_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, online: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PairError, match=r"target: .*someone/thing does not exist here and the hub cannot be reached"):
+    with pytest.raises(
+        PairError, match=r"target: .*someone/thing does not exist here, nor is it on the hub: .*not known"
+    ):
         load_pair("someone/thing")
     assert len(online) == 1
 
@@ -72,7 +74,7 @@ def test_a_cached_model_needs_no_hub(
     snapshot = Path(shutil.copytree(pair_folder / "target", tmp_path / "snapshot"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "someone").mkdir()
-    monkeypatch.setattr(opening, "try_to_load_from_cache", lambda _, file: str(snapshot / file))
+    monkeypatch.setattr(loading, "try_to_load_from_cache", lambda _, file: str(snapshot / file))
     assert load_pair("someone/thing").draft is None
     assert len(online) == 1
 
@@ -86,7 +88,7 @@ def test_a_name_that_no_repository_has_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_a_hub_that_is_switched_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(opening, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(loading, "is_offline_mode", lambda: True)
     with pytest.raises(PairError, match="HF_HUB_OFFLINE"):
         load_pair("someone/thing")
 
@@ -108,10 +110,10 @@ def test_a_pair_that_cannot_fit_is_refused_before_it_is_loaded(
 ) -> None:
     target, draft = pair_folder / "target", pair_folder / "draft"
     weights = sum(p.numel() for p in load_pair(target, draft, engine="plain").target.parameters())
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * weights * 4)
+    monkeypatch.setattr(loading, "available_bytes", lambda device: 2 * weights * 4)
     load_pair(target, draft)
     load_pair(target, draft, dtype="bfloat16")
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 2 * weights * 4 - 1)
+    monkeypatch.setattr(loading, "available_bytes", lambda device: 2 * weights * 4 - 1)
     with pytest.raises(PairError, match=r"target and draft: float32 .*GB .*available.*`dtype` bfloat16.*`device_map`"):
         load_pair(target, draft)
     load_pair(target, draft, dtype="bfloat16")
@@ -128,11 +130,11 @@ def test_weights_that_the_model_has_no_place_for_need_no_memory(
     tensors = load_file(folder / "model.safetensors")
     need = sum(tensor.numel() for tensor in tensors.values()) * 4
     save_file({**tensors, "tower.weight": torch.zeros(1000)}, folder / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr(memory, "available_bytes", lambda device: need)
+    monkeypatch.setattr(loading, "available_bytes", lambda device: need)
     load_pair(folder)
 
 
 def test_available_memory_is_known_here() -> None:
-    available = memory.available_bytes(torch.device("cpu"))
+    available = loading.available_bytes(torch.device("cpu"))
     assert available is None or available > 1 << 20
-    assert memory.available_bytes(torch.device("meta")) is None
+    assert loading.available_bytes(torch.device("meta")) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -23,13 +24,21 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.counter_rng import keyed_normal, keyed_uniform
 from specstop.policies.errors import PolicyError
 from specstop.policies.splitmix import mix, shift
-from specstop.policies.state import arrays, take
+from specstop.policies.state import take
 from specstop.policies.storage.registry import load_policy
 from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5
 RULES = ("heuristic", "heuristic-transient", "roc", "entropy", "adaedl", "maxprob", "product", "online", "bandit", "ddd",
          "eagle", "opt", "c2t", "gain")  # fmt: skip
+
+
+def state_arrays(state: Any) -> list[np.ndarray]:
+    """Return the arrays of a state."""
+    if state is None or isinstance(state, np.ndarray):
+        return [] if state is None else [state]
+    fields = state if isinstance(state, tuple) else [getattr(state, f.name) for f in dataclasses.fields(state)]
+    return [array for part in fields for array in state_arrays(part)]
 
 
 @dataclass(frozen=True)
@@ -222,7 +231,7 @@ def test_states_and_answers_have_the_same_bits_whatever_the_number_of_streams(na
             policy, Bandit
         ):  # an arm that decides none of these streams is asked nothing where they are alone
             alone, ours_of_them = (replace(known, arms=()) for known in (alone, ours_of_them))
-        for one, ours in zip(arrays(alone), arrays(ours_of_them), strict=True):
+        for one, ours in zip(state_arrays(alone), state_arrays(ours_of_them), strict=True):
             if one.ndim == 2:  # memories are as wide as the longest of them
                 width = min(one.shape[1], ours.shape[1])
                 one, ours = one[:, :width], ours[:, :width]

@@ -130,20 +130,11 @@ def test_prefill_is_a_constant_and_a_token_price(profile: Profile) -> None:
 
 
 def test_a_decision_costs_what_was_measured_under_the_policys_cost_name(profile: Profile) -> None:
-    assert profile.decision(Confidence(0.25).cost_name) == Price(6e-5)
-    assert profile.decision("never measured") == Price()
-    more = profile.with_decisions({"mine": Price(1e-3, 2e-4)})
-    assert (more.decision("mine"), more.decision("confidence")) == (Price(1e-3, 2e-4), Price(6e-5))
+    assert profile.decision(Confidence(0.25).cost_name) == 6e-5
+    assert profile.decision("never measured") == 0.0
+    more = profile.with_decisions({"mine": 1e-3})
+    assert (more.decision("mine"), more.decision("confidence")) == (1e-3, 6e-5)
     assert "mine" not in profile.decision_s
-
-
-def test_the_first_decision_of_a_round_costs_more(profile: Profile) -> None:
-    price = Price(5e-5, 2e-4)
-    assert price.of(np.array([0, 1, 4])).tolist() == pytest.approx([0.0, 2.5e-4, 4e-4])
-    assert price.times(2.0) == Price(1e-4, 4e-4)
-    row = np.full(1, 3)
-    priced, free = (profile.round_seconds(row, row, row, row, row, cost) for cost in (price, 0.0))
-    assert (priced - free).item() == pytest.approx(3 * 5e-5 + 2e-4)
 
 
 def test_the_second_draft_step_has_a_price_of_its_own(profile: Profile) -> None:
@@ -164,7 +155,7 @@ def test_same_costs_looks_at_all_but_decisions(profile: Profile) -> None:
 
 
 def test_a_profile_comes_back_from_its_file_exactly(profile: Profile, tmp_path: Path) -> None:
-    odd = dataclasses.replace(profile, step_s=0.1 + 0.2, round_s=1 / 3).with_decisions({"mine": Price(1 / 3, 1 / 7)})
+    odd = dataclasses.replace(profile, step_s=0.1 + 0.2, round_s=1 / 3).with_decisions({"mine": 1 / 3})
     odd.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == odd
     first = (tmp_path / "p.json").read_bytes()

@@ -151,7 +151,7 @@ def test_costs_that_were_edited_or_scaled_are_no_longer_drawn() -> None:
     drawn = edited.resampled(np.random.default_rng(0))
     assert drawn.same_costs(edited.to_dict()) and edited.noise is None
     assert drawn.decision("confidence") != edited.decision("confidence")
-    priced = whole.with_decisions({"confidence": Price(1e-4), "mine": 2e-4})
+    priced = whole.with_decisions({"confidence": 1e-4, "mine": 2e-4})
     drawn = priced.resampled(np.random.default_rng(0))
     assert drawn.decision_s == priced.decision_s and not drawn.same_costs(priced.to_dict())
 

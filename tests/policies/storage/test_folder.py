@@ -17,9 +17,9 @@ import safetensors.numpy
 from learned_policies import learned
 from specstop.policies import from_pretrained, save_pretrained
 from specstop.policies.errors import PolicyError
+from specstop.policies.safe_loading import digest
 from specstop.policies.storage.folder import HUB_FILES, POLICY_FILE, WEIGHTS_FILE, load_policy_folder
 from specstop.policies.storage.registry import load_policy
-from specstop.policies.storage.safe_loading import digest
 
 
 class Evil:
@@ -79,7 +79,7 @@ def piped(path: Path) -> None:
 
 BAD = pickle.dumps(Evil(Path("/nonexistent")))
 ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "pickle as weights": (lambda f: weights(f, BAD), "expected a safetensors file"),
+    "pickle as weights": (lambda f: weights(f, BAD), "is invalid"),
     "pickle as json": (lambda f: (f / POLICY_FILE).write_bytes(BAD), "expected JSON"),
     "pickle as card": (lambda f: (f / "README.md").write_bytes(BAD), "README.md is no text"),
     "pickle as configuration": (lambda f: (f / "run.yaml").write_bytes(BAD), "run.yaml is no text"),
@@ -89,7 +89,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "code beside": (lambda f: (f / "modeling.py").write_text("1/0"), "'modeling.py'"),
     "a code path": (lambda f: forge(f, auto_map={"AutoModel": "modeling.X"}), "unknown: 'auto_map'"),
     "a code path for a head": (lambda f: forge(f, head="os:system"), "unknown head 'os:system'"),
-    "a code path for a kind": (lambda f: forge(f, kind="os:system"), "kind: expected 'learned'"),
+    "a code path for a kind": (lambda f: forge(f, kind="os:system"), "kind: Input should be 'learned'"),
     "a code path for a rule": (lambda f: forge(f, rule={"kind": "os:system"}), "unknown rule"),
     "an absolute path": (lambda f: forge(f, files={WEIGHTS_FILE: "", "/etc/passwd": ""}), "'/etc/passwd' must be called"),
     "a parent path": (lambda f: forge(f, files={WEIGHTS_FILE: "", "../x.ubj": ""}), r"'\.\./x\.ubj' must be called"),
@@ -101,35 +101,35 @@ ATTACKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe for weights": (lambda f: piped(f / WEIGHTS_FILE), "no plain file"),
     "a pipe for json": (lambda f: piped(f / POLICY_FILE), "no plain file"),
     "a folder within": (lambda f: (f / "sub").mkdir(), "'sub'"),
-    "a shape of 10^12": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[10**12])), "which no policy has"),
-    "a shape that overflows": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[2**16] * 8)), "does not fill"),
-    "forty dimensions": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[1] * 40)), "which no policy has"),
-    "a negative shape": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[-3])), "which no policy has"),
-    "a shape of truths": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[True])), "which no policy has"),
+    "a shape of 10^12": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[10**12])), "is invalid"),
+    "a shape that overflows": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[2**16] * 8)), "is invalid"),
+    "forty dimensions": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[1] * 40)), "is invalid"),
+    "a negative shape": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[-3])), "is invalid"),
+    "a shape of truths": (lambda f: header(f, lambda h: h["head.bias"].update(shape=[True])), "is invalid"),
     "overlapping tensors": (
-        lambda f: header(f, lambda h: h["head.bias"].update(data_offsets=[0, 12])), "overlap or leave gaps"
+        lambda f: header(f, lambda h: h["head.bias"].update(data_offsets=[0, 12])), "is invalid"
     ),
-    "another type": (lambda f: header(f, lambda h: h["head.bias"].update(dtype="F64")), "of type 'F64'"),
-    "whole numbers for weights": (lambda f: header(f, lambda h: h["head.bias"].update(dtype="I64")), "does not fill"),
-    "a header of 10 GB": (lambda f: header(f, lambda h: None, 10 * 2**30), "at most 1048576 bytes"),
-    "a header of 2^63": (lambda f: header(f, lambda h: None, 2**63), "at most 1048576 bytes"),
+    "another type": (lambda f: header(f, lambda h: h["head.bias"].update(dtype="F64")), "is invalid"),
+    "whole numbers for weights": (lambda f: header(f, lambda h: h["head.bias"].update(dtype="I64")), "is invalid"),
+    "a header of 10 GB": (lambda f: header(f, lambda h: None, 10 * 2**30), "is invalid"),
+    "a header of 2^63": (lambda f: header(f, lambda h: None, 2**63), "is invalid"),
     "weights of 10 GB": (lambda f: sparse(f / WEIGHTS_FILE, 10 * 2**30), "10737418240 bytes; expected at most"),
     "json of 10 GB": (lambda f: sparse(f / POLICY_FILE, 10 * 2**30), "10737418240 bytes; expected at most"),
     "nested json": (lambda f: (f / POLICY_FILE).write_text("[" * 200_000), "nested too deeply"),
     "a number of 5,000 digits": (lambda f: (f / POLICY_FILE).write_text('{"schema": ' + "9" * 5000 + "}"), "expected JSON"),
-    "NaN": (lambda f: (f / POLICY_FILE).write_text('{"schema": NaN}'), "NaN is no JSON number"),
+    "NaN": (lambda f: (f / POLICY_FILE).write_text('{"schema": NaN}'), "a number is not finite"),
     "a key twice": (lambda f: (f / POLICY_FILE).write_text('{"schema": 1, "schema": 1}'), "occurs twice"),
     "a terminal's codes": (lambda f: forge(f, name="\x1b[2J"), "control characters"),
     "an edit by hand": (
         lambda f: (f / POLICY_FILE).write_text((f / POLICY_FILE).read_text().replace("52.5", "99.5")), "checksum differs"
     ),
-    "a depth of 10^9": (lambda f: forge(f, max_depth=10**9), "max_depth: expected"),
+    "a depth of 10^9": (lambda f: forge(f, max_depth=10**9), "max_depth: "),
     "a feature twice": (lambda f: forge(f, features=["top1", "top1"]), "each once"),
-    "features that are lists": (lambda f: forge(f, features=[[], []]), "lacks or mangles"),
-    "a truth for a rate": (lambda f: forge(f, rho=True), "rho: 'True'"),
+    "features that are lists": (lambda f: forge(f, features=[[], []]), "features.0: "),
+    "a truth for a rate": (lambda f: forge(f, rho=True), "rho: .*'True'"),
     "a lost booster": (lambda f: forge(f, files={WEIGHTS_FILE: "", "accept.ubj": ""}), "accept.ubj is missing"),
     "an infinite temperature": (
-        lambda f: forge(f, calibration=[{"kind": "identity", "temperature": "inf"}] * 2), "expected a temperature"
+        lambda f: forge(f, calibration=[{"kind": "identity", "temperature": "inf"}] * 2), "temperature: "
     ),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.baselines.adaptive import Heuristic
 from specstop.policies.baselines.fixed import FixedLength
 from specstop.policies.errors import InputError
-from specstop.policies.files.outputs import beside
+from specstop.policies.files import staging_path
 from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.demo.demo import Demo, demo
@@ -117,8 +117,8 @@ def test_an_interrupted_demo_continues_where_it_stopped(stage: str, pair_with_pr
     with pytest.raises(KeyboardInterrupt):
         demo(out, pair=pair_with_prompts, sizes=SMALL, progress=interrupt)
     assert not out.exists()
-    complete = {path: path.stat().st_mtime_ns for path in beside(out).rglob("*.parquet")}
-    complete |= {path: path.stat().st_mtime_ns for path in beside(out).rglob("head*.safetensors")}
+    complete = {path: path.stat().st_mtime_ns for path in staging_path(out).rglob("*.parquet")}
+    complete |= {path: path.stat().st_mtime_ns for path in staging_path(out).rglob("head*.safetensors")}
     assert complete, "the first stage was complete"
     lines: list[str] = []
     result = demo(out, pair=pair_with_prompts, sizes=SMALL, announce=lines.append)
@@ -126,7 +126,9 @@ def test_an_interrupted_demo_continues_where_it_stopped(stage: str, pair_with_pr
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     assert {"traces-train", "traces-test", "profile.json", "policies", "report"} <= {p.name for p in out.iterdir()}
     unchanged = {
-        path: (out / path.relative_to(beside(out))).stat().st_mtime_ns for path in complete if "traces" in str(path)
+        path: (out / path.relative_to(staging_path(out))).stat().st_mtime_ns
+        for path in complete
+        if "traces" in str(path)
     }
     assert all(complete[path] == written for path, written in unchanged.items())
     assert result.report.answer is not None

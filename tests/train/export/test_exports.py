@@ -21,7 +21,7 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.files.atomic import STAGE_PREFIX
+from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.export.deploy import deploy, deploy_hf_replayed

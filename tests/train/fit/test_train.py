@@ -19,7 +19,7 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files import MANIFEST
 from specstop.policies.profile import Profile
 from specstop.policies.storage.folder import load_policy_folder
 from specstop.train.fit.plan import FEATURES

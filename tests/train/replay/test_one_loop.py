@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from collections import Counter
@@ -26,8 +25,6 @@ from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_replay_loads_no_model_library() -> None:
@@ -86,22 +83,3 @@ def test_single_rounds(
     played.clear()
     evaluate_rounds(arrays, POLICY, profile)
     assert played == {"play_round": int(arrays.rows.max())}
-
-
-def test_nobody_else_asks_a_policy_depth_by_depth() -> None:
-    """`keep` is asked by the runner of the round loop; by policies that hold others, and by hosts with loops of their own."""
-    asks = {
-        path.relative_to(ROOT).as_posix()
-        for room in ("policies", "decode", "collect", "train")
-        for path in (ROOT / room).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "checked_keep"
-    }
-    assert asks == {
-        "collect/explore.py",
-        "decode/engines/asking.py",
-        "decode/hf/stopping.py",
-        "decode/policy/runner.py",
-        "policies/baselines/bandit.py",
-        "policies/testing.py",
-    }

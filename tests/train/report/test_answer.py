@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.decode.benchmark import Ratio
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.measurements import Noise
 from specstop.policies.profile import Profile

@@ -18,7 +18,7 @@ from specstop.decode.benchmark import Ratio
 from specstop.policies.baselines.fixed import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
-from specstop.policies.files.atomic import MANIFEST
+from specstop.policies.files import MANIFEST
 from specstop.policies.joint.lengths import SmartSpec
 from specstop.policies.learned.policy import LearnedPolicy
 from specstop.policies.profile import Profile

@@ -7,12 +7,12 @@ import dataclasses
 from pathlib import Path
 
 from ....collect.store.folder import Trace
-from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.joint.survival import BatchStop, for_batches
 from ....policies.learned.policy import Facts, LearnedPolicy
 from ....policies.profile import Profile
 from ....policies.storage.folder import load_policy_folder, save_policy
+from ....policies.validation import with_costs
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part
 from ..trees.solve import FIRST

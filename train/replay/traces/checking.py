@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
-from ....policies.checking import check_policy
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features.hidden_states import check_sizes
 from ....policies.learned import conditions
 from ....policies.learned.policy import LearnedPolicy
 from ....policies.profile import Profile
+from ....policies.validation import validate_policy
 from .arrays import TraceArrays
 
 
@@ -25,7 +25,7 @@ def check_replayable(arrays: TraceArrays, policy: StopPolicy, profile: Profile) 
         PolicyError: it is not what a policy must be, reads hidden states of another size than the trace's, or would bias
             the verification.
     """
-    check_policy(policy)
+    validate_policy(policy)
     header = arrays.header
     if header.collector == "live" and header.verification != "match":
         raise TraceError(

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ....policies.files.atomic import write_atomic
+from ....policies.files import write_atomic
 from ..records import Report
 
 _COLOURS = {

@@ -11,9 +11,9 @@ from typing import Any
 from ....decode.benchmark import Ratio
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
-from ....policies.files.atomic import write_atomic, write_json
-from ....policies.files.text import markdown, markdown_cell
+from ....policies.files import write_atomic, write_json
 from ....policies.learned.policy import LearnedPolicy
+from ....policies.text import markdown, markdown_cell
 from ..records import DEPLOY, INCONCLUSIVE, REFUSE
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from ....collect.store.folder import Trace
 from ....decode.benchmark import Ratio
 from ....policies.baselines.fixed import FixedLength
-from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.joint.survival import BatchStop
@@ -19,6 +18,7 @@ from ....policies.learned.policy import LearnedPolicy
 from ....policies.profile import Profile
 from ....policies.progress import Progress, shown
 from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.validation import with_costs
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled

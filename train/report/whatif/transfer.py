@@ -11,7 +11,6 @@ import numpy as np
 from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
 from ....policies.baselines.fixed import FixedLength
-from ....policies.checking import with_costs
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.learned.conditions import other_conditions
@@ -19,6 +18,7 @@ from ....policies.learned.policy import LearnedPolicy
 from ....policies.profile import Profile
 from ....policies.progress import Progress, shown
 from ....policies.storage.registry import PolicySpec, as_policies
+from ....policies.validation import with_costs
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ....decode.benchmark import Ratio
-from ....policies.files.atomic import write_atomic, write_json
-from ....policies.files.outputs import claim_folder, staged_folder
-from ....policies.files.text import markdown, markdown_cell, printable
+from ....policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
+from ....policies.text import markdown, markdown_cell, printable
 from ..decision_costs import FILE as DECISIONS_FILE
 from ..drawing.plot import save_speed_plot
 from ..records import Report
@@ -28,7 +27,7 @@ def write_report(
 ) -> None:
     """Write `FILES` into the folder `out`, all or none, and timings of decisions that the profile lacks beside them."""
     data = plain(report)
-    with staged_folder(claim_folder(out, overwrite=overwrite)) as stage:
+    with staged_folder(prepare_output_dir(out, overwrite=overwrite)) as stage:
         if decisions is not None:
             write_json(stage / DECISIONS_FILE, decisions)
         write_json(stage / "report.json", data)

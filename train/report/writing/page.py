@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ....policies.files.text import printable
 from ....policies.learned.conditions import sampling_text
+from ....policies.text import printable
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path
 from .sections import sections

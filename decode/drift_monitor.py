@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from ...policies.contract import Array, StopPolicy
-from ...policies.errors import InputError
-from ...policies.joint.grid import length_rates
-from ...policies.learned.policy import LearnedPolicy
-from ...policies.learned.trees import TreeGain
-from ...policies.profile import Profile
+from ..policies.baselines.fixed import FixedLength
+from ..policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.errors import InputError, SpecstopWarning
+from ..policies.joint.grid import length_rates
+from ..policies.learned.policy import LearnedPolicy
+from ..policies.learned.trees import TreeGain
+from ..policies.profile import Profile
 
 MODES = ("off", "warn", "fallback")
-WINDOW, LEAST = 200, 60
+WINDOW, MIN_ROUNDS = 200, 60
 DEVIATIONS = 4.5
-"""Half the band in standard deviations. Windows overlap and are looked at after every round: with 4.5 a policy that keeps its
-promise is called wrong in about one of a thousand texts of 10,000 rounds."""
+"""Half width of the band in standard deviations. Windows overlap and are tested after every round: with 4.5 a calibrated
+policy is reported in about one of a thousand texts of 10,000 rounds."""
 
 SLACK = 0.1
 """Share of the prediction added to half the band: fitted calibrations are that far off on new prompts of the same sort."""
@@ -50,8 +52,8 @@ class Band:
 class AcceptanceWatch:
     """Compares the last rounds with what was predicted for them."""
 
-    def __init__(self, least: int = LEAST) -> None:
-        self._least = least
+    def __init__(self, min_rounds: int = MIN_ROUNDS) -> None:
+        self._min_rounds = min_rounds
         self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=WINDOW)  # mean, variance, accepted, known
         self._survival: list[list[float]] = []  # of the round, by stream
 
@@ -83,7 +85,7 @@ class AcceptanceWatch:
     def band(self) -> Band | None:
         """Return live mean and band over the window; None before there are enough rounds."""
         count = len(self._rounds)
-        if count < self._least:
+        if count < self._min_rounds:
             return None
         mean = math.fsum(r[0] for r in self._rounds) / count
         spread = math.sqrt(math.fsum(r[1] for r in self._rounds)) / count
@@ -97,18 +99,68 @@ class AcceptanceWatch:
         return accepted / (accepted + refused) if accepted + refused else 0.0
 
 
-def check_drift(mode: str) -> None:
-    """Refuse what is no mode of the monitor.
+class DriftMonitor:
+    """Monitor of a host (`policies.host.Monitor`): warns once when live acceptance leaves the band.
 
-    Raises:
-        InputError: an unknown mode.
+    Args:
+        policy: can be monitored (`make_monitor`).
+        mode: `warn`, or `fallback` to replace the policy by the best fixed length as well.
+        fallback: length if the policy has no profile.
+        streams: that are verified together.
     """
+
+    def __init__(self, policy: LearnedPolicy, mode: str, fallback: int, streams: int) -> None:
+        self._policy, self._mode, self._fallback, self._streams = policy, mode, fallback, streams
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget earlier rounds."""
+        self._watch: AcceptanceWatch | None = AcceptanceWatch()
+
+    def on_decision(self, step: DraftStep, state: State) -> None:
+        """Record the predicted survival of the tokens that a decision was about."""
+        if self._watch is not None and step.depth:  # before the first token nothing is predicted
+            self._watch.decided(step.depth, self._policy.latest(state)[:, 0], step.alive[:, 0])
+
+    def on_outcome(self, outcome: RoundOutcome) -> StopPolicy | None:
+        """Record a round; return the policy that replaces the monitored one, if any."""
+        if self._watch is None:
+            return None
+        self._watch.finished(outcome.accepted, outcome.verified, outcome.active & ~outcome.cut)
+        band = self._watch.band()
+        if band is None or not band.left:
+            return None
+        message = (
+            f"policy {self._policy.name}: {band.live:.2f} drafted tokens a round were accepted over the last {band.rounds} "
+            f"rounds, where its calibration predicts {max(band.low, 0.0):.2f} to {band.high:.2f}; it may have been trained "
+            "on other texts, another pair or another temperature (the text is not affected, only the speed)"
+        )
+        replacement = None
+        if self._mode == "fallback":
+            length = best_fixed(self._policy, self._watch.conditional(), self._fallback, self._streams)
+            replacement = FixedLength(length)
+            message += f"; drafting {length} tokens a round from here on"
+        self._watch = None  # one warning until `reset`
+        warnings.warn(message, SpecstopWarning, stacklevel=3)
+        return replacement
+
+
+def check_drift(mode: str) -> None:
+    """Raise `InputError` if `mode` is not a mode of the monitor."""
     if mode not in MODES:
         raise InputError(f"--drift: expected one of {', '.join(MODES)}, not {mode!r}")
 
 
-def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | None:
-    """Return the watch of a policy: None where the monitor is off or there is nothing to compare with.
+def make_monitor(
+    policy: StopPolicy, mode: str, chain: bool, fallback: int = 4, streams: int = 1
+) -> DriftMonitor | None:
+    """Return the monitor of a policy; None if it is off or the policy predicts nothing that could be compared.
+
+    Args:
+        policy: any policy.
+        mode: one of `MODES`.
+        chain: whether rounds draft chains.
+        fallback, streams: see `DriftMonitor`.
 
     Raises:
         InputError: an unknown mode.
@@ -116,8 +168,10 @@ def make_watch(policy: StopPolicy, mode: str, chain: bool) -> AcceptanceWatch | 
     check_drift(mode)
     if mode == "off" or not chain or not isinstance(policy, LearnedPolicy) or isinstance(policy, TreeGain):
         return None  # the state of `TreeGain` is that of a tree
-    # One that is first asked at depth 2 does not know S_1, and a continuation value is no S.
-    return AcceptanceWatch() if policy.first <= 1 and policy.rule.kind != "continuation" else None
+    # A policy that is called from depth 2 on does not know S_1, and a continuation value is not a survival.
+    if policy.first > 1 or policy.rule.kind == "continuation":
+        return None
+    return DriftMonitor(policy, mode, fallback, streams)
 
 
 def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: int = 1) -> int:
@@ -140,12 +194,3 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
     costs = dataclasses.replace(profile, batch=None) if streams == 1 else profile
     return int(length_rates(costs, profile.low.context, np.array([streams]), tokens).argmax())
-
-
-def describe(policy: StopPolicy, band: Band) -> str:
-    """Return the warning: what was seen, what was predicted, what it may mean."""
-    return (
-        f"policy {policy.name}: {band.live:.2f} drafted tokens a round were accepted over the last {band.rounds} rounds, "
-        f"where its calibration predicts {max(band.low, 0.0):.2f} to {band.high:.2f}; it may have been trained on other "
-        "texts, another pair or another temperature (the text is not affected, only the speed)"
-    )

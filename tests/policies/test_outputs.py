@@ -11,16 +11,14 @@ from pathlib import Path
 
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.files import outputs
-from specstop.policies.files.atomic import MANIFEST
-from specstop.policies.files.outputs import (
-    beside,
-    claim_file,
-    claim_folder,
-    list_also,
-    put_in_place,
-    refuse_inputs,
+from specstop.policies.files import (
+    MANIFEST,
+    check_separate,
+    prepare_output_dir,
+    prepare_output_file,
+    replace_folder,
     staged_folder,
+    staging_path,
 )
 
 
@@ -36,13 +34,6 @@ def make(out: Path, *files: str, text: str = "old") -> Path:
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
             (stage / name).write_text(text)
     return out
-
-
-@pytest.fixture(params=["one step", "two steps"])
-def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old folder gives its name up by either of two calls."""
-    if request.param == "two steps":
-        monkeypatch.setattr(outputs, "_exchange", lambda one, other: False)
 
 
 def test_a_staged_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -84,7 +75,6 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(
             raise OSError("busy")
         rename(source, to)
 
-    monkeypatch.setattr(outputs, "_exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="busy"), staged_folder(out) as stage:
         (stage / "x").write_text("new")
@@ -92,12 +82,10 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(
     assert (out / "x").read_text() == "old"
 
 
-@pytest.mark.usefixtures("swap")
 def test_a_result_is_replaced_whole(tmp_path: Path) -> None:
     out = make(tmp_path / "out", "x", "sub/y")
-    list_also(out, "run.yaml")
     (out / "run.yaml").write_text("later")
-    claim_folder(out, overwrite=True)
+    prepare_output_dir(out, overwrite=True)
     make(out, "x", "z", text="new")
     assert names(tmp_path) == ["out", f"out/{MANIFEST}", "out/x", "out/z"]
     assert (out / "x").read_text() == "new"
@@ -133,23 +121,21 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a folder of ours that became a link": (
         lambda f: (shutil.rmtree(f / "sub"), (f / "sub").symlink_to(f.parent)), "sub",
     ),
-    "no list of files": (lambda f: (f / MANIFEST).unlink(), "x"),
+    "no list of files": (lambda f: (f / MANIFEST).unlink(), "sub/y"),
     "a list that is no JSON": (lambda f: (f / MANIFEST).write_text("{"), MANIFEST),
     "a list of another form": (lambda f: (f / MANIFEST).write_text('["x"]'), MANIFEST),
-    "a list of numbers": (lambda f: (f / MANIFEST).write_text('{"files": [1, [2]]}'), "x"),
-    "a list that is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), "x"),
-    "a list that is a pipe": (lambda f: ((f / MANIFEST).unlink(), os.mkfifo(f / MANIFEST)), MANIFEST),
+    "a list of numbers": (lambda f: (f / MANIFEST).write_text('{"files": [1, [2]]}'), "sub/y"),
+    "a list that is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), "sub/y"),
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("swap")
 @pytest.mark.parametrize("case", FOREIGN)
 def test_what_specstop_did_not_write_stops_the_replacement_and_is_named(tmp_path: Path, case: str) -> None:
     out = make(tmp_path / "out", "sub/y", "x")
     spoil, name = FOREIGN[case]
     spoil(out)
     before = names(tmp_path)
-    for attempt in (lambda: claim_folder(out, overwrite=True), lambda: make(out, text="new")):
+    for attempt in (lambda: prepare_output_dir(out, overwrite=True), lambda: make(out, text="new")):
         with pytest.raises(InputError, match="is not among the files that specstop wrote there") as caught:
             attempt()
         assert f"{out / name} is not" in str(caught.value)
@@ -158,10 +144,9 @@ def test_what_specstop_did_not_write_stops_the_replacement_and_is_named(tmp_path
     assert not (out / "x").exists() or (out / "x").read_text() == "old"
 
 
-@pytest.mark.usefixtures("swap")
 def test_a_file_that_comes_during_the_run_stops_the_replacement_too(tmp_path: Path) -> None:
     out = make(tmp_path / "out")
-    claim_folder(out, overwrite=True)
+    prepare_output_dir(out, overwrite=True)
     with pytest.raises(InputError, match=r"out/notes.txt is not among"), staged_folder(out) as stage:
         (stage / "x").write_text("new")
         (out / "notes.txt").write_text("mine")
@@ -180,7 +165,7 @@ def test_a_list_cannot_name_files_elsewhere(tmp_path: Path) -> None:
 def test_what_killed_writers_left_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".specstop-header.json.host.17").write_text("{")
-    claim_folder(tmp_path / "out")
+    prepare_output_dir(tmp_path / "out")
     make(tmp_path / "out", text="new")
     assert names(tmp_path / "out") == [MANIFEST, "x"]
 
@@ -188,33 +173,33 @@ def test_what_killed_writers_left_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_refused_and_an_empty_or_new_one_taken(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "a/b"):
-        assert claim_folder(tmp_path / name) == tmp_path / name
+        assert prepare_output_dir(tmp_path / name) == tmp_path / name
     assert names(tmp_path) == ["empty"], "nothing is made yet"
     with pytest.raises(InputError, match=r"out: the folder .* is not empty; choose another, or pass `overwrite`"):
-        claim_folder(make(tmp_path / "x"))
-    claim_folder(tmp_path / "x", resume=True, in_place=True)
+        prepare_output_dir(make(tmp_path / "x"))
+    prepare_output_dir(tmp_path / "x", resume=True)
 
 
 @pytest.mark.parametrize("flags", [{}, {"overwrite": True}, {"resume": True}])
 def test_a_file_is_never_taken_for_a_folder(tmp_path: Path, flags: dict[str, bool]) -> None:
     (tmp_path / "x").write_text("1")
     with pytest.raises(InputError, match=r"out: expected a folder, but .*x is a file"):
-        claim_folder(tmp_path / "x", **flags)
+        prepare_output_dir(tmp_path / "x", **flags)
     assert (tmp_path / "x").read_text() == "1"
 
 
 OVERLAPS: dict[str, tuple[str, str, str]] = {
     "the input": ("in", "in", "is a file or folder which the command reads"),
     "the input, by way of another folder": ("in/../in", "in", "is a file or folder"),
-    "holds the input": (".", "in", "holds"),
-    "holds it from far above": (".", "in/deep/file", "holds"),
+    "holds the input": (".", "in", "contains"),
+    "holds it from far above": (".", "in/deep/file", "contains"),
     "lies in the input": ("in/new", "in", "lies in"),
     "lies deep in it": ("in/new/er", "in", "lies in"),
     "a link to the input": ("link", "in", "is a file or folder"),
     "the input is a link to it": ("in", "link", "is a file or folder"),
     "lies in it behind a link": ("link/new", "in", "lies in"),
-    "holds the link that the input is": ("results", "results/link", "holds"),
-    "holds what the input links to": ("in", "linked", "holds what"),
+    "holds the link that the input is": ("results", "results/link", "contains"),
+    "holds what the input links to": ("in", "linked", "contains"),
     "a file": ("in/deep/file", "in/deep/file", "is a file or folder"),
     "another name of the file": ("hard", "in/deep/file", "is a file or folder"),
 }
@@ -232,7 +217,7 @@ def test_an_output_never_overlaps_an_input(tmp_path: Path, case: str) -> None:
     (tmp_path / "results" / "link").symlink_to(tmp_path / "in", target_is_directory=True)
     out, given, message = OVERLAPS[case]
     with pytest.raises(InputError, match=f"out: .* {message}"):
-        refuse_inputs(tmp_path / out, [None, "fixed:4", tmp_path / "nowhere", tmp_path / given])
+        check_separate(tmp_path / out, [None, "fixed:4", tmp_path / "nowhere", tmp_path / given])
 
 
 def test_relative_and_tilde_names_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,9 +226,9 @@ def test_relative_and_tilde_names_are_followed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(tmp_path))
     for given in ("in", "./in", "~/in", str(tmp_path / "in")):
         with pytest.raises(InputError, match="lies in"):
-            refuse_inputs("in/new", [given])
-    refuse_inputs("inner", ["in"])
-    refuse_inputs(tmp_path / "beside", ["in", "fixed:4"])
+            check_separate("in/new", [given])
+    check_separate("inner", ["in"])
+    check_separate(tmp_path / "beside", ["in", "fixed:4"])
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -259,18 +244,17 @@ def test_the_working_folder_home_and_the_root_are_refused(
         (".", "working folder"), ("", "working folder"), ("..", "working folder"), (work, "working folder"),
         (tmp_path / "work", "working folder"), ("/", "working folder"), (home, "home folder"), (home.parent, "home folder"),
     ):  # fmt: skip
-        with pytest.raises(InputError, match=f"is the {what}, or holds it"):
-            claim_folder(out, overwrite=overwrite)
-    claim_folder(home / "result", overwrite=overwrite)
-    claim_folder("result", overwrite=overwrite)
+        with pytest.raises(InputError, match=f"is the {what}, or contains it"):
+            prepare_output_dir(out, overwrite=overwrite)
+    prepare_output_dir(home / "result", overwrite=overwrite)
+    prepare_output_dir("result", overwrite=overwrite)
 
 
 def test_a_mounted_disk_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path)
-    with pytest.raises(InputError, match=r"is where a disk is mounted; name a folder in it, such as .*result"):
-        claim_folder(tmp_path)
-    claim_folder(tmp_path, in_place=True)
-    claim_folder(tmp_path / "result")
+    with pytest.raises(InputError, match=r"is a mount point; name a folder in it, such as .*result"):
+        prepare_output_dir(tmp_path)
+    prepare_output_dir(tmp_path / "result")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +272,10 @@ def test_a_name_that_nothing_can_have_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for claim in (claim_folder, lambda out: claim_folder(out, in_place=True), lambda out: claim_file(out, b"")):
+    for claim in (
+        prepare_output_dir,
+        lambda out: prepare_output_file(out, b""),
+    ):
         with pytest.raises(InputError, match=f"out: .* cannot be written: .*{reason}"):
             claim(name)
     assert list(tmp_path.iterdir()) == []
@@ -299,25 +286,28 @@ def test_a_folder_that_may_not_be_written_is_refused_at_once(tmp_path: Path, mon
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    for claim in (claim_folder, lambda out: claim_folder(out, in_place=True), lambda out: claim_file(out, b"")):
-        with pytest.raises(InputError, match="cannot be written: Read-only file system; choose another place"):
+    for claim in (
+        prepare_output_dir,
+        lambda out: prepare_output_file(out, b""),
+    ):
+        with pytest.raises(InputError, match="cannot be written: Read-only file system"):
             claim(tmp_path / "out")
 
 
 def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
     make(tmp_path / "real" / "out")
     (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
-    make(claim_folder(tmp_path / "link", overwrite=True), text="new")
+    make(prepare_output_dir(tmp_path / "link", overwrite=True), text="new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real" / "out" / "x").read_text() == "new"
 
 
 def test_a_result_that_grows_beside_another_takes_its_place(tmp_path: Path) -> None:
     out = make(tmp_path / "out")
-    stage = beside(out)
+    stage = staging_path(out)
     stage.mkdir()
     (stage / "y").write_text("new")
-    put_in_place(stage, out)
+    replace_folder(stage, out)
     assert names(tmp_path) == ["out", f"out/{MANIFEST}", "out/y"]
 
 
@@ -332,17 +322,17 @@ def test_a_file_is_replaced_only_when_it_is_told_so_and_is_ours(tmp_path: Path) 
         ("late", " " * 5000 + "made by us"),
     ):
         (tmp_path / name).write_text(text)
-    assert claim_file(tmp_path / "new", MARK) == tmp_path / "new"
+    assert prepare_output_file(tmp_path / "new", MARK) == tmp_path / "new"
     for name in ("ours", "empty"):
         with pytest.raises(InputError, match="exists; choose another name, or pass `overwrite` to replace it"):
-            claim_file(tmp_path / name, MARK)
-        claim_file(tmp_path / name, MARK, overwrite=True)
+            prepare_output_file(tmp_path / name, MARK)
+        prepare_output_file(tmp_path / name, MARK, overwrite=True)
     for name in ("theirs", "late"):
-        with pytest.raises(InputError, match="is no such file that specstop wrote, and is kept"):
-            claim_file(tmp_path / name, MARK, overwrite=True)
+        with pytest.raises(InputError, match="was not written by specstop"):
+            prepare_output_file(tmp_path / name, MARK, overwrite=True)
     with pytest.raises(InputError, match=r"expected a file, but .* is a folder"):
-        claim_file(tmp_path, MARK, overwrite=True)
+        prepare_output_file(tmp_path, MARK, overwrite=True)
     with pytest.raises(InputError, match="which the command reads"):
-        claim_file(tmp_path / "ours", MARK, overwrite=True, inputs=[tmp_path / "ours"])
-    with pytest.raises(InputError, match="is kept"):
-        claim_file("/dev/null", MARK, overwrite=True)
+        prepare_output_file(tmp_path / "ours", MARK, overwrite=True, inputs=[tmp_path / "ours"])
+    with pytest.raises(InputError, match="not written by specstop"):
+        prepare_output_file("/dev/null", MARK, overwrite=True)

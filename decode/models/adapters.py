@@ -19,27 +19,20 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_peft_available
 
-from ....policies.errors import PairError
-from ..placement import kept_as_is
-from .hashing import ADAPTED, model_hash
+from ...policies.errors import PairError
+from .placement import ADAPTED, kept_as_is, model_hash
 
 ADAPTER = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _WRAPPED = ("XLORA", "POLY", "SHADOW", "ADAPTION_PROMPT")
 """Adapter types that act outside the layers of the model or depend on more than the inputs of a layer."""
 _EXPECTED = "expected one that changes weights, such as LoRA"
-_LIBRARIES = ("torch", "transformers", "specstop")
-_PROBE, _TOLERANCE = 8, 1e-2
-"""Number of tokens for the comparison after merging, and its tolerance relative to the largest logit."""
+_TOLERANCE = 1e-2
+"""Largest change of the logits due to merging, relative to the largest logit."""
 
 
 def check_adapter(where: str, raw: Mapping[str, Any], is_alone: bool) -> str:
-    """Validate the configuration of an adapter and return the name of its base model.
-
-    Args:
-        where: Folder or hub name of the adapter.
-        raw: Content of `adapter_config.json`.
-        is_alone: Whether the folder lacks the weights of the base model.
+    """Return the base model of an adapter whose `adapter_config.json` contains `raw`; `is_alone` if it must name one.
 
     Raises:
         ValueError: peft is not installed, the base model is missing, or the adapter type is not supported.
@@ -58,9 +51,6 @@ def check_adapter(where: str, raw: Mapping[str, Any], is_alone: bool) -> str:
     return str(base)
 
 
-_OPTIONAL: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-
-
 def _refusal(config: Any) -> str:
     """Return why an adapter with this peft configuration cannot be applied, or an empty string."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -69,18 +59,15 @@ def _refusal(config: Any) -> str:
             f"its {kind} adapter is a soft prompt, which is not part of the layers; {_EXPECTED}, or call "
             "target.generate(custom_generate=specstop_generate)"
         )
-    if kind in _WRAPPED or getattr(config, "alora_invocation_tokens", None):
-        name = kind if kind in _WRAPPED else "activated LoRA"
-        return f"its {name} adapter depends on more than the layers' inputs; {_EXPECTED}"
-    return ""
+    if getattr(config, "alora_invocation_tokens", None):
+        kind = "activated LoRA"
+    elif kind not in _WRAPPED:
+        return ""
+    return f"its {kind} adapter depends on more than the layers' inputs; {_EXPECTED}"
 
 
 def unwrap(model: Any, role: str) -> PreTrainedModel:
-    """Return the base model of a `PeftModel`, including its adapter layers. Return any other model unchanged.
-
-    Raises:
-        PairError: The adapter type is not supported.
-    """
+    """Return the base model of a `PeftModel` with its adapter layers. Raises `PairError` if they are not supported."""
     configs = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
         if refusal := _refusal(config):
@@ -90,34 +77,34 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
 
 
 def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
-    """Apply an adapter to its base model, in place: merged into the weights in float32 and float64, else as layers.
-
-    Args:
-        model: Base model, in evaluation mode.
-        where: Folder or hub name of an adapter that `check_adapter` accepted.
+    """Apply an adapter that `check_adapter` accepted to its base model in evaluation mode, in place.
 
     Raises:
         ValueError: Its weights are missing, have wrong shapes or are not finite, or the model does not support it.
     """
     from peft import PeftConfig, PeftModel
 
-    devices = getattr(model, "hf_device_map", {})
-    if len(set(devices.values())) > 1 and {"cpu", "disk"} & set(map(str, devices.values())):
+    # peft would dispatch the model again, although all its layers are on the intended devices.
+    device_map = vars(model).pop("hf_device_map", {})
+    if len(set(device_map.values())) > 1 and {"cpu", "disk"} & set(map(str, device_map.values())):
         raise ValueError(
             "an adapter cannot be applied to offloaded layers; merge it (merge_and_unload) and save the model"
         )
-    digest = hashlib.blake2b(model_hash(model).encode() + _content(where), digest_size=8)
-    # peft would dispatch the model again, although all its layers are on the intended devices.
-    device_map = vars(model).pop("hf_device_map", None)
+    files = [cached_file(where, name, _raise_exceptions_for_missing_entries=False) for name in (ADAPTER, *_WEIGHTS)]
+    if not any(files[1:]):
+        raise ValueError(f"the adapter has no {_WEIGHTS[0]}")
+    content = b"".join(hashlib.blake2b(Path(file).read_bytes()).digest() for file in files if file is not None)
+    digest = hashlib.blake2b(model_hash(model).encode() + content, digest_size=8).hexdigest()
     config = PeftConfig.from_pretrained(where)
     config.inference_mode = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice for training and saving
         wrapped: Any = PeftModel(model, config)
-        load_result = wrapped.load_adapter(where, "default", torch_device="cpu", key_mapping=_renamed(model))
-        for problem, names in (("lack", load_result.missing_keys), ("have no place for", load_result.unexpected_keys)):
+        renamed: Any = getattr(model, "_checkpoint_conversion_mapping", None)
+        load_result = wrapped.load_adapter(where, "default", torch_device="cpu", key_mapping=renamed)
+        for problem, names in (("lack", load_result.missing_keys), ("have an unknown", load_result.unexpected_keys)):
             if names:
-                raise ValueError(f"the adapter's weights {problem} {names[0]}".replace("weights have", "layers have"))
+                raise ValueError(f"the adapter's weights {problem} {names[0]}")
         for name, parameter in wrapped.named_parameters():
             if ".default" in name and not bool(parameter.isfinite().all()):
                 raise ValueError(f"the adapter's {name} has values that are NaN or infinite")
@@ -129,32 +116,17 @@ def apply_adapter(model: PreTrainedModel, where: str) -> PreTrainedModel:
     model = wrapped.get_base_model()
     if (_logits(model, model) - adapted).abs().max() > _TOLERANCE * adapted.abs().max():
         raise ValueError(f"its {config.peft_type} adapter depends on more than the layers' inputs; {_EXPECTED}")
-    if device_map is not None:
+    if device_map:
         model.hf_device_map = device_map
-    setattr(model, ADAPTED, digest.hexdigest())
+    setattr(model, ADAPTED, digest)
     model.config.name_or_path = where
     return model
-
-
-def _content(where: str) -> bytes:
-    """Return a digest of the files of an adapter."""
-    files = [file for name in (ADAPTER, *_WEIGHTS) if (file := cached_file(where, name, **_OPTIONAL)) is not None]
-    if len(files) < 2:
-        raise ValueError(f"the adapter has no {_WEIGHTS[0]}")
-    digest = hashlib.blake2b()
-    for file in files:
-        digest.update(Path(str(file)).read_bytes())
-    return digest.digest()
-
-
-def _renamed(model: PreTrainedModel) -> Any:
-    return getattr(model, "_checkpoint_conversion_mapping", None)
 
 
 @torch.inference_mode()
 def _logits(called: Any, model: PreTrainedModel) -> Tensor:
     """Return the logits [1, n, V] of a few tokens on the CPU."""
-    ids = torch.arange(1, 1 + _PROBE)[None] % model.config.get_text_config().vocab_size
+    ids = torch.arange(1, 9)[None] % model.config.get_text_config().vocab_size
     logits: Tensor = called(input_ids=ids.to(model.device), use_cache=False).logits
     return logits.double().cpu()
 
@@ -163,7 +135,7 @@ def is_modified(module: nn.Module) -> bool:
     """Whether a module may differ from its class in torch or transformers because of adapters, hooks or patches."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return (
-        _package(module) not in _LIBRARIES
+        _package(module) not in ("torch", "transformers", "specstop")
         or "forward" in vars(module)
         or hasattr(module, "parametrizations")
         # The hooks with which transformers collects hidden states do not change the result.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.files.atomic import disk_text, naming, sha256, write_atomic, write_json
-from specstop.policies.files.json_text import read_json
+from specstop.policies.files import write_atomic, write_json
+from specstop.policies.text import read_json
 
 
 def names(folder: Path) -> list[str]:
@@ -41,20 +39,6 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing(
     assert (tmp_path / "a").read_text() == "old"
 
 
-def test_an_error_of_the_system_names_the_file_that_was_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        write_atomic(tmp_path / "a", "new")
-    assert caught.value.filename == str(tmp_path / "a")
-    assert disk_text(caught.value) == f"{tmp_path / 'a'}: No space left on device; free some space, or write elsewhere"
-    with pytest.raises(PermissionError, match="'/there'"), naming(Path("/there")):
-        raise OSError(errno.EACCES, "Permission denied", "/there/.specstop-x1y2")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_json_comes_back_and_nan_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": [1, 0.1 + 0.2]})
     assert read_json(tmp_path / "a.json", "it") == {"x": [1, 0.1 + 0.2]}
@@ -74,9 +58,3 @@ def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"it: .*{path.name}.*{message}"):
             read_json(path, "--it")
-
-
-def test_sha256_is_that_of_the_bytes(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 9000
-    (tmp_path / "x").write_bytes(data)
-    assert sha256(tmp_path / "x") == hashlib.sha256(data).hexdigest()

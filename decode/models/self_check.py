@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ....policies.errors import PairError, SpecstopWarning
-from ...topology import from_widths
-from ..cache import CachedModel
-from ..kv_cache import scored_tokens
-from ..packed import Part, TreeRows
-from ..placement import is_plain
-from ..view import open_view
-from .layer_masks import LayerMasks
-from .modes import Reading, readable
-from .ropes import length_rope
+from ...policies.errors import PairError, SpecstopWarning
+from ..topology import from_widths
+from .adapters import modified_module
+from .cache import CachedModel
+from .kv_cache import scored_tokens
+from .long_rope import long_rope, readable
+from .packed import Part, TreeRows, split
+from .placement import is_plain, is_quantised
+from .reading.layer_masks import LayerMasks
+from .view import Reading, open_view
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 """Tolerance for rounding: RMS difference of logits divided by their standard deviation over the vocabulary."""
@@ -34,19 +34,11 @@ ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.
 _CAUSAL = 0.2
 """Upper bound of the effect of quantised activations on logits. A larger difference means that later tokens are visible."""
 
-_UNROUNDED = ("torch.nn.", "transformers.models.", "transformers.activations", "transformers.pytorch_utils")
-"""Packages of modules that do not quantise activations."""
-
-_PREFIX, _OTHER, _MORE = 5, 3, 9
-"""Prompt lengths of the first and the second text, and length of the continuation of the first."""
-
-_LONGEST_WINDOW = 1024
-"""Largest `window_size` for which the first text is made longer than the window."""
+_PREFIX, _OTHER, _MORE = 5, 3, 9  # prompt lengths of the two texts, and length of the continuation of the first
+_LONGEST_WINDOW = 1024  # largest `window_size` for which the first text is made longer than the window
 
 _RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Reading]] = weakref.WeakKeyDictionary()
-
-_LOCK = threading.Lock()
-"""Threads may share a model. Only one of them checks it."""
+_LOCK = threading.Lock()  # threads may share a model; only one of them checks it
 
 
 class _Differs(Exception):
@@ -63,17 +55,13 @@ def check_model(role: str, model: PreTrainedModel) -> Reading:
     Raises:
         PairError: The logits of a chain read through the cache differ from those of the library's forward pass.
     """
-    key = _key(model)
-    with _LOCK:
-        result = _RESULTS.get(model)
-        if result is None or result[0] != key:
-            result = _RESULTS[model] = key, _check(role, model)
-        return result[1]
-
-
-def _key(model: PreTrainedModel) -> object:
     adapters = getattr(model, "active_adapter", None) or getattr(model, "_hf_peft_config_loaded", None)
-    return str(adapters), model.dtype, model.device, model.config._attn_implementation, repr(model.config.to_dict())
+    config = model.config
+    key = str(adapters), model.dtype, model.device, config._attn_implementation, repr(config.to_dict())
+    with _LOCK:
+        if model not in _RESULTS or _RESULTS[model][0] != key:
+            _RESULTS[model] = key, _check(role, model)
+        return _RESULTS[model][1]
 
 
 def _check(role: str, model: PreTrainedModel) -> Reading:
@@ -81,69 +69,58 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
     if not hasattr(model, "prepare_inputs_for_generation") or any(p.is_meta for p in model.parameters()):
         return Reading()
     view, guard = open_view(model)  # does not modify the model
+    name, reasons = f"the {role}, a {type(model).__name__},", []
     with torch.no_grad(), guard, torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         try:
             texts = _Texts.of(view)
+            if texts is None:
+                return Reading()
+            weights = map(is_plain, model.parameters())
+            is_rounded = is_quantised(model.config) or modified_module(model) or not all(weights)
+            if texts.drift > (_CAUSAL if is_rounded else texts.tolerance):
+                raise _Differs(
+                    "the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)"
+                )
         except Exception as error:  # the type of the error depends on the class
-            raise _refusal(role, model, f"its forward without a cache fails: {_short(error)}") from None
-        if texts is None:
-            return Reading()
-        if texts.drift > (texts.tolerance if _is_unrounded(model) else _CAUSAL):
-            why = "the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)"
-            raise _refusal(role, model, why)
-        reasons = []
+            raise _refusal(role, model, error) from None
         # Without our masks, layers with a window need the library's own cache, which drops tokens outside the window.
         for masked in (True, False) if LayerMasks.of(model) is None else (True,):
             try:
                 reading = texts.read(model, Reading(masked=masked))
             except Exception as error:
-                reasons.append(_short(error))
+                reasons.append(error)
                 continue
             if texts.drift > texts.tolerance:
                 warnings.warn(
-                    f"the logits of the {role}, a {type(model).__name__}, depend on how many tokens a call reads (by "
-                    f"{texts.drift:.1%} of their spread, as with dynamic scales of quantised activations): texts may "
-                    "differ with the draft length",
+                    f"the logits of {name} depend on how many tokens a call reads (by {texts.drift:.1%} of their spread, as "
+                    "with dynamic scales of quantised activations): texts may differ with the draft length",
                     SpecstopWarning,
                     stacklevel=4,
                 )
             return reading
-        raise _refusal(role, model, reasons[0])
+    raise _refusal(role, model, reasons[0])
 
 
-def _refusal(role: str, model: PreTrainedModel, why: str) -> PairError:
+def _refusal(role: str, model: PreTrainedModel, error: Exception) -> PairError:
+    text = str(error).strip().split("\n")[0][:160]
+    why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
     return PairError(
         f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder whose cache is a "
         "list of keys and values"
     )
 
 
-def _short(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0][:160]
-    return text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
-
-
 @dataclass
 class _Texts:
-    """Two texts and their logits in a forward pass of the library.
+    """Two texts and their logits in a forward pass of the library."""
 
-    Attributes:
-        first: [1, n] token ids. The prompt is all but the last `_MORE`.
-        second: [1, n] token ids.
-        unlike: Tokens that differ from the continuation of `first` at each position.
-        rows: [n, V] logits of each text.
-        drift: Difference of the last logits of the prompt between the prompt alone and the whole text.
-        tolerance: Largest difference that counts as rounding.
-        padded: Whether masked padding on the left leaves the last logits as they are.
-    """
-
-    first: Tensor
-    second: Tensor
-    unlike: list[int]
-    rows: tuple[Tensor, Tensor]
-    drift: float
-    tolerance: float
-    padded: bool
+    first: Tensor  # [1, n]; the prompt is all but the last `_MORE`
+    second: Tensor  # [1, n]
+    unlike: list[int]  # tokens that differ from the continuation of `first` at each position
+    rows: tuple[Tensor, Tensor]  # [n, V] logits of each text
+    drift: float  # difference of the last logits of the prompt between the prompt alone and the whole text
+    tolerance: float  # largest difference that counts as rounding
+    padded: bool  # whether masked padding on the left leaves the last logits as they are
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Texts | None:
@@ -151,41 +128,32 @@ class _Texts:
         config = model.config.get_text_config()
         window = getattr(config, "window_size", None)
         prefix = window + 2 if isinstance(window, int) and _PREFIX < window <= _LONGEST_WINDOW else _PREFIX
-        count, rope = prefix + _MORE, length_rope(model)
-        if readable(model) < count or (rope is not None and rope.original < count):
-            return None
-        special = _special(model.config.to_dict()) | _special(config.to_dict())
+        count, rope = prefix + _MORE, long_rope(model)
+        special = _special_tokens(model.config.to_dict())
         pool = [token for token in range(min(scored_tokens(model), 512)) if token not in special]
-        if len(pool) < 4:
+        if len(pool) < 4 or readable(model) < count or (rope is not None and rope.original < count):
             return None
         ids = [pool[(7 * at * at + 3 * at + at // 3) % len(pool)] for at in range(count + _OTHER + 2)]
         unlike = [pool[(pool.index(token) + 1) % len(pool)] for token in ids[prefix:count]]
         first, second = (torch.tensor([tokens], device=model.device) for tokens in (ids[:count], ids[count:]))
-        rows = plain_logits(model, first), plain_logits(model, second)
+        rows = _plain_logits(model, first), _plain_logits(model, second)
         if not all(bool(logits.amax(-1).isfinite().all()) for logits in rows):
             return None  # decoding reports a broken model
-        drift = _gap(plain_logits(model, first[:, :prefix])[-1:], rows[0][prefix - 1 : prefix])
-        base = ROUNDING.get(model.dtype, 0.2)
-        last = plain_logits(model, torch.cat([first[:, :2], second], 1), padding=2)[-1:]
+        drift = _gap(_plain_logits(model, first[:, :prefix])[-1:], rows[0][prefix - 1 : prefix])
+        tolerance = ROUNDING.get(model.dtype, 0.2)
+        last = _plain_logits(model, torch.cat([first[:, :2], second], 1), padding=2)[-1:]
         # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
-        padded = not bool(last.amax(-1).isfinite().all()) or _gap(last, rows[1][-1:]) <= max(base, 3 * drift)
-        return cls(first, second, unlike, rows, drift, base, padded)
+        padded = not bool(last.amax(-1).isfinite().all()) or _gap(last, rows[1][-1:]) <= max(tolerance, 3 * drift)
+        return cls(first, second, unlike, rows, drift, tolerance, padded)
 
     def read(self, model: PreTrainedModel, reading: Reading) -> Reading:
-        """Return the kinds of calls that give the expected logits.
-
-        Errors of the model while it reads a chain are not caught.
-
-        Raises:
-            _Differs: The logits of a chain differ.
-        """
-        count, self._model = self.first.shape[1], model
+        """Return the kinds of calls that give the expected logits. Raises `_Differs` if those of a chain differ."""
+        count = self.first.shape[1]
         cache = CachedModel(model, count + 4, self.rows[0].shape[-1], streams=2, reading=reading)
         self._chain(cache, count - _MORE)
         if not reading.masked:
             return Reading(masked=False, tree=False, side_by_side=False, padded=self.padded)
-        start = count - _MORE + 5
-        results = []
+        start, results = count - _MORE + 5, []
         for method in (self._tree, self._batch):
             try:
                 results.append(method(cache, start))
@@ -197,22 +165,25 @@ class _Texts:
 
     def _chain(self, cache: CachedModel, start: int) -> None:
         """Read the prompt, one token, three tokens of which two are rolled back, and then three more."""
+
+        def check(what: str, rows: Tensor, end: int) -> None:
+            if not self._agree(rows, end):
+                raise _Differs(f"read through a cache, {what} got other logits than in the text as a whole")
+
         first = self.first
-        self._expect("its prompt", cache.read(first[:, :start], 1)[0], start)
+        check("its prompt", cache.read(first[:, :start], 1)[0], start)
         if not cache.is_used:
             raise _Differs("it does not use its cache (an encoder without is_decoder=True?)")
-        self._expect("one token after others", cache.read(first[:, start : start + 1])[0], start + 1)
+        check("one token after others", cache.read(first[:, start : start + 1])[0], start + 1)
         unlike = torch.tensor([self.unlike[2:4]], device=first.device)
         rows = cache.read(torch.cat([first[:, start + 1 : start + 2], unlike], 1))[0]
-        self._expect("several tokens", rows[:1], start + 2)
+        check("several tokens", rows[:1], start + 2)
         cache.roll_back(start + 2)
-        self._expect("tokens after a roll-back", cache.read(first[:, start + 2 : start + 5])[0], start + 5)
+        check("tokens after a roll-back", cache.read(first[:, start + 2 : start + 5])[0], start + 5)
 
-    def _expect(self, what: str, rows: Tensor, end: int) -> None:
-        if not self._agree(rows, self.rows[0][end - len(rows) : end]):
-            raise _Differs(f"read through a cache, {what} got other logits than in the text as a whole")
-
-    def _agree(self, rows: Tensor, expected: Tensor) -> bool:
+    def _agree(self, rows: Tensor, end: int, text: int = 0) -> bool:
+        """Whether logits [n, V] are those of the n tokens of a text before `end`."""
+        expected = self.rows[text][end - len(rows) : end]
         return _gap(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
 
     def _tree(self, cache: CachedModel, start: int) -> bool:
@@ -220,12 +191,10 @@ class _Texts:
         first, at = self.first[0].tolist(), start - self.first.shape[1] + _MORE
         tree = from_widths((2, 1))  # rows: the root, its children, their children
         tokens = [first[start], self.unlike[at + 1], first[start + 1], self.unlike[at + 2], first[start + 2]]
-        before = self.rows[0][start : start + 3]
         rows = cache.read_tree(tokens, TreeRows(tree, start, [], list(range(5))))[0]
-        if not self._agree(rows[[0, 2, 4]], before):
-            return False
         cache.keep(start, [start, start + 2, start + 4])
-        return self._agree(cache.read(self.first[:, start + 3 :][:, :1])[0], self.rows[0][start + 3 : start + 4])
+        after = cache.read(self.first[:, start + 3 : start + 4])[0]
+        return self._agree(rows[[0, 2, 4]], start + 3) and self._agree(after, start + 4)
 
     def _batch(self, cache: CachedModel, start: int) -> bool:
         """Return whether both texts have the expected logits if calls read different numbers of tokens of each."""
@@ -235,43 +204,26 @@ class _Texts:
             ([Part(1, second[_OTHER : _OTHER + 1]), Part(0, first[start : start + 3])], (_OTHER + 1, start + 3)),
             ([Part(0, first[start + 3 : start + 4]), Part(1, second[_OTHER + 1 :])], (start + 4, _OTHER + 2)),
         ):
-            logits, row = cache.read_parts(parts), 0
-            for part, end in zip(parts, ends, strict=True):
-                size = len(part.tokens)
-                if not self._agree(logits[row : row + size], self.rows[part.stream][end - size : end]):
+            logits, bounds = cache.read_parts(parts), split(parts)
+            for part, begin, stop, end in zip(parts, bounds[:-1], bounds[1:], ends, strict=True):
+                if not self._agree(logits[begin:stop], end, part.stream):
                     return False
-                row += size
         return True
 
 
-def _is_unrounded(model: PreTrainedModel) -> bool:
-    """Whether a model consists of standard layers with unquantised floating-point weights."""
-    weights = all(p.is_floating_point() and p.dtype.itemsize > 1 and is_plain(p) for p in model.parameters())
-    return weights and all(
-        type(module).__module__.startswith(_UNROUNDED) and not module._forward_pre_hooks and not module._forward_hooks
-        for module in model.modules()
-    )
-
-
-def _special(config: dict[str, Any]) -> set[int]:
+def _special_tokens(config: dict[str, Any]) -> set[int]:
     """Return the special token ids of a configuration, such as image, padding and end-of-sequence tokens."""
     ids: set[int] = set()
     for name, value in config.items():
         if isinstance(value, dict):
-            ids |= _special(value)
+            ids |= _special_tokens(value)
         elif str(name).endswith(("token_id", "token_index", "token_ids")):
             ids.update(item for item in (value if isinstance(value, list | tuple) else [value]) if type(item) is int)
     return ids
 
 
-def plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tensor:
-    """Return the logits [n, V] of a text [1, n] with the inputs that `generate` prepares, without a cache.
-
-    Args:
-        model: The model.
-        ids: The tokens.
-        padding: Number of the first tokens that are masked.
-    """
+def _plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tensor:
+    """Return the logits [n, V] of a text [1, n], `padding` tokens of it masked, as in `generate` without a cache."""
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": False, "is_first_iteration": True}

@@ -1,1 +1,0 @@
-"""Checks before a model is loaded: its folder, config and adapter, and the memory that it requires."""

@@ -1,0 +1,277 @@
+"""Files that are written whole or not at all, and the validation of an output path before any work is done.
+
+A result folder is prepared under a temporary name next to its final path and renamed when it is complete. `.specstop.json`
+lists its files. Replacing a result deletes only listed files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+
+STAGE_PREFIX, MANIFEST = ".specstop-", ".specstop.json"
+RUN_FILE = "run.yaml"
+"""The resolved options of the command that made a result."""
+
+StrPath = str | os.PathLike[str]
+Input = StrPath | None
+"""A file or folder that a command reads. None and paths that do not exist, such as hub names, are ignored."""
+
+
+class _Uninterrupted(threading.local):
+    """Blocks that signal handlers, which call `defer`, do not interrupt. Masked signals would reach other threads."""
+
+    depth = 0
+    deferred: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+        if not self.depth and (handler := self.deferred):
+            self.deferred = None
+            handler()
+
+    def defer(self, handler: Callable[[], None]) -> bool:
+        """Return whether the main thread is in a block. If so, `handler` is called at the end of the outermost one."""
+        self.deferred = handler if self.depth else None
+        return self.depth > 0
+
+
+uninterrupted = _Uninterrupted()
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write a file under a temporary name in the same folder, flush it to the disk, and rename it."""
+    with uninterrupted:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=STAGE_PREFIX, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())  # otherwise the renamed file could be empty after a power failure
+            os.chmod(name, 0o644)  # mkstemp restricts access to the owner
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON with `write_atomic`. Raises `ValueError` for NaN and infinity."""
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Flush a file or the entries of a folder to the disk."""
+    if os.name == "posix" or path.is_file():  # elsewhere, folders cannot be opened
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def disk_text(error: OSError) -> str:
+    """Return an error of the file system as one line with a remedy."""
+    where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+    return f"{where}{error.strerror}; check the path, its permissions and the free disk space"
+
+
+def cache_folder() -> Path:
+    """Return the cache folder: the environment variable `SPECSTOP_CACHE`, or the default of the user."""
+    import platformdirs  # slow to import, and few commands need it
+
+    return Path(os.environ.get("SPECSTOP_CACHE") or platformdirs.user_cache_dir("specstop"))
+
+
+def prepare_output_dir(
+    out: StrPath, *, overwrite: bool = False, resume: bool = False, inputs: Iterable[Input] = ()
+) -> Path:
+    """Validate `out` as the folder of a result before any work, and return it.
+
+    The folder may contain an older result with `overwrite`, and anything with `resume`. `inputs` are not touched.
+
+    Raises:
+        InputError: `out` is a file, cannot be written or is not empty; it overlaps an input, the working folder or the home
+            folder; or `overwrite` would delete files that specstop did not write.
+    """
+    with _output_errors(out):
+        path = Path(os.path.realpath(out))
+        if path.exists() and not path.is_dir():
+            raise InputError(f"--out: expected a folder, but {out} is a file; choose another name")
+        check_separate(out, inputs)
+        for place, what in ((Path.cwd(), "working folder"), (Path.home(), "home folder")):
+            if place.resolve().is_relative_to(path):
+                raise InputError(f"--out: {out} is the {what}, or contains it; name a new folder for the result")
+        if not (resume or overwrite or is_empty_dir(path)):
+            raise InputError(f"--out: the folder {out} is not empty; choose another, or pass --overwrite to replace it")
+        if not resume:
+            _check_replaceable(path)
+        if os.path.ismount(path):  # cannot be renamed
+            raise InputError(f"--out: {out} is a mount point; name a folder in it, such as {path / 'result'}")
+        _check_writable(path)
+    return Path(out)
+
+
+def prepare_output_file(out: StrPath, mark: bytes, *, overwrite: bool = False, inputs: Iterable[Input] = ()) -> Path:
+    """Validate `out` as the file of a result before any work, and return it.
+
+    The file may exist with `overwrite` if it is empty or its first 4 KiB contain `mark`. `inputs` are not touched.
+
+    Raises:
+        InputError: `out` is a folder, exists, overlaps an input, cannot be written, or was not written by specstop.
+    """
+    with _output_errors(out):
+        path = Path(os.path.realpath(out))
+        if path.is_dir():
+            raise InputError(f"--out: expected a file, but {out} is a folder; choose another name")
+        if path.exists() and not overwrite:
+            raise InputError(f"--out: {out} exists; choose another name, or pass --overwrite to replace it")
+        check_separate(out, inputs)
+        if path.exists() and not (path.is_file() and (not (head := path.read_bytes()[:4096]) or mark in head)):
+            raise InputError(f"--out: {out} was not written by specstop and is not replaced; choose another name")
+        _check_writable(path)
+    return Path(out)
+
+
+def check_separate(out: StrPath, inputs: Iterable[Input], option: str = "--out") -> None:
+    """Raise `InputError` if an output is, contains or lies in an input, or contains a file that an input links to."""
+    path = Path(os.path.realpath(out))
+    for given in (os.path.expanduser(given) for given in inputs if given is not None):
+        source = Path(os.path.realpath(given))
+        if not source.exists():
+            continue
+        if path.exists() and path.samefile(source):
+            problem = f"is a file or folder which the command reads ({given})"
+        elif path in (*source.parents, *Path(os.path.abspath(given)).parents):
+            problem = f"contains {given}, which the command reads"
+        elif source in path.parents:
+            problem = f"lies in {given}, which the command reads"
+        elif any(link.is_symlink() and link.resolve().is_relative_to(path) for link in source.rglob("*")):
+            problem = f"contains a file to which a link in {given} points, which the command reads"
+        else:
+            continue
+        raise InputError(f"{option}: {out} {problem}; choose another path")
+
+
+def is_empty_dir(folder: Path) -> bool:
+    """Whether a folder does not exist or contains only temporary files of killed processes."""
+    return not folder.exists() or all(e.name.startswith(STAGE_PREFIX) and e.is_file() for e in os.scandir(folder))
+
+
+@contextlib.contextmanager
+def staged_folder(out: StrPath) -> Iterator[Path]:
+    """Yield a temporary folder that replaces `out` at the end (`replace_folder`), or is removed on an exception."""
+    path, stage = Path(os.path.realpath(out)), None
+    try:
+        with uninterrupted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stage = Path(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=path.parent))
+        yield stage
+        replace_folder(stage, path)
+    except BaseException:
+        with uninterrupted:
+            if stage is not None:
+                shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def staging_path(out: StrPath) -> Path:
+    """Return the folder in which a resumable run collects the files that replace `out`."""
+    path = Path(os.path.realpath(out))
+    return path.with_name(f"{STAGE_PREFIX}{path.name}.new")
+
+
+def replace_folder(stage: Path, out: StrPath) -> None:
+    """Rename a complete folder to `out`, and delete the result there. Raises `InputError` if it has unlisted files."""
+    path, old = Path(os.path.realpath(out)), stage.with_name(stage.name + ".old")
+    write_manifest(stage, _files(stage))
+    for name in _files(stage):
+        sync(stage / name)  # before the folder is renamed: it must be complete after a power failure
+    os.chmod(stage, 0o755)  # mkdtemp restricts access to the owner
+    with uninterrupted:
+        if replaces := os.path.lexists(path):
+            _check_replaceable(path)  # again, because files may have been added during the run
+            os.rename(path, old)
+        try:
+            os.rename(stage, path)
+        except BaseException:
+            if replaces:
+                os.rename(old, path)
+            raise
+        delete_result(old)
+        sync(path.parent)
+
+
+def write_manifest(folder: Path, names: Iterable[str]) -> None:
+    """Write the list of the files of a result, by path relative to its folder."""
+    write_json(folder / MANIFEST, {"schema": 1, "files": sorted({*names} - {MANIFEST})})
+
+
+def delete_result(folder: Path) -> None:
+    """Delete the listed files of a result and the folders that are empty then. Other files are kept."""
+    for name in set(_files(folder)) - set(_foreign(folder)):
+        (folder / name).unlink(missing_ok=True)
+    for parent, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(parent)
+
+
+def _check_replaceable(folder: Path) -> None:
+    for name in _foreign(folder):
+        raise InputError(
+            f"--out: {folder / name} is not among the files that specstop wrote there (those in {MANIFEST}), so nothing is "
+            "replaced; move it away, or choose another folder"
+        )
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Return the files in a folder that are neither listed in its manifest nor temporary files or run options."""
+    listed = {MANIFEST, RUN_FILE}
+    try:
+        listed.update(map(str, json.loads((folder / MANIFEST).read_bytes())["files"]))
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        listed.clear()  # with an unreadable list, nothing is deleted
+    return [name for name in _files(folder) if name not in listed and not Path(name).name.startswith(STAGE_PREFIX)]
+
+
+def _files(folder: Path) -> list[str]:
+    """Return the relative paths of everything below a folder that is not a folder, including links to folders."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _check_writable(path: Path) -> None:
+    """Check that the name of a path is valid and that its nearest existing folder is writable."""
+    folder = next(parent for parent in path.parents if os.path.lexists(parent))
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(folder / path.name)
+    with uninterrupted:
+        os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
+
+
+@contextlib.contextmanager
+def _output_errors(out: StrPath) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"--out: {os.fspath(out)!r} cannot be written: {reason}; choose another path") from None
