@@ -234,7 +234,7 @@ def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...]
     """Every set of streams and number of steps is tried; sets beyond the streams of the largest gains are no better."""
     grid, rng = grids_of(synthetic_profile(verify_s, 0.3)).of(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.verify), 1.0), batches_of(np.zeros(3, dtype=np.int64), np.arange(3))
-    ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.2], [1.0]]
+    ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.0]]
     for turn in range(30):
         depth = turn % 3
         known = np.where(rng.random((3, 1)) < 0.2, -1.0, rng.uniform(0.1, 1.0, (3, 1)))

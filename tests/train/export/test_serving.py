@@ -129,7 +129,6 @@ def test_measured_wide_passes_are_used() -> None:
     assert measured_rows(wide) == 40
     shared = batch_profile(wide, 40)
     assert 40 * shared.low.verify_s[0] == pytest.approx(20e-3)
-    assert 40 * shared.low.draft_s[0] == pytest.approx(5e-3)
 
 
 def test_measured_batches_are_priced_as_they_were_measured(profile: Profile) -> None:
@@ -142,8 +141,7 @@ def test_measured_batches_are_priced_as_they_were_measured(profile: Profile) -> 
         shared = batch_profile(known, batch)
         k = np.arange(depth + 1)
         found = batch * shared.round_seconds(0 * k + 20, k, k, 0 * k + 1, 0 * k, 0.0)
-        fed = batch * (k[:, None] > np.arange(depth))
-        said = costs.round_s(20.0 + 0 * k, batch + 0 * k, batch * (k + 1), fed, batch + 0 * k)
+        said = known.verify_s(batch, batch * (k + 1), 20.0) + k * known.draft_s(batch, 20.0)
         assert found == pytest.approx(said)
     assert measured_rows(known) == 8 * (depth + 1)
     assert [is_extrapolated(known, size, size) for size in (1, 8, 9)] == [False, False, True], "rows are but 9"

@@ -57,20 +57,6 @@ def test_the_ratio_is_taken_at_the_context(profile: Profile) -> None:
     assert cost_ratio(profile, 24.0) == pytest.approx(1.25e-3 / 5.0e-3)
 
 
-def test_a_profile_that_falls_with_the_context_has_a_ratio_everywhere(profile: Profile) -> None:
-    """A busy machine may be slower at the short context; a line through both has a floor: a quarter of the smaller cost."""
-    low = dataclasses.replace(profile.low, later_draft_s=2e-3)
-    noisy = dataclasses.replace(profile, low=low, high=dataclasses.replace(profile.high, later_draft_s=1e-4))
-
-    def line(context: float, low: float, high: float) -> float:
-        share = (context - noisy.low.context) / (noisy.high.context - noisy.low.context)
-        return max(low + share * (high - low), min(low, high) / 4)
-
-    for context in (0.0, 10.0 * noisy.high.context):
-        target = line(context, noisy.low.verify_s[0], noisy.high.verify_s[0])
-        assert cost_ratio(noisy, context) == pytest.approx(line(context, 2e-3, 1e-4) / target)
-
-
 def test_each_point_is_a_replay_under_its_costs(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     arrays, rule = trace_arrays(sides[1]), Confidence(0.4, DEPTH)
     found = sweep(sides[1], full_profile, [rule, FixedLength(2)], ratios=POINTS[::-1])
