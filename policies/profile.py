@@ -58,7 +58,13 @@ class Profile(Costs):
 
     @staticmethod
     def measured(
-        measurements: Measurements, contexts: tuple[float, float], depth: int, temperature: float = 0.0, **more: Any
+        measurements: Measurements,
+        contexts: tuple[float, float],
+        depth: int,
+        temperature: float = 0.0,
+        facts: Mapping[str, Any] | None = None,
+        shaping: Mapping[str, Any] | None = None,
+        verification: str = "",
     ) -> Profile:
         """Return the profile that measurements tell: the same one for the same measurements.
 
@@ -67,14 +73,16 @@ class Profile(Costs):
             contexts: mean tokens in the cache at the short and the long context.
             depth: K, the longest chain timed.
             temperature: of the sampling.
-            **more: `facts`, `shaping`, `verification`.
+            facts, shaping, verification: kept in the profile.
 
         Raises:
             InputError: no round was timed.
         """
         costs = vars(estimate(measurements.pooled, contexts, depth))
-        made = Profile(**costs, temperature=temperature, measurements=measurements, **more)
-        return dataclasses.replace(made, facts={**made.facts, **(made.noise.to_dict() if made.noise else {})})
+        return Profile(
+            **costs, temperature=temperature, facts=facts or {}, measurements=measurements, shaping=shaping or {},
+            verification=verification,
+        )  # fmt: skip
 
     def with_decisions(self, seconds: Mapping[str, float]) -> Profile:
         """Return this profile with prices of more policies' decisions; timings of theirs are dropped."""

@@ -6,6 +6,7 @@ is made for, with a script in place of the policy: every length 0..K equally oft
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import defaultdict
@@ -235,11 +236,12 @@ class CalibrationRun:
     def told(self, measurements: Measurements, facts: Mapping[str, Any] | None = None) -> Profile:
         """Return the profile that the measurements of its cases tell."""
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
-        return Profile.measured(
+        made = Profile.measured(
             measurements, (short, long), self.settings.max_depth, self.settings.temperature,
-            facts={**(facts or {}), "rounds": sum(map(len, self._contexts))}, shaping=self.settings.shaping.to_dict(),
-            verification=self._script.mode.name,
+            shaping=self.settings.shaping.to_dict(), verification=self._script.mode.name,
         )  # fmt: skip
+        noise = made.noise.to_dict() if made.noise else {}
+        return dataclasses.replace(made, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
 
     def _rounds(self, number: int) -> Seconds:
         """Decode texts of chains and of trees at each context: in one case, since one is compared with the other."""

@@ -175,21 +175,6 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], Any]:
             "lacks or mangles",
         ),
     ],
-    ids=[
-        "list",
-        "schema",
-        "kind",
-        "no low",
-        "no verify",
-        "no facts",
-        "text",
-        "short",
-        "decisions",
-        "half a price",
-        "a price in words",
-        "number",
-        "unequal tables",
-    ],
 )
 def test_a_mangled_profile_is_refused(
     profile: Profile, tmp_path: Path, damage: Callable[[Any], Any], message: str

@@ -49,7 +49,7 @@ def test_what_is_timed_is_kept_and_used_again(
     assert [(one.policy.cost_name, one.source) for one in lacking] == [("confidence", TIMED), ("trimming", TIMED)]
     assert len(list(cache.iterdir())) == 2 and "fixed" not in first.decision_s
     assert first.decision("confidence") > 0
-    timed = {key[1:] for key in first.measurements.only(DECISIONS).series}
+    timed = {key[1:] for key in first.measurements.where(lambda key: key.what == DECISIONS).series}
     assert timed == {(name, (asked,)) for name in ("confidence", "trimming") for asked in (1, 3)}
     monkeypatch.setattr(prices, "measure_decision", never)
     again, same = with_prices(bare, policies, header)
