@@ -61,14 +61,14 @@ def settle_thresholds(
         for first in (f for f in firsts if f < deepest):
             score = scores(policy, seen.numpy(), first)
             rule, lengths, asked = _backward(costs, score, first, value, played.visits, price)
-            now = costs.play(lengths, price.of(asked.numpy()))
+            now = costs.play(lengths, price * asked.numpy())
             total = float(now.seconds.sum())
             if turn is None or total < turn[0]:
                 turn = total, policy.with_rule(rule), lengths, asked, now
         assert turn is not None
         if best is None or turn[0] < best[0]:
             best = turn[0], turn[1]
-        value, played = costs.value(turn[2], price.of(turn[3].numpy())), turn[4]
+        value, played = costs.value(turn[2], price * turn[3].numpy()), turn[4]
     assert best is not None
     return best[1], replay(arrays, best[1], profile).rate
 

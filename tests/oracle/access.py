@@ -123,7 +123,7 @@ def padded_sizes(profile: Any) -> list[int]:
 
 def decision_seconds(profile: Any, policy: Any, asked: Array) -> Array:
     """Return the seconds of a policy's decisions."""
-    return profile.decision(policy.cost_name).of(asked)
+    return profile.decision(policy.cost_name) * asked
 
 
 def noise_of(profile: Any) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Rounds:
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
-        return torch.from_numpy(profile.decision(self.cost_name).of(self.decisions.numpy()))
+        return profile.decision(self.cost_name) * self.decisions.double()
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""

@@ -93,7 +93,7 @@ def fit_continuation(
         lengths, asked = rounds_of(costs, gains, chosen.first, chosen.deepest, chosen.margin)
         rule = Continuation(chosen.margin, chosen.first, remembers=True)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
-        decided_s = price.of(asked.numpy())
+        decided_s = price * asked.numpy()
         before, played = played, costs.play(lengths, decided_s)
         iteration.add(policy, replay(held, policy, profile).rate, before.visits, played.visits)
         if iteration.is_over:
@@ -131,7 +131,7 @@ def choose(costs: CostToGo, value: Tensor, price: float, margins: Sequence[float
         if first >= deepest:
             continue
         lengths, asked = rounds_of(costs, value, first, deepest, margin)
-        seconds = float(costs.play(lengths, price.of(asked.numpy())).seconds.sum())
+        seconds = float(costs.play(lengths, price * asked.numpy()).seconds.sum())
         if best is None or seconds < best[0]:
             best = seconds, Chosen(first, deepest, margin)
     assert best is not None

@@ -98,7 +98,7 @@ def backward(
         asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)  # once here, and later only if it goes on
         # Rounds decided from depth j on are complete here: what comes before is drafted without a decision.
         if j in firsts:
-            seconds = costs.play(length, price.of(asked.numpy())).seconds
+            seconds = costs.play(length, price * asked.numpy()).seconds
             if best is None or float(seconds.sum()) < best[0]:
                 best = float(seconds.sum()), j, length, asked, seconds
     assert best is not None
