@@ -58,7 +58,6 @@ def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
     play(timer, clock, [sent(0, 1)], 1.0, 0.0, 0.25)
     assert dict(timer.timed) == {
         Key("batch verify", "short", (1, 4)): [15.0],
-        Key("batch drafts", "short", (1, 3)): [5.0],
         Key("verify", "short", (3,)): [14.5],
         Key("outside", "short", (3,)): [0.5],
         Key("first draft", "short", (2,)): [1.0],
