@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from .fixed import Confidence as Confidence, FeatureThreshold as FeatureThreshold, FixedLength as FixedLength
     from .kernels.compiled import (
         argsort_desc as argsort_desc,
+        copy_row as copy_row,
         kernel as kernel,
         kernel_part as kernel_part,
         known_depths as known_depths,
+        sigmoid as sigmoid,
     )
     from .latency.profile import Profile as Profile
     from .latency.tables import CostTable as CostTable
@@ -57,7 +59,7 @@ __getattr__, __all__ = attach(
         "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
         "fixed": "Confidence FeatureThreshold FixedLength",
-        "kernels.compiled": "argsort_desc kernel kernel_part known_depths",
+        "kernels.compiled": "argsort_desc copy_row kernel kernel_part known_depths sigmoid",
         "latency.profile": "Profile",
         "latency.tables": "CostTable",
         "learned": "LearnedPolicy",

@@ -204,7 +204,7 @@ class Profile(Costs):
                 entries.number("round_s", most=MOST_S),
                 (prefill[0], prefill[1]),
                 {name: read_price(entries.part("decision_s"), name) for name in entries.part("decision_s").values},
-                entries.number("temperature", most=LIMITS["temperature"].most),
+                entries.number("temperature", most=LIMITS["temperature"].high),
                 dict(entries.part("facts").values),
                 check(Measurements.from_list(raw.get("measurements", []))),
                 tree_outside_s=None if outside is None else (outside[0], outside[1], outside[2]),
