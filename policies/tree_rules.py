@@ -12,9 +12,9 @@ import numpy as np
 
 from .arguments import validate_int, validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .costs import extend
 from .errors import PolicyError
 from .kernels import on_first_use
-from .latency.robust_fits import extended
 from .rules import Rule, check_depth
 
 UNSEEN = 0.5
@@ -111,11 +111,11 @@ class Gain(StopPolicy):
         """Keep the branches that are worth another draft step, and store the paths' probabilities."""
         levels = append_level(state, step, self.power * step.features[:, :, 0])
         values = self.follow * np.exp(levels[-1], dtype=np.float64) - self.verify
-        return _keep_worth(values, step.alive, extended(self.draft_prices, values.shape[1])), levels
+        return _keep_worth(values, step.alive, extend(self.draft_prices, values.shape[1])), levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
-        table = extended(self.target_prices, tree.drawn.shape[1] + 1)
+        table = extend(self.target_prices, tree.drawn.shape[1] + 1)
         values = np.exp(node_values(state, tree), dtype=np.float64)
         return _keep_worth(values, tree.drawn, table[1:] - table[0])  # the anchor is verified in any case
 
@@ -251,7 +251,7 @@ class TreeRule(Rule):
             mean_parent = np.concatenate([tree[depth - 1][1], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a separate price (`opening_s`).
-        rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
+        rows, steps = extend(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         floor = float(self.floor) if depth else 0.0  # the root cannot be rejected
@@ -260,7 +260,7 @@ class TreeRule(Rule):
     def _verify_tokens(self, nodes: int) -> Array:
         """Return [N + 1], the cost of verifying 0..N nodes in tokens, beyond that of the anchor alone."""
         if nodes not in self._costs:
-            seconds = extended(self.verify_s, nodes + 1)
+            seconds = extend(self.verify_s, nodes + 1)
             self._costs[nodes] = (seconds - seconds[0]) * self.rate
         return self._costs[nodes]
 
