@@ -133,7 +133,9 @@ def _usage(point: EntryPoint) -> str:
     """Return the spec of a policy, with its parameters and summary; a plugin is built with its defaults."""
     build, where = _PLUGINS.load(point), f"{point.name!r}"
     accepted = parameters(build, where)
-    required = [p for p in accepted.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [
+        p for p in accepted.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if not required and point.name not in BUILTINS:
         _build(build, {}, where)
     usage = f"{point.name}:{next(iter(accepted))}; takes {', '.join(accepted)}" if accepted else point.name

@@ -121,7 +121,7 @@ class Derived(Rule):
         self.thresholds = tuple(float(t) for t in self.thresholds)
         if not self.thresholds or any(math.isnan(t) for t in self.thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
-        _check_depth(self.kind, self.first, len(self.thresholds))
+        check_depth(self.kind, "first", self.first, len(self.thresholds))
         self.levels = tuple(np.array([t]) for t in self.thresholds)
         self.lengths, self.scales = (
             _check_lengths(self.kind, self.lengths),
@@ -147,7 +147,7 @@ class Continuation(Rule):
 
     def __post_init__(self) -> None:
         self.margin = float(self.margin)
-        _check_depth(self.kind, self.first)
+        check_depth(self.kind, "first", self.first)
         if not math.isfinite(self.margin):
             raise PolicyError(f"rule continuation: expected a number as margin, not {self.margin}")
         if not isinstance(self.remembers, bool):
@@ -172,7 +172,7 @@ class BatchRule(Rule):
     kind = "batch"
 
     def __post_init__(self) -> None:
-        _check_depth(self.kind, self.first)
+        check_depth(self.kind, "first", self.first)
         if self.send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {self.send!r}")
         self.rates, self.lengths = (
@@ -211,9 +211,10 @@ def _to_lists(value: Any) -> Any:
     return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _check_depth(kind: str, first: Any, most: float = math.inf) -> None:
-    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= most:
-        raise PolicyError(f"rule {kind}: expected first to be a depth up to {most}, not {first!r}")
+def check_depth(kind: str, name: str, value: Any, high: float = math.inf) -> None:
+    """Raise `PolicyError` unless an entry of a rule is a whole number from 0 to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+        raise PolicyError(f"rule {kind}: expected for {name} a whole number from 0 to {high:g}, not {value!r:.80}")
 
 
 def _check_factors(kind: str, name: str, factors: Factors) -> Factors:

@@ -203,10 +203,16 @@ class TreeRule(Rule):
         tables = (self.draft_s, self.verify_s, self.acceptance)
         numbers = [self.rate, self.opening_s, self.ahead, self.floor, *(x for table in tables for x in table)]
         if not all(0.0 <= x < math.inf for x in numbers) or not self.rate > 0.0 or not all(map(len, tables)):
-            raise PolicyError("rule gain: expected seconds, acceptance and a rate, all finite, none negative or missing")
+            raise PolicyError(
+                "rule gain: expected seconds, acceptance and a rate, all finite, none negative or missing"
+            )
         if not all(math.isfinite(x) for pair in self.shares for x in pair):
             raise PolicyError("rule gain: expected finite shares")
-        for name, counts in (("first", [self.first]), ("width", [self.width]), *(("children", c) for c in self.children)):
+        for name, counts in (
+            ("first", [self.first]),
+            ("width", [self.width]),
+            *(("children", c) for c in self.children),
+        ):
             for count in counts:
                 check_depth(self.kind, name, count, MAX_ENTRIES)
         sizes = [1, *(sum(level) for level in self.children)]

@@ -137,9 +137,7 @@ def _price(values: Any, tokens: Any, rises: Any, best: Any) -> Any:
     return max(min(rises[count], smallest), 0.0)
 
 
-@kernel(
-    "void(f8[:,:,::1], f8[:,:,::1], f8[::1], f8[::1], i8[::1], f8[:,::1], f8[::1], f8[:,::1], i8, b1[:,::1])"
-)
+@kernel("void(f8[:,:,::1], f8[:,:,::1], f8[::1], f8[::1], i8[::1], f8[:,::1], f8[::1], f8[:,::1], i8, b1[:,::1])")
 def extend(
     level: Any, known: Any, tokens: Any, rises: Any, counts: Any, costs: Any, decay: Any, shares: Any, width: int, out: Any
 ) -> None:  # fmt: skip

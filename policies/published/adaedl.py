@@ -13,7 +13,7 @@ from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, kernel, known_
 def update(
     active: Any, cut: Any, accepted: Any, verified: Any, constants: Any, level: Any, rate: Any, max_entropy: Any
 ) -> None:
-    """Update lambda, the acceptance rate and the largest entropy [S] after a round; `constants`: alpha, eps, b1, b2, gamma."""
+    """Update lambda, acceptance rate and largest entropy [S] after a round; `constants`: alpha, eps, b1, b2, gamma."""
     alpha, eps, b1, b2, gamma = constants[0], constants[1], constants[2], constants[3], constants[4]
     for s in range(level.shape[0]):
         if known_depths(active[s], cut[s], accepted[s], verified[s]):

@@ -45,7 +45,7 @@ def _expected_length(values: Any, order: Any, count: Any) -> Any:
 
 @kernel("void(f4[:,::1], i8, f8, b1[:,::1])")
 def keep_rising(levels: Any, nodes: int, delta: float, kept: Any) -> None:
-    """Clear `kept` [S, B] of streams where the last B columns of `levels` [S, M] raise the expected length by `delta` or less."""
+    """Clear `kept` [S, B] where the last B columns of `levels` [S, M] raise the expected length by `delta` or less."""
     order, before = np.empty(levels.shape[1], dtype=np.int64), levels.shape[1] - kept.shape[1]
     for s in range(levels.shape[0]):
         # Two sums: the best nodes of the tree without the last level need not be among those of the whole tree.

@@ -158,7 +158,10 @@ class Roc(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of new texts."""
-        threshold, seen = np.full(streams, self.threshold, np.float32), np.full((streams, self.max_depth), np.inf, np.float32)
+        threshold, seen = (
+            np.full(streams, self.threshold, np.float32),
+            np.full((streams, self.max_depth), np.inf, np.float32),
+        )
         probs, count = np.zeros((streams, 0), np.float32), np.zeros(streams, np.int64)
         return RocState(threshold, seen, probs, probs.astype(bool), count)
 
