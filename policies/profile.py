@@ -198,7 +198,7 @@ class Profile(Costs):
                 tree_outside_s=None if tree is None else (tree[0], tree[1], tree[2]),
                 batch=_read_batch(entries.part("batch")) if entries.has("batch") else None,
                 plain_outside_s=entries.number_or("plain_outside_s", None, MAX_S),
-                temperature=entries.number("temperature", most=LIMITS["temperature"].most),
+                temperature=entries.number("temperature", most=LIMITS["temperature"].high),
                 facts=dict(entries.part("facts").values),
                 measurements=check_measurements(Measurements.from_list(raw.get("measurements", []))),
                 shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},

@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
-from ...policies.limits import is_within
+from ...policies.limits import LIMITS
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
 from ...policies.validation import with_costs
@@ -194,7 +194,7 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sh
     if (
         len(made) == 1
         and isinstance(made[0], TemperatureLogitsWarper)
-        and is_within("temperature", made[0].temperature)
+        and not LIMITS["temperature"].requirement(made[0].temperature)
     ):
         return UNCHANGED, float(made[0].temperature)
     return dataclasses.replace(UNCHANGED, processors=made), 1.0

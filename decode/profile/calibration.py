@@ -104,7 +104,7 @@ def measure_profile(
     """
     check_token_ids(prompts)
     check_limits(depth=depth, temperature=temperature)
-    check_limit("depth", depth, least=1)
+    check_limit("depth", depth, low=1)
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(
