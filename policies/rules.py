@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from .contract import Array
 from .errors import PolicyError
-from .typing import Array
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 """What a rule compares with its threshold; see `kernels.decisions.decide`."""

@@ -82,7 +82,7 @@ def decisions_timed_briefly() -> None:
     """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
     from specstop.decode.profile import alone, decisions
     from specstop.decode.profile.measuring import Effort
-    from specstop.policies.progress import silent
+    from specstop.policies.display import silent
 
     alone.EFFORT, alone.EACH, alone.SCRATCH = Effort(repetitions=2), 2, 64
     decisions.loop_decisions.__defaults__ = (None, alone.EFFORT, silent)  # a default is read once, with the function

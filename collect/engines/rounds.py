@@ -17,8 +17,8 @@ from torch import Tensor
 from ...decode.engines.drafting import Heard, Sent
 from ...decode.engines.vllm import Proposer
 from ...decode.summaries import summarise
+from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, PATH, SAMPLED, Columns, DrawnTokens
-from ...policies.typing import Array
 from ..explore import Exploring
 from ..schema import READS, TIMES
 from ..work import Work

@@ -27,7 +27,8 @@ from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.script import TWICE, shuffled
-from ...policies.contract import DraftStep, State, StopPolicy
+from ...policies.contract import Array, DraftStep, State, StopPolicy
+from ...policies.display import Progress, shown
 from ...policies.features import DrawnTokens
 from ...policies.latency.estimate import (
     BATCH_DRAFTS,
@@ -45,8 +46,6 @@ from ...policies.latency.estimate import (
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, shown
-from ...policies.typing import Array
 from .through_vllm import start_vllm
 
 CLASS = f"{__name__}.TimedProposer"

@@ -19,15 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
+from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import DrawnTokens, Layout
 from ...policies.fixed import FixedLength
 from ...policies.history import History
-from ...policies.host import PolicyHost
+from ...policies.host import PolicyHost, error_text
 from ...policies.latency.profile import Profile
-from ...policies.typing import Array
-from ...policies.validation import error_text
 from ..feature_reader import FeatureReader
 from ..hooks import Timer
 from ..round_state import DraftScores, RoundState

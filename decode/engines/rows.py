@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...policies.typing import Array
+from ...policies.contract import Array
 
 
 @dataclass(frozen=True, slots=True)

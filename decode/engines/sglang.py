@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...policies.text import strict_loads
+from ...policies.safe_loading import strict_loads
 
 KEY = "specstop"
 TARGET = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from ...policies import kernels
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
+from ...policies.host import with_costs
 from ...policies.latency.profile import Profile
 from ...policies.registry import load_policy
-from ...policies.typing import Array
-from ...policies.validation import with_costs
 from ..models.pair import check_dtype, end_tokens
 from .drafters import load_rows
 from .drafting import Drafting, Observer, Options

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...policies.contract import DraftStep, State
+from ...policies.contract import Array, DraftStep, State
 from ...policies.fixed import FixedLength
 from ...policies.latency.estimate import (
     BATCH_DRAFTS,
@@ -28,7 +28,6 @@ from ...policies.latency.estimate import (
     CONTEXTS,
 )
 from ...policies.latency.measurements import Key
-from ...policies.typing import Array
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..records import Generation, Round

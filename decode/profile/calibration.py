@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 from ...policies.arguments import check_token_ids
+from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.fixed import FixedLength
 from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
 from ..drafters.spec import warn_depth_limited
 from ..loop import Speculator

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.errors import SpecstopWarning
+from ...policies.host import validate_policy
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements
 from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
-from ...policies.validation import validate_policy
 from ..loop import Request, Speculator
 from ..models.pair import Pair
 from ..settings import Settings
@@ -48,7 +48,7 @@ def decision_case(
         some = [prompts[(number * streams + at) % len(prompts)] for at in range(streams)]
         texts = speculator.run([Request(prompt, number) for prompt in some])
         if failure := next((text.failure for text in texts if text.failure is not None), None):
-            raise failure.as_error("its decisions cannot be timed")
+            raise failure
         # A text by itself is asked about in the round that ends it as in any other.
         for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             asked = [r.decisions for r in parts]

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...policies.display import Progress, silent
 from ...policies.latency.measurements import Key, Measurements, collected
 from ...policies.latency.noise import judge
 from ...policies.limits import check_limits
-from ...policies.progress import Progress, silent
 
 Seconds = Mapping[Key, Sequence[float]]
 """Timings of one repetition, by what was timed."""

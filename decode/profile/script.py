@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...policies.contract import DraftStep, RoundOutcome, State, StopPolicy
-from ...policies.typing import Array
+from ...policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 
 TWICE = 2
 """Times in a row that a length comes."""

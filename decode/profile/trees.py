@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...policies.contract import DraftStep, DraftTree, State
+from ...policies.contract import Array, DraftStep, DraftTree, State
 from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_VERIFY
 from ...policies.latency.measurements import Key
-from ...policies.typing import Array
 from ..hooks import Hook
 from ..loop import Speculator
 from ..models.pair import Pair

@@ -15,8 +15,7 @@ import numpy as np
 from ..errors import InputError
 from ..files import write_atomic
 from ..limits import LIMITS
-from ..safe_loading import check_values, digest
-from ..text import read_json
+from ..safe_loading import check_values, digest, read_json
 from .batch import BatchCosts
 from .costs import Costs
 from .entries import Entries

@@ -14,14 +14,13 @@ from specstop.decode.hf.stopping import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import add_decisions
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
 from specstop.policies.fixed import Confidence
+from specstop.policies.host import validate_policy, with_costs
 from specstop.policies.latency.profile import Profile
 from specstop.policies.registry import BUILTINS, load_policy
-from specstop.policies.typing import Array
-from specstop.policies.validation import validate_policy, with_costs
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate

@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 import torch
 from asking import ask, tell
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.host import PolicyHost
+from specstop.policies.host import PolicyHost, error_text, is_trusted, plugin_errors
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.state import empty, join, put, take
 from specstop.policies.testing import keys, make_step, make_tree, same
-from specstop.policies.typing import Array
-from specstop.policies.validation import error_text, is_trusted, plugin_errors
 
 
 class Mute(Exception):

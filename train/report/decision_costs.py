@@ -35,9 +35,8 @@ from ...policies.latency.measurements import Measurements
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
 from ...policies.learned import LearnedPolicy
-from ...policies.safe_loading import digest
+from ...policies.safe_loading import digest, read_json
 from ...policies.storage import content
-from ...policies.text import read_json
 
 SCHEMA = 4
 FILE = "decisions.json"

@@ -14,14 +14,13 @@ from specstop.decode.profile.decisions import decision_cases
 from specstop.decode.profile.measuring import Effort, measure
 from specstop.decode.profile.script import Scripted
 from specstop.decode.topology import parse_tree
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.latency.estimate import decisions
 from specstop.policies.latency.measurements import Measurements
 from specstop.policies.latency.profile import Profile
 from specstop.policies.latency.tables import Price
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 
 
 @pytest.fixture

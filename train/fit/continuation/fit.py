@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....policies.display import Progress, silent
 from ....policies.errors import InputError
 from ....policies.heads.base import Head
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import Price
 from ....policies.learned import ContinuationPolicy, head_names, remembered
-from ....policies.progress import Progress, silent
 from ....policies.rules import Continuation
 from ...heads.crossfit import prompt_folds
 from ...heads.kinds.continuation import VALUE_FITTERS

@@ -16,10 +16,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from ....policies.contract import Array
 from ....policies.latency.batch import BatchCosts
 from ....policies.latency.profile import Profile
 from ....policies.latency.tables import CostTable
-from ....policies.typing import Array
 from ..traces.arrays import TraceArrays
 from .oracle import oracle_seconds
 
