@@ -226,7 +226,8 @@ class PolicyHost:
             # A copy has no traceback, which would keep the frames of the loop alive.
             self.failure = copy.copy(policy_failure(error, self.policy, f"{method}()"))
             if not self._warned:
-                text = f"{self.failure.text}; using {self._fallback.name} from here on"
+                reason = self.failure.text.removeprefix(f"{self.policy.name}: ")
+                text = f"policy {self.policy.name} failed ({reason}); using {self._fallback.name} from here on"
                 warnings.warn(text, SpecstopWarning, stacklevel=4)
             self._warned = True
             self._replace(self._fallback)
@@ -282,7 +283,7 @@ def plugin_errors(who: StopPolicy | str, action: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a `SystemExit` must not end the program either
-        if isinstance(error, SpecstopError) and not isinstance(error, PolicyFailure):
+        if type(error).__module__.startswith(_PACKAGE) and not isinstance(error, PolicyFailure):
             raise
         failure = policy_failure(error, who, action)
         raise failure from (None if failure is error else error)

@@ -184,7 +184,7 @@ def read_table(raw: Entries) -> CostTable:
 def read_price(raw: Entries, name: str) -> float | Price:
     """Return the price of a policy's decisions from its JSON form: a number, or those of a `Price`; `row` may be missing."""
     if not isinstance(raw.values[name], Mapping):
-        return check_number(raw.values[name], raw.named(name), most=MOST_S)
+        return check_number(raw.values[name], raw.named(name), high=MOST_S)
     price = raw.part(name)
     each, opening = (price.number(key, MOST_S) for key in ("each", "opening"))
     return Price(each, opening, price.number_or("row", 0.0, MOST_S))
