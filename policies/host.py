@@ -21,7 +21,7 @@ from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, 
 from .features import FEATURES, HIDDEN_STATES
 from .history import History
 from .latency.profile import Profile
-from .state import put, take
+from .state import empty, join, put, take
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
@@ -79,7 +79,8 @@ class PolicyHost:
         self._monitor, self._warned = monitor, False
         self.failure: PolicyFailure | None = None
         self.history, self.state = History.start(0), None
-        self._stored: tuple[History, State] | None = None  # of all rows, see `store_rows`
+        # By row: history and state that contain it, and its index in them.
+        self._stored: dict[int, tuple[History, State, int]] = {}
         self._use(policy)
 
     def _use(self, policy: StopPolicy) -> None:
@@ -91,8 +92,7 @@ class PolicyHost:
     def _replace(self, policy: StopPolicy) -> None:
         self._use(policy)
         self.state = None
-        if self._stored is not None:
-            self._stored = self._stored[0], None
+        self._stored = {row: (history, None, at) for row, (history, _, at) in self._stored.items()}
         if self._on_replaced is not None:
             self._on_replaced(policy)
 
@@ -133,27 +133,36 @@ class PolicyHost:
         self.history, self.state = take(self.history, rows), take(self.state, rows)
 
     def refill_rows(self, rows: Array, keys: Array) -> None:
-        """Begin new texts with `keys` [R] in rows that are stored, `batch` in total; see `refill`."""
-        if self._stored is None:
-            self.start(np.arange(self.batch))  # if state is carried, a row outlives its texts and its number is the key
-            self._stored = self.history, self.state
-        self.load_rows(rows)
-        self.refill(np.arange(len(rows)), keys)
+        """Begin new texts with `keys` [R] in stored rows [R]; state is kept if the policy carries it."""
+        if not self.policy.carries:
+            self.start(keys)
+        else:
+            new = np.array([row for row in rows.tolist() if row not in self._stored], dtype=np.int64)
+            if len(new):
+                self.start(new)  # a row outlives its texts, so its number is the key
+                self.store_rows(new)
+            self.load_rows(rows)
+            self.history = History.start(len(rows))
         self.store_rows(rows)
 
-    def load_rows(self, rows: Array) -> None:
-        """Continue with stored rows [S], in this order. For an engine, in which each step has other requests."""
-        assert self._stored is not None, "refill_rows is called first"
-        self.history, self.state = take(self._stored, rows)
-
     def store_rows(self, rows: Array) -> None:
-        """Store the current streams in these rows [S]."""
-        assert self._stored is not None, "refill_rows is called first"
-        history, state = self._stored
-        if state is None and self.state is not None:  # `start` may return None, which is equivalent to zeros
-            state = take(self.state, np.zeros(self.batch, dtype=np.int64))
-            state = put(state, np.arange(self.batch), None)
-        self._stored = put(history, rows, self.history), put(state, rows, self.state)
+        """Store the current streams under these row numbers [S], for an engine in which each step has other requests."""
+        # Rows keep their own state instead of one padded array: its width may depend on the depth that a round reached.
+        for at, row in enumerate(rows.tolist()):
+            self._stored[row] = self.history, self.state, at
+
+    def load_rows(self, rows: Array) -> None:
+        """Continue with stored streams [S], in this order."""
+        parts: list[tuple[History, State, list[int]]] = []
+        for row in rows.tolist():
+            history, state, at = self._stored[row]
+            if not parts or parts[-1][0] is not history or parts[-1][1] is not state:
+                parts.append((history, state, []))
+            parts[-1][2].append(at)  # adjacent rows that were stored together are taken in one call
+        self.history = join([take(history, np.array(at)) for history, _, at in parts])
+        states = [take(state, np.array(at)) for _, state, at in parts]
+        like = next((state for state in states if state is not None), None)
+        self.state = join([empty(like, len(p[2])) if s is None else s for s, p in zip(states, parts, strict=True)])
 
     def fixed_length(self, alive: Array) -> int | None:
         """Return how many tokens to draft without calling the policy, for `alive` [S, B]; None = call it."""
