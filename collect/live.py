@@ -28,8 +28,8 @@ from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.host import with_costs
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
+from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring

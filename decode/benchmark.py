@@ -15,7 +15,7 @@ from ..policies.display import Progress, shown, silent
 from ..policies.errors import InputError, PolicyFailure
 from ..policies.fixed import FixedLength
 from ..policies.host import with_costs
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policies
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator

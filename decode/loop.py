@@ -20,8 +20,8 @@ from ..policies.errors import InputError, PolicyFailure
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
+from ..policies.profile import Profile
 from .drafters import Drafter, find_drafter
 from .drafters.base import carries
 from .drift_monitor import make_monitor

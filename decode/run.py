@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ..policies.arguments import as_list
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.host import with_costs
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator

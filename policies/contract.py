@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from .latency.profile import Profile
+    from .profile import Profile
 
 Array = np.ndarray[Any, Any]
 

@@ -20,7 +20,7 @@ from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPoli
 from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
 from .features import FEATURES, HIDDEN_STATES
 from .history import History
-from .latency.profile import Profile
+from .profile import Profile
 from .state import empty, join, put, take
 
 _PACKAGE = __name__.partition(".")[0] + "."
@@ -204,11 +204,10 @@ class PolicyHost:
 
     def _modelled_seconds(self, profile: Profile, round: Any) -> Array:
         price = profile.decision(self.policy.cost_name)
-        columns = round.context, round.drafted, round.verified, round.backlog, round.decisions
         if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no price by batch
-            context, drafted, verified, backlog, decisions = (column[round.active] for column in columns)
-            shared = profile.batch.shared_s(context, drafted, verified, backlog, decisions) + price.together(decisions)
-            return np.full(len(round.active), shared)
+            active = (x[round.active] for x in (round.context, round.drafted, round.verified, round.decisions))
+            return np.full(len(round.active), profile.batch_seconds(*active, price))
+        columns = round.context, round.drafted, round.verified, round.backlog, round.decisions
         seconds: Array = profile.round_seconds(*columns, price, round.fed_by_step)
         return seconds
 

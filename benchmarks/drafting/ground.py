@@ -13,7 +13,7 @@ from specstop.decode import Pair, with_drafter
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.display import Progress
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 

@@ -25,7 +25,7 @@ from ...policies.features import DrawnTokens, Layout
 from ...policies.fixed import FixedLength
 from ...policies.history import History
 from ...policies.host import PolicyHost, error_text
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..feature_reader import FeatureReader
 from ..hooks import Timer
 from ..round_state import DraftScores, RoundState

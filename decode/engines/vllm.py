@@ -22,7 +22,7 @@ from ...policies import kernels
 from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError
 from ...policies.host import with_costs
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.registry import load_policy
 from ..models.pair import check_dtype, end_tokens
 from .drafters import load_rows

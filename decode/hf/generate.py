@@ -28,8 +28,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
 from ...policies.host import with_costs
-from ...policies.latency.profile import Profile
 from ...policies.limits import is_within
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
 from ..drafters.spec import check_drafter, find_drafter, needs_draft
 from ..loop import Request, Speculator

@@ -18,7 +18,7 @@ from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence
 from specstop.policies.host import validate_policy, with_costs
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

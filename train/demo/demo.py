@@ -31,8 +31,8 @@ from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
 from ...policies.files import check_separate, prepare_output_dir, replace_folder, sha256, staging_path, write_json
 from ...policies.fixed import Confidence, FixedLength
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.safe_loading import read_json
 from ...policies.storage import load_policy_folder
 from ..fit.run import train

@@ -18,7 +18,7 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.safe_loading import digest
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features

@@ -20,7 +20,7 @@ from ...policies.conditions import warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.host import with_costs
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...policies.contract import Array
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.traces.arrays import TraceArrays
 from .estimators import ESTIMATORS, Terms
 from .rewards import predicted

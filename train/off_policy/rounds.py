@@ -23,7 +23,7 @@ from ...decode.rounds import draft
 from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.rounds import RecordedRounds, likelihood_ratios
 from ..replay.traces.arrays import TraceArrays
 

@@ -18,7 +18,7 @@ from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.history import History
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .source import TraceSource
 from .traces.arrays import TraceArrays
 from .traces.checking import check_replayable

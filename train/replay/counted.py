@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...policies.contract import Array
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .log import Rounds
 
 Values = np.ndarray[Any, np.dtype[np.float64]]

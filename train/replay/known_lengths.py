@@ -16,7 +16,7 @@ from torch import Tensor
 from ...decode.round_state import RoundState
 from ...policies.contract import Array
 from ...policies.fixed import FixedLength
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from .log import Rounds
 from .seconds import prompt_seconds
 from .source import TraceSource

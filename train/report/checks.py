@@ -14,7 +14,7 @@ from ...policies.conditions import shaping_text, warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from ...policies.host import is_trusted, validate_policy
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...policies.display import Progress
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import Regret, judge, planned_rounds
 from ..replay.log import Played

@@ -19,8 +19,8 @@ from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....policies.display import Progress, silent
-from ....policies.latency.profile import Profile
 from ....policies.learned import TreeGain
+from ....policies.profile import Profile
 from ...heads.crossfit import Folds
 from ...replay.bounds.static_tree import best_static_tree, likeliest_nodes
 from ...replay.traces.arrays import TraceArrays

@@ -17,7 +17,7 @@ from ....decode.topology import Topology
 from ....policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ..run import Replayed, replay
 from ..traces.arrays import TraceArrays, typical_context
 from ..traces.subtrees import on_subtree, subtree

@@ -12,8 +12,8 @@ from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
 from ....policies.host import validate_policy
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from .arrays import TraceArrays
 
 

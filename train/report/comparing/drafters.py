@@ -15,7 +15,7 @@ from ....policies.contract import StopPolicy
 from ....policies.display import Progress, silent
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays

@@ -16,8 +16,8 @@ from ....policies.display import Progress, shown
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
 from ....policies.host import with_costs
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
