@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, StopPolicy
+from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.history import History
-from ..policies.typing import Array
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer

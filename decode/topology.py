@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..policies.contract import Array
 from ..policies.errors import InputError
 from ..policies.limits import MAX_ROWS
 from ..policies.typing import Array
+from ..policies.limits import MOST_ROWS
 
 NAMED = {
     "medusa-63": (

@@ -19,8 +19,7 @@ from .estimate import check_measurements, decision_prices, estimate
 from .files import write_atomic
 from .limits import LIMITS
 from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge
-from .safe_loading import check_values, digest
-from .text import read_json
+from .safe_loading import check_values, digest, read_json
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'

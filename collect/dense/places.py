@@ -14,8 +14,8 @@ from ...decode.models.outputs import broken, check_rows, stored
 from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.given_text import OFF_TEXT, Candidates
 from ...decode.verify.sampling import Sampler
+from ...policies.contract import Array
 from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens
-from ...policies.typing import Array
 from .job import PRE_FEATURES, Anchors, Job
 from .proposals import Asked
 

@@ -28,9 +28,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
 from ...policies.limits import LIMITS
+from ...policies.host import with_costs
+from ...policies.limits import is_within
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ...policies.validation import with_costs
 from ..drafters.spec import check_drafter, find_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join

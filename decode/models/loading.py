@@ -36,7 +36,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ...policies.errors import PairError
-from ...policies.text import strict_loads
+from ...policies.safe_loading import strict_loads
 from .adapters import ADAPTER, apply_adapter, check_adapter
 from .placement import Places, call_from, is_plain, is_quantised, kept_as_is
 

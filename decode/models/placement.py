@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_accelerate_available
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.text import strict_loads
+from ...policies.safe_loading import strict_loads
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that accelerate computes."""

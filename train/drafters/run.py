@@ -19,10 +19,10 @@ from ...decode.drafters.heads.networks import MOST_DEPTH, LayerNetwork, OutputTr
 from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import own_copy
+from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance

@@ -15,12 +15,12 @@ from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import Shaping
 from ...policies import kernels
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for

@@ -22,8 +22,7 @@ from specstop.decode.topology import Topology
 from specstop.decode.verify import rejection
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from torch import Tensor
 
 SEEN = 1e-3

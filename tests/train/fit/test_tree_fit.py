@@ -24,13 +24,13 @@ from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.contract import DraftStep, StopPolicy
+from specstop.policies.display import silent
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import TreeGain
 from specstop.policies.profile import Profile
-from specstop.policies.progress import silent
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
