@@ -80,7 +80,7 @@ class Header:
         eos: ids that end a text.
         verification: whose acceptance the labels are; `label` says of what kind.
         temperature: of the sampling.
-        shaping: what else changed the distribution that was sampled from (`decode.Shaping.to_dict`); {} = nothing.
+        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.to_dict`); {} = nothing.
         topology: parent of each node, -1 = the anchor, in order of depth; a chain is -1, 0, 1, ...
         features, anchor_features: names recorded at each node, and once per anchor.
         max_new_tokens: limit of each text; rows stop there, labels look past it.

@@ -19,7 +19,7 @@ from ...decode.models.outputs import check_rows, stored
 from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...decode.verify.noise import best_of_rows, gumbel_given
-from ...decode.verify.sampling import Sampler
+from ...decode.verify.sampler import Sampler
 from ...policies.errors import InputError
 from ...policies.features import TARGET_HIDDEN
 from ..prompts.samples import sample_text
@@ -143,7 +143,7 @@ def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = F
 def sampled_rows(pair: Pair, settings: Settings, prompt: Sequence[int], text: Sequence[int], rows: Tensor) -> Tensor:
     """Return [L, V], what each token of the text is sampled from: `target_rows`, processed."""
     temperature = settings.temperature
-    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device, prompt), temperature)
+    sampler = Sampler(settings.shaping.build(temperature, prompt, pair.eos, pair.device), temperature)
     return sampler(rows, lambda: [[*prompt, *text[:at]] for at in range(len(text))])
 
 

@@ -22,7 +22,7 @@ from ...decode.models.pair import Pair
 from ...decode.settings import shaping_of
 from ...decode.topology import Topology, chain
 from ...decode.verify.given_text import DrawsAt
-from ...decode.verify.sampling import MODEL_DEFAULTS, Shaping
+from ...decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, DRAFT_HIDDEN, TREE_FEATURES
 from .gather import Unrolled as Unrolled, gather
@@ -69,7 +69,7 @@ class Unroller:
         memory_bytes: int = MEMORY_BYTES,
         rows: int | None = None,
         hidden: Sequence[str] = (),
-        shaping: Shaping = MODEL_DEFAULTS,
+        shaping: SamplingParams = MODEL_DEFAULTS,
         verification: str = "match",
         off_text: str = "exact",
         draws: int = 1,

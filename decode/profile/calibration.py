@@ -30,7 +30,7 @@ from ..models.device import Recorded
 from ..models.pair import Pair
 from ..records import Generation
 from ..settings import Settings
-from ..verify.sampling import MODEL_DEFAULTS, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
 from .batches import BatchRun
 from .carry_over import ROUND, Before, charged
 from .decisions import decision_cases
@@ -64,7 +64,7 @@ def measure_profile(
     progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
@@ -143,7 +143,7 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
-        shaping: Shaping = MODEL_DEFAULTS,
+        shaping: SamplingParams = MODEL_DEFAULTS,
         batch: Sequence[int] = (),
         verification: str = "auto",
     ) -> None:

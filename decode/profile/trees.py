@@ -26,7 +26,7 @@ from ..records import Round
 from ..round_state import RoundState
 from ..settings import Settings
 from ..verify.noise import mix_one
-from ..verify.sampling import MODEL_DEFAULTS, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
 from .carry_over import TREE_ROUND, Before
 from .script import Script, streams_of_script
 
@@ -141,7 +141,7 @@ class TreeRun:
         *,
         temperature: float,
         new_tokens: int = 96,
-        shaping: Shaping = MODEL_DEFAULTS,
+        shaping: SamplingParams = MODEL_DEFAULTS,
         verification: str = "auto",
     ) -> None:
         settings = Settings(

@@ -1,93 +1,76 @@
-"""Drafts and acceptances given the text: what rejection and block verification would have made of a text that is known.
+"""Rejection and block verification given the text: samples drafts and acceptances for a text that is already complete.
 
-A lossless verification leaves the text with the target's law, whatever policy stops the draft. So a text is sampled first,
-from the target alone, and what a round drafts and accepts is drawn *given* the text; text and rounds have together the law
-of the live loop. Behind the same prefix, with x the text's token and y a candidate:
+A lossless mode gives texts the target's distribution, whatever stops the drafts. The collector therefore samples a text from
+the target, and then the candidates and acceptances at each place given that text. Text and rounds have the joint
+distribution of the live loop. After a prefix, with the text's next token x and a candidate y:
 
-- speculative sampling: y = x with probability min(1, q(x) / p(x)), which is the acceptance; else y ~ (q - p)+. Several
-  candidates: one after the other, with what the ones before have left of p and, without replacement, of q. Behind the
-  accepted one and off the text they are drawn from q.
-- block verification, w the weight of the path so far, w' = min(1, w p(y) / q(y)): y = x with probability
-  min(1, q(x) / (w p(x))); else y ~ (q - w p)+, and so on off the text, which thus takes the target's rows there.
+- Rejection: y = x, accepted, with probability min(1, q(x) / p(x)); else y ~ (q - p)+. Further siblings use the residuals of p
+  and, without replacement, of q. After an accepted sibling and off the text, y ~ q.
+- Block, with path weight w: y = x with probability min(1, q(x) / (w p(x))); else y ~ (q - w p)+, on and off the text. The
+  weight becomes min(1, w p(y) / q(y)). This requires the target's distribution off the text.
 
-Reason: q(y_1..y_i) times the chance that i tokens are accepted and the next is x is the same whatever stops the draft, as
-long as it looks at nothing but the tokens drafted so far (V = 3, exactly: `benchmarks/given_text.py`).
-
-A decoding comes to each place of a text once at most: what it drafted beyond the tokens that it commits lies off the text,
-and the draws there belong to the place where it left. So one set of draws a place serves every anchor and every policy.
+This holds for every stop rule that reads only the tokens drafted so far; `benchmarks/given_text.py` proves it by enumeration
+for V = 3. A decoding visits each place of a text at most once, so one draw per place serves all anchors and policies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...policies.splitmix import GOLDEN, signed
-from .noise import choice_uniforms, mix_one
+from .noise import mix_one, uniform_at
 from .rejection import block_chance, block_weight, ratio
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")
-"""The modes whose rounds are drawn so."""
+"""Names of the modes that this module samples."""
 
 OFF_TEXT = -1
-"""In the place of the text's token where there is none."""
+"""Replaces the text's token at prefixes that are not on the text."""
 
 NOTHING_LEFT = -1
-"""In the place of a candidate where the draft knows of no further token."""
+"""Replaces a candidate if the draft has no further token."""
 
 _SALT = 0x6BADD0FF
-_RANKS = 20  # bits
-
-
-class Draws(Protocol):
-    """Random choices for R rows; tests put an enumerator here."""
-
-    def accepts(self, chance: Tensor, rank: int) -> Tensor:
-        """Return [R] bool, True with these probabilities [R], for the candidates of a rank."""
-
-    def tokens(self, weights: Tensor, rank: int) -> Tensor:
-        """Return [R] tokens drawn by `weights` [R, V], rows of any sum above 0; never one of weight 0."""
-
-
-DrawsAt = Callable[[Tensor, Tensor], Draws]
-"""The choices of rows at (absolute positions [R], rows of the tree [R])."""
-
-
-class KeyedDraws:
-    """Choices made from numbers keyed by position, row of the tree, rank and purpose.
-
-    Args:
-        key: of `draw_key`.
-        position, node: [R] int64 each.
-    """
-
-    def __init__(self, key: int, position: Tensor, node: Tensor) -> None:
-        # In the bits below the node's there are two numbers for each rank: one that accepts, one that draws.
-        self._key, self._position, self._node = key, position, node << (_RANKS + 1)
-
-    def accepts(self, chance: Tensor, rank: int) -> Tensor:
-        """See `Draws`."""
-        return self._uniform(2 * rank) < chance
-
-    def tokens(self, weights: Tensor, rank: int) -> Tensor:
-        """See `Draws`. By inversion: the first token whose cumulated weight exceeds the uniform's share."""
-        mass = weights.cumsum(-1)
-        total = mass[:, -1:].contiguous()
-        drawn = torch.searchsorted(mass, self._uniform(2 * rank + 1)[:, None] * total, right=True)
-        last = torch.searchsorted(mass, total)  # the last one of any weight
-        return torch.minimum(drawn, last)[:, 0].clamp_max(weights.shape[-1] - 1)
-
-    def _uniform(self, choice: int) -> Tensor:
-        return choice_uniforms(self._key, self._position, self._node + choice)
+_RANK_BITS = 20
 
 
 def draw_key(key: int, draw: int) -> int:
-    """Return the key of the choices of a stream in the draw of that number: texts may be drawn with the stream's own."""
+    """Return the key of draw number `draw` for a stream. It differs from `key`, with which the text may have been sampled."""
     return signed(mix_one(mix_one(key ^ _SALT) + draw * GOLDEN))
+
+
+class KeyedDraws:
+    """Random choices for R rows, keyed by position, row of the tree, rank and purpose.
+
+    Args:
+        key: from `draw_key`.
+        position, node: [R] int64, absolute positions and rows of the tree.
+    """
+
+    def __init__(self, key: int, position: Tensor, node: Tensor) -> None:
+        # Each rank has two numbers, one for acceptance and one for the token.
+        self._key, self._position, self._index = key, position, node << (_RANK_BITS + 1)
+
+    def accepts(self, prob: Tensor, rank: int) -> Tensor:
+        """Return [R] bool, True with probabilities [R], for candidates of one rank."""
+        return uniform_at(self._key, self._position, self._index + 2 * rank) < prob
+
+    def tokens(self, weights: Tensor, rank: int) -> Tensor:
+        """Return [R] tokens drawn with unnormalised weights [R, V], by inversion of the cumulative sum."""
+        mass = weights.cumsum(-1)
+        total = mass[:, -1:].contiguous()
+        share = uniform_at(self._key, self._position, self._index + 2 * rank + 1)[:, None] * total
+        token = torch.searchsorted(mass, share, right=True)
+        last = torch.searchsorted(mass, total)  # the last token with a weight above 0
+        return torch.minimum(token, last)[:, 0].clamp_max(weights.shape[-1] - 1)
+
+
+DrawsAt = Callable[[Tensor, Tensor], KeyedDraws]
+"""Returns the choices for (absolute positions [R], rows of the tree [R])."""
 
 
 @dataclass(frozen=True)
@@ -95,102 +78,98 @@ class Candidates:
     """W candidates at each of R prefixes.
 
     Attributes:
-        tokens: [R, W] in the order in which they are tried; `NOTHING_LEFT` where there are fewer.
-        kept: [R], which of them is the text's token, accepted; -1 where none is.
-        chance: [R, W] that it is accepted, given the prefix and it alone, and that it is tried; 0 elsewhere.
-        some: [R] that the first is accepted, before it is drawn; 0 off the text.
-        weight: [R, W] of the path that ends with it, of block verification.
+        tokens: [R, W] in the order in which they are tried; `NOTHING_LEFT` if there are fewer.
+        accepted: [R] index of the accepted candidate, which is the text's token; -1 if none is.
+        accept_chance: [R, W] probability of acceptance given the prefix and the token; 0 if the candidate is not tried.
+        next_chance: [R] probability that the first candidate is accepted, before it is drawn; 0 off the text.
+        weight: [R, W] weight of the path that ends with the candidate, for block verification.
     """
 
     tokens: Tensor
-    kept: Tensor
-    chance: Tensor
-    some: Tensor
+    accepted: Tensor
+    accept_chance: Tensor
+    next_chance: Tensor
     weight: Tensor | None = None
 
 
-def positive(values: Tensor, otherwise: Tensor) -> Tensor:
-    """Return max(values, 0) [R, V]; a row of `otherwise` where nothing is left, which then is never drawn from."""
-    left = values.clamp_min(0.0)
-    return torch.where(left.sum(-1, keepdim=True) > 0.0, left, otherwise)
-
-
-def entries(rows: Tensor, token: Tensor) -> Tensor:
-    """Return [R], the entries of rows [R, V] at tokens [R]; those below 0 count as 0."""
-    return rows.gather(-1, token.clamp_min(0)[:, None])[:, 0]
-
-
 def rejection_candidates(
-    q: Tensor, p: Tensor | None, own: Tensor, width: int, replacement: bool, draws: Draws
+    q: Tensor, p: Tensor | None, text_token: Tensor, width: int, replacement: bool, draws: KeyedDraws
 ) -> Candidates:
-    """Draw the candidates of recursive rejection (one: of speculative sampling) given the text.
+    """Sample the candidates of recursive rejection given the text.
 
     Args:
-        q: [R, V] float64, what the draft samples from.
-        p: [R, V], what the target samples from; None = all rows are off the text.
-        own: [R] the text's token there, `OFF_TEXT` where there is none.
+        q: [R, V] float64, distribution of the draft.
+        p: [R, V], distribution of the target; None = all rows are off the text.
+        text_token: [R] the text's next token, or `OFF_TEXT`.
         width: W.
-        replacement: candidates are drawn independently of each other.
-        draws: of these rows.
+        replacement: whether candidates are drawn independently.
+        draws: random choices of these rows.
     """
     tokens = torch.full((len(q), width), NOTHING_LEFT, device=q.device)
-    chance, some = q.new_zeros(len(q), width), q.new_zeros(len(q))
-    kept, known = torch.full_like(own, -1), torch.ones_like(own, dtype=torch.bool)
-    tries = own >= 0 if p is not None else ~known  # on the text, and nothing is accepted so far
-    left = q if p is None else p
+    accepted, possible = torch.full_like(text_token, -1), torch.ones_like(text_token, dtype=torch.bool)
+    accept_chance, next_chance = q.new_zeros(len(q), width), q.new_zeros(len(q))
+    tried = text_token >= 0  # on the text, and no earlier sibling was accepted
     if p is not None:
-        some = torch.minimum(p, q).sum(-1).clamp_max(1.0) * tries
+        next_chance = torch.minimum(p, q).sum(-1).clamp_max(1.0) * tried
     for rank in range(width):
         if p is None:
             token = draws.tokens(q, rank)
         else:
-            # Off the text `own` is no token: what is looked up for it is void, and `tries` is False.
-            takes = tries & draws.accepts(ratio(entries(q, own), entries(left, own)) * tries, rank)
-            weights = torch.where(tries[:, None], positive(q - left, q), q)
-            token = torch.where(takes, own, draws.tokens(weights, rank))
-            chance[:, rank] = ratio(entries(left, token), entries(q, token)) * tries
-            kept, tries = torch.where(takes, rank, kept), tries & ~takes
-        tokens[:, rank] = torch.where(known, token, NOTHING_LEFT)
+            # Off the text the entries at `text_token` have no meaning, and `tried` is False.
+            hit = tried & draws.accepts(ratio(_entries(q, text_token), _entries(p, text_token)) * tried, rank)
+            weights = torch.where(tried[:, None], _positive(q - p, q), q)
+            token = torch.where(hit, text_token, draws.tokens(weights, rank))
+            accept_chance[:, rank] = ratio(_entries(p, token), _entries(q, token)) * tried
+            accepted, tried = torch.where(hit, rank, accepted), tried & ~hit
+        tokens[:, rank] = torch.where(possible, token, NOTHING_LEFT)
         if rank + 1 == width:
             break
         if p is not None:
-            # p_(m+1) = (p_m - q_m)+, normalised; without replacement q_(m+1) is q_m without the candidate.
-            left = positive(left - q, left)
-            left = left / left.sum(-1, keepdim=True)
+            p = _positive(p - q, p)
+            p = p / p.sum(-1, keepdim=True)
         if not replacement:
             q = q.scatter(-1, token[:, None], 0.0)
             total = q.sum(-1, keepdim=True)
-            known, tries = known & (total[:, 0] > 0.0), tries & (total[:, 0] > 0.0)
-            # Anything that can be drawn from, where no token is left: `known` voids what comes of it.
-            q = torch.where(total > 0.0, q / total, 1.0)
-    return Candidates(tokens, kept, chance, some)
+            possible, tried = possible & (total[:, 0] > 0.0), tried & (total[:, 0] > 0.0)
+            q = torch.where(total > 0.0, q / total, 1.0)  # any distribution; `possible` discards what is drawn from it
+    return Candidates(tokens, accepted, accept_chance, next_chance)
 
 
-def block_candidates(q: Tensor, p: Tensor | None, own: Tensor, weight: Tensor, draws: Draws) -> Candidates:
-    """Draw the next token of a chain under block verification given the text.
+def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Tensor, draws: KeyedDraws) -> Candidates:
+    """Sample the next token of a chain under block verification given the text.
 
     Args:
-        q: [R, V] float64, what the draft samples from.
-        p: [R, V], what the target samples from, on the text and off it; None = nobody has asked it: off the text all tokens
-            are then drawn from q, which is not quite their law.
-        own: [R] the text's token there, `OFF_TEXT` off it.
+        q: [R, V] float64, distribution of the draft.
+        p: [R, V], distribution of the target on and off the text. None approximates block verification off the text: all
+            tokens are drawn from q.
+        text_token: [R] the text's next token, or `OFF_TEXT`.
         weight: [R] float64, w of the path.
-        draws: of these rows.
+        draws: random choices of these rows.
     """
     if p is None:
-        token = draws.tokens(q, 0)[:, None]
-        nothing = q.new_zeros(len(q))
-        return Candidates(token, torch.full_like(own, -1), nothing[:, None], nothing, nothing[:, None])
-    reached = weight[:, None] * p
-    beyond, on_text = (q - reached).clamp_min(0.0), own >= 0
-    takes = on_text & draws.accepts(ratio(entries(q, own), entries(reached, own)) * on_text, 0)
-    token = torch.where(takes, own, draws.tokens(positive(q - reached, q), 0))
-    p_y, q_y = entries(p, token), entries(q, token)
-    # Of the tokens y on the text, min(w p, q) are accepted for every R / (R + 1 - w) of (q - w p)+ that are not.
-    least, rest = torch.minimum(weight * p_y, q_y), (reached - q).clamp_min(0.0).sum(-1)
-    share = block_chance(rest, weight)
-    chance = ratio(least, least + share * entries(beyond, token)) * on_text
-    # The chance before the token is drawn: sum of min(w p, q), of the w that the path has.
-    some = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0) * on_text
-    kept = torch.where(takes, 0, -1)
-    return Candidates(token[:, None], kept, chance[:, None], some, block_weight(weight, p_y, q_y)[:, None])
+        zeros = q.new_zeros(len(q), 1)
+        return Candidates(draws.tokens(q, 0)[:, None], torch.full_like(text_token, -1), zeros, zeros[:, 0], zeros)
+    wp, on_text = weight[:, None] * p, text_token >= 0
+    hit = on_text & draws.accepts(ratio(_entries(q, text_token), _entries(wp, text_token)) * on_text, 0)
+    token = torch.where(hit, text_token, draws.tokens(_positive(q - wp, q), 0))
+    p_y, q_y, wp_y = _entries(p, token), _entries(q, token), weight * _entries(p, token)
+    # P(y is the text's token) is proportional to min(w p, q), P(it is another) to (q - w p)+ R / (R + 1 - w).
+    overlap, rest = torch.minimum(wp_y, q_y), (wp - q).clamp_min(0.0).sum(-1)
+    missed = block_chance(rest, weight) * _entries((q - wp).clamp_min(0.0), token)
+    accept_chance = ratio(overlap, overlap + missed) * on_text
+    # Sum of min(w p, q) / w.
+    next_chance = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0)
+    accepted = torch.where(hit, 0, -1)
+    path_weight = block_weight(weight, p_y, q_y)
+    return Candidates(token[:, None], accepted, accept_chance[:, None], next_chance * on_text, path_weight[:, None])
+
+
+def _positive(values: Tensor, otherwise: Tensor) -> Tensor:
+    """Return max(values, 0) [R, V]; rows that would be 0 everywhere, which are never drawn from, come from `otherwise`."""
+    values = values.clamp_min(0.0)
+    return torch.where(values.sum(-1, keepdim=True) > 0.0, values, otherwise)
+
+
+def _entries(rows: Tensor, token: Tensor) -> Tensor:
+    """Return [R], the entries of rows [R, V] at tokens [R]; negative tokens count as 0."""
+    return rows.gather(-1, token.clamp_min(0)[:, None])[:, 0]

@@ -1,72 +1,110 @@
-"""Sampling parameters, and samplers that apply transformers' logits processors to rows of logits with their prefixes."""
+"""Sampling parameters, their defaults from a model's `generation_config`, and the logits processors that apply them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
+from transformers.generation import logits_process as library
 
-from ...policies.errors import InputError
+from ...policies.errors import InputError, SpecstopWarning
 from ...policies.limits import check_limits
-from .grammar import GrammarMask, XGrammarProcessor, is_xgrammar
-from .model_defaults import (
-    APPLIED,
-    LEFT_OUT,
-    REFUSED,
-    as_json,
-    check_fields,
-    is_neutral,
-    library_processors,
-    processor_options,
-)
+from .grammar import XGrammarProcessor, is_xgrammar
 from .processors import PerText, check_processor, processor_name
 
-_TRUNCATING = (
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
-"""Processors that remove unlikely tokens. Draft and target remove different tokens."""
-
-_TOKEN_INDEPENDENT = (*_TRUNCATING, TemperatureLogitsWarper)
-"""Processors that do not read the tokens of the prefix."""
-
-_OPTIONS = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram": "no_repeat_ngram_size",
-    "min_new_tokens": "min_new_tokens",
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "suppress_tokens", "top_h"), None),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty", "top_p", "typical_p"), 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_k"), 0),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), False),
 }
-"""Options of `Shaping` by name, with their fields of `GenerationConfig`."""
+"""Fields of `GenerationConfig` for which transformers creates logits processors, with the values that have no effect."""
 
-_LIMIT = "max_new_tokens"
-"""Key in `others` for the length at which `forced_eos_token_id` applies."""
+WARPERS = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_k", "top_p", "typical_p"})
+"""Fields of `NEUTRAL` that greedy decoding ignores."""
+
+UNSUPPORTED: Mapping[str, Any] = {
+    **dict.fromkeys(("constraints", "force_words_ids", "watermarking_config"), None),
+    "guidance_scale": 1.0,
+    "token_healing": False,
+}
+"""Fields that change the text and cannot be applied to a tree of candidates, with their neutral values."""
+
+IGNORED: Mapping[str, Any] = {
+    **dict.fromkeys(("dola_layers", "max_time", "stop_strings"), None),
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+}
+"""Fields that select another decoding method or end texts early, with their neutral values. They cause a warning."""
+
+INERT = frozenset(
+    {
+        # Options of a run, beam search, and drafting and caching, which do not change the text.
+        "do_sample", "temperature", "max_length", "max_new_tokens", "num_return_sequences", "seed", "diversity_penalty",
+        "early_stopping", "length_penalty", "low_memory", "num_beam_groups", "assistant_confidence_threshold",
+        "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind", "cache_config", "cache_implementation",
+        "compile_config", "continuous_batching_config", "disable_compile", "is_assistant", "max_cache_len",
+        "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "prefill_chunk_size",
+        "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_cache", "use_mtp",
+        # Return values of `generate`, and token ids; the end-of-text ids are loaded with the pair.
+        "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
+        "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "transformers_version",
+    }
+)  # fmt: skip
+"""Fields that do not change the text of a run."""
+
+_FIELD = {
+    name: name for name in ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram", "min_new_tokens")
+} | {"no_repeat_ngram": "no_repeat_ngram_size"}
+"""Options of `SamplingParams` that are attributes, with their fields of `GenerationConfig`."""
+
+_OPTION = {name: name for name in NEUTRAL} | {field: option for option, field in _FIELD.items()}
+"""Options of `SamplingParams` by field of `GenerationConfig`."""
+
+_VALUE: Mapping[type[LogitsProcessor], tuple[str, str]] = {
+    library.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    library.NoRepeatNGramLogitsProcessor: ("no_repeat_ngram", "ngram_size"),
+    library.MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
+    library.TopKLogitsWarper: ("top_k", "top_k"),
+    library.TopPLogitsWarper: ("top_p", "top_p"),
+    library.MinPLogitsWarper: ("min_p", "min_p"),
+    library.EncoderNoRepeatNGramLogitsProcessor: ("encoder_no_repeat_ngram_size", "ngram_size"),
+    library.EpsilonLogitsWarper: ("epsilon_cutoff", "epsilon"),
+    library.EtaLogitsWarper: ("eta_cutoff", "epsilon"),
+    library.InfNanRemoveLogitsProcessor: ("remove_invalid_values", ""),
+    library.LogitNormalization: ("renormalize_logits", ""),
+    library.MinLengthLogitsProcessor: ("min_length", "min_length"),
+    library.NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
+    library.SequenceBiasLogitsProcessor: ("sequence_bias", "sequence_bias"),
+    library.SuppressTokensAtBeginLogitsProcessor: ("begin_suppress_tokens", "begin_suppress_tokens"),
+    library.SuppressTokensLogitsProcessor: ("suppress_tokens", "suppress_tokens"),
+    library.TopHLogitsWarper: ("top_h", "top_h"),
+    library.TypicalLogitsWarper: ("typical_p", "mass"),
+}
+"""Equivalent option of each processor, and the attribute with its value; "" = True."""
+
+STATELESS = (
+    *_VALUE,
+    library.EncoderRepetitionPenaltyLogitsProcessor,
+    library.ExponentialDecayLengthPenalty,
+    library.ForcedBOSTokenLogitsProcessor,
+    library.ForcedEOSTokenLogitsProcessor,
+    library.TemperatureLogitsWarper,
+    library.WatermarkLogitsProcessor,
+)
+"""Processors of transformers that are functions of (input_ids, scores)."""
 
 
 @dataclass(frozen=True)
-class Shaping:
-    """Sampling parameters besides the temperature.
+class SamplingParams:
+    """Sampling parameters other than the temperature.
 
     Attributes:
         top_k, top_p, min_p: truncation; 0, 1 and 0 disable it.
@@ -77,6 +115,7 @@ class Shaping:
         others: further fields of `GenerationConfig` by name, such as `typical_p` or `bad_words_ids`; None disables a field
             that the model sets.
         model_defaults: whether options that are None or missing in `others` default to the target's `generation_config`.
+        max_new_tokens: length at which `forced_eos_token_id` applies, set by the run.
     """
 
     top_k: int | None = None
@@ -88,254 +127,201 @@ class Shaping:
     processors: tuple[LogitsProcessor, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
     model_defaults: bool = True
+    max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_limits(**vars(self))
-        known = {*APPLIED, *REFUSED, *LEFT_OUT, _LIMIT} - {*_OPTIONS.values()}
-        if unknown := sorted(set(self.others) - known):
-            raise InputError(f"others: expected fields among {', '.join(sorted(known))}, not {', '.join(unknown)}")
+        valid = {*NEUTRAL, *UNSUPPORTED, *IGNORED} - {*_FIELD.values()}
+        if unknown := sorted(set(self.others) - valid):
+            raise InputError(f"others: expected fields among {', '.join(sorted(valid))}, not {', '.join(unknown)}")
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Shaping:
+    def from_dict(values: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters that `to_dict` describes, without defaults of a model.
 
         Raises:
             InputError: an option is unknown or out of range, or there are processors, which cannot be restored by name.
         """
-        known = {*_OPTIONS, *APPLIED} - {*_OPTIONS.values()} | {*_OPTIONS}
-        if unknown := sorted(set(values) - known):
-            raise InputError(
-                f"sampling options: {', '.join(unknown)} cannot be restored; known: {', '.join(sorted(known))}"
-            )
-        options = {name: value for name, value in values.items() if name in _OPTIONS}
-        others = {name: value for name, value in values.items() if name not in _OPTIONS}
-        return Shaping(**options, others=others, model_defaults=False)
+        valid = sorted(_OPTION.values())
+        if unknown := sorted(set(values) - set(valid)):
+            raise InputError(f"sampling options: {', '.join(unknown)} cannot be restored; expected {', '.join(valid)}")
+        options = {name: value for name, value in values.items() if name in _FIELD}
+        others = {name: value for name, value in values.items() if name not in _FIELD}
+        return SamplingParams(**options, others=others, model_defaults=False)
 
-    def with_defaults(self, defaults: Mapping[str, Any], max_new_tokens: int | None = None) -> Shaping:
-        """Return the parameters with unset options replaced by the defaults of a model.
-
-        Args:
-            defaults: result of `model_defaults`.
-            max_new_tokens: length limit, at which a token may be forced.
+    def with_defaults(self, config: GenerationConfig | None, max_new_tokens: int | None = None) -> SamplingParams:
+        """Return the parameters with unset options replaced by those of a model's `generation_config`.
 
         Raises:
-            InputError: a default is not supported.
+            InputError: a default is not supported, or transformers rejects its value.
         """
         if not self.model_defaults:
             return self
-        fields = {**defaults, **self.others}
-        fields |= {field: value for name, field in _OPTIONS.items() if (value := getattr(self, name)) is not None}
-        fields = check_fields(fields)
+        chosen = {field: getattr(self, name) for name, field in _FIELD.items() if getattr(self, name) is not None}
+        fields = {**model_defaults(config), **self.others, **chosen}
+        for name, value in fields.items():
+            if name not in NEUTRAL and name not in IGNORED and value is not None:
+                raise InputError(
+                    f"the target's generation_config sets {name}={value!s:.60}, which is not supported; pass "
+                    "--no-model-defaults to decode without the model's sampling defaults"
+                )
+        if ignored := [f"{name}={fields[name]!s:.60}" for name in IGNORED if fields.get(name) is not None]:
+            warnings.warn(
+                f"the target's generation_config sets {', '.join(ignored)}, which is ignored: texts are decoded token by "
+                "token until an end-of-text token or the length limit",
+                SpecstopWarning,
+                stacklevel=4,
+            )
+        fields = {name: value for name, value in fields.items() if name in NEUTRAL and not _is_neutral(name, value)}
         if self.min_new_tokens is not None:
             fields.pop("min_length", None)  # same precedence as in `generate`
-        options = {name: fields.pop(field, None) for name, field in _OPTIONS.items()}
-        if "forced_eos_token_id" in fields and max_new_tokens is not None:
-            fields[_LIMIT] = max_new_tokens
+        options = {name: fields.pop(field, None) for name, field in _FIELD.items()}
         try:
-            complete = replace(self, **options, others=fields, model_defaults=False)
-            complete.build(1.0, 1, (0,), torch.device("cpu"), (0,))
+            params = replace(self, **options, others=fields, model_defaults=False, max_new_tokens=max_new_tokens)
+            params.build(1.0, (0,), (0,), torch.device("cpu"))
         except InputError as error:
             raise InputError(f"the target's generation_config: {error.command_line}") from None
-        return complete
+        return params
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of `GenerationConfig` that are not neutral, by name, without `processors`."""
-        values = {field: getattr(self, name) for name, field in _OPTIONS.items()}
-        values |= {name: value for name, value in self.others.items() if name in APPLIED}
-        return {name: value for name, value in values.items() if not is_neutral(value, APPLIED[name])}
+        """Return the fields of `GenerationConfig` that have an effect, by name, without `processors`."""
+        values = {field: getattr(self, name) for name, field in _FIELD.items()} | dict(self.others)
+        return {name: value for name, value in values.items() if name in NEUTRAL and not _is_neutral(name, value)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options that are not neutral as JSON values, and the type names of `processors`."""
-        option = {field: name for name, field in _OPTIONS.items()}
-        values = {option.get(name, name): as_json(value) for name, value in self.fields().items()}
+        """Return the options that have an effect as JSON values, and the names of `processors`."""
+        values = {_OPTION[name]: _as_json(value) for name, value in self.fields().items()}
         names = list(map(processor_name, self.processors))
         return values | ({"processors": names} if names else {})
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether a processor reads the tokens of the prompt."""
-        return any(name.startswith("encoder_") for name in self.others)
-
     def override(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `to_dict` of a trace with the options that are set here replaced."""
-        chosen = {name for name in _OPTIONS if getattr(self, name) is not None} | {*self.others}
+        """Return the options of a trace (`to_dict`), replaced by those that are set in these parameters."""
+        chosen = {name for name in _FIELD if getattr(self, name) is not None} | {*self.others}
         kept = {name: value for name, value in values.items() if name not in chosen} if self.model_defaults else {}
         return kept | self.to_dict()
 
     def build(
-        self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device, tokens: Sequence[int] = ()
+        self, temperature: float, prompt: Sequence[int], eos: Sequence[int], device: torch.device
     ) -> LogitsProcessorList:
         """Return the logits processors of one text, as `generate` creates them; empty if the temperature is all there is.
 
         Args:
             temperature: 0 = greedy decoding.
-            prompt: length of the prompt.
+            prompt: token ids, including padding.
             eos: end-of-text ids.
             device: of the logits.
-            tokens: token ids of the prompt, which some processors read.
+
+        Raises:
+            InputError: transformers rejects the value of a field.
         """
+        from transformers import GenerationMixin
+
         fields = self.fields()
         if not fields and not self.processors:
             return LogitsProcessorList()
-        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device) if len(tokens) else prompt
-        ends = torch.tensor(list(eos), dtype=torch.int64, device=device) if eos else None
+
+        class Builder(GenerationMixin):
+            """Minimal model with the attributes that `_get_logits_processor` reads."""
+
+            config = PreTrainedConfig()
+
+        config: Any = GenerationConfig()
+        if not eos:
+            fields.pop("exponential_decay_length_penalty", None)  # applies only to end-of-text tokens
+        if self.max_new_tokens is None:
+            fields.pop("forced_eos_token_id", None)
+        else:
+            config.max_length = len(prompt) + self.max_new_tokens
+        for name, value in fields.items():  # the constructor would log incompatible fields
+            setattr(config, name, value)
+        config.do_sample, config.temperature = temperature > 0, float(temperature)
+        ids, ends = (torch.tensor(list(values), dtype=torch.int64, device=device) for values in (prompt, eos))
+        config._eos_token_tensor = ends if eos else None
         others = LogitsProcessorList(
-            one.for_text(prompt, eos) if isinstance(one, PerText) else one for one in self.processors
+            one.for_text(len(prompt), eos) if isinstance(one, PerText) else one for one in self.processors
         )
-        limit = self.others.get(_LIMIT)
-        processors = library_processors(fields, others, float(temperature), ids, limit, ends, device)
-        only_temperature = all(
-            type(one) is TemperatureLogitsWarper and one not in self.processors for one in processors
-        )
+        builder: Any = Builder()
+        try:
+            processors: LogitsProcessorList = builder._get_logits_processor(
+                config, len(prompt), ids[None], None, others, str(device), {}
+            )
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{' '.join(str(error).split())}") from None
+        only_temperature = not others and all(type(one) is library.TemperatureLogitsWarper for one in processors)
         return LogitsProcessorList() if only_temperature else processors
 
-    def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> Shaping:
+    def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> SamplingParams:
         """Return the parameters with processors that can be called for any prefix in any order.
 
         Raises:
             InputError: a processor depends on more than the tokens, or cannot be copied.
         """
         processors = tuple(
-            XGrammarProcessor(one) if is_xgrammar(one) else check_processor(one, vocabulary, device, batch)
+            one if type(one) in STATELESS
+            else XGrammarProcessor(one) if is_xgrammar(one)
+            else check_processor(one, vocabulary, device, batch)
             for one in self.processors
-        )
+        )  # fmt: skip
         return replace(self, processors=processors)
 
 
-MODEL_DEFAULTS = Shaping()
+MODEL_DEFAULTS = SamplingParams()
 """The defaults of the target's `generation_config`."""
 
-UNCHANGED = Shaping(model_defaults=False)
+UNCHANGED = SamplingParams(model_defaults=False)
 """The temperature alone, whatever the defaults of the model are."""
 
 
-def effective_sampling(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
+def effective_sampling(params: SamplingParams, temperature: float) -> tuple[float, dict[str, Any]]:
     """Return the temperature and `to_dict`, with processors of transformers replaced by their equivalent options.
 
     `generate` converts its options, including the temperature, to processors. Traces and policies use the options.
     """
-    factor, options, others = processor_options(shaping.processors)
-    values = shaping.to_dict() | options
+    values, others = params.to_dict(), []
     values.pop("processors", None)
+    for processor in params.processors:
+        if type(processor) is library.TemperatureLogitsWarper:
+            temperature *= float(processor.temperature)
+        elif type(processor) in _VALUE:
+            option, attribute = _VALUE[type(processor)]
+            value = _as_json(getattr(processor, attribute)) if attribute else True
+            values[option] = float(f"{value:.6g}") if isinstance(value, float) else value  # may be a float32 value
+        else:
+            others.append(processor_name(processor))
     if "min_new_tokens" in values:
         values.pop("min_length", None)  # `generate` creates both from one option
-    return temperature * factor, values | ({"processors": others} if others else {})
+    return temperature, values | ({"processors": others} if others else {})
 
 
-class Sampler:
-    """Processes raw logits of one text; the result is the logits of the sampling distribution (or of the greedy choice).
+def model_defaults(config: GenerationConfig | None) -> dict[str, Any]:
+    """Return the fields of a model's `generation_config` that change its text, as JSON values by name.
 
-    Args:
-        processors: from `Shaping.build`; if empty, the logits are divided by the temperature.
-        temperature: of the text.
-        padding: tokens left of every prefix.
-
-    Attributes:
-        reads_prefix: whether there are processors.
-        constrained: whether there is a grammar, so that no token may remain.
-        untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
+    They include fields of the installed transformers that this module does not list, so that `with_defaults` rejects them.
     """
-
-    def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
-        self.padding = list(padding)
-        self.reads_prefix = len(processors) > 0
-        self.constrained = any(isinstance(processor, GrammarMask) for processor in processors)
-        self.untruncated: Tensor | None = None
-        # A grammar that comes first masks rows of any length in one call.
-        self._grammar = processors[0] if processors and isinstance(processors[0], GrammarMask) else None
-        self._processors = LogitsProcessorList(processors[1:] if self._grammar is not None else processors)
-        self._temperature = temperature
-        truncating = [at for at, processor in enumerate(self._processors) if isinstance(processor, _TRUNCATING)]
-        self._first_truncating = truncating[0] if truncating else len(self._processors)
-        self._reads_tokens = not all(type(processor) in _TOKEN_INDEPENDENT for processor in self._processors)
-
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [R, V] processed logits.
-
-        Args:
-            logits: [R, V] raw; not modified.
-            prefixes: returns the R token lists that the rows continue; called if a processor reads them. Rows of None, which
-                follow an end of text, are not changed.
-        """
-        if not self.reads_prefix:
-            return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
-        texts = None
-        if self._grammar is not None or self._reads_tokens:
-            texts = [None if prefix is None else [*self.padding, *prefix] for prefix in prefixes()]
-        if self._grammar is not None and texts is not None:
-            logits = self._grammar.masked(texts, logits)
-        if self._first_truncating < len(self._processors):
-            self.untruncated = torch.empty_like(logits)  # filled by `_process`
-        if not self._reads_tokens or texts is None:
-            empty = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-            return self._process(empty, logits, list(range(len(logits))))
-        out = logits.clone()
-        # Processors take a rectangle of ids: rows of one length are processed together.
-        for length in sorted({len(text) for text in texts if text is not None}):
-            rows = [row for row, text in enumerate(texts) if text is not None and len(text) == length]
-            ids = torch.tensor([texts[row] for row in rows], device=logits.device)
-            out[rows] = self._process(ids, logits[rows], rows)
-        return out
-
-    def _process(self, ids: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        for at, processor in enumerate(self._processors):
-            if at == self._first_truncating and self.untruncated is not None:
-                self.untruncated[rows] = logits
-            if hasattr(processor, "_prefix_allowed_tokens_fn"):  # it counts rows as texts; here all are of one text
-                logits = torch.cat([processor(i[None], row[None]) for i, row in zip(ids, logits, strict=True)])
-            else:
-                logits = processor(ids, logits)
-        return logits
+    valid = vars(GenerationConfig()).keys() - INERT
+    fields = {
+        name: _as_json(value)
+        for name, value in ({} if config is None else vars(config)).items()
+        if name in valid and not name.startswith("_") and not _is_neutral(name, value)
+    }
+    if fields.get("min_new_tokens") is not None:
+        fields.pop("min_length", None)  # same precedence as in `generate`
+    return fields
 
 
-class BatchSampler:
-    """Samplers of texts that are decoded side by side. Texts with prompts of one length share a sampler if they can.
-
-    Args:
-        shaping, temperature, eos, device: see `Shaping.build`.
-        prompts: token ids of each prompt.
-    """
-
-    def __init__(
-        self,
-        shaping: Shaping,
-        temperature: float,
-        prompts: Sequence[Sequence[int]],
-        eos: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        per_text = any(isinstance(processor, PerText) for processor in shaping.processors)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            key = (row,) if per_text else tuple(prompt) if shaping.reads_prompt else (len(prompt),)
-            groups.setdefault(key, []).append(row)
-        self._parts = []
-        for _, rows in sorted(groups.items()):
-            prompt = prompts[rows[0]]
-            self._parts.append(
-                (rows, Sampler(shaping.build(temperature, len(prompt), eos, device, prompt), temperature))
-            )
-        self.constrained = self._parts[0][1].constrained
-
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [B, V] processed logits, one row per text; see `Sampler`."""
-        if not self._parts[0][1].reads_prefix:
-            return self._parts[0][1](logits, prefixes)
-        texts = cache(prefixes)
-        out = torch.empty_like(logits)
-        for rows, sampler in self._parts:
-            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
-        return out
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether the value of a field has no effect."""
+    neutral = {**NEUTRAL, **UNSUPPORTED, **IGNORED}.get(name)
+    return value is None or value == neutral or (isinstance(value, list | tuple | dict) and not value)
 
 
-def require_token(scores: Tensor) -> None:
-    """Check that processed logits [..., V] allow a token, which a grammar with other options may not.
-
-    Raises:
-        InputError: all logits of a row are -inf.
-    """
-    if not bool((scores.amax(-1) > -torch.inf).all()):
-        raise InputError(
-            "the grammar and the other sampling options leave no token after a text: expected at least one; loosen the "
-            "grammar, min_new_tokens, no_repeat_ngram or the logits processors"
-        )
+def _as_json(value: Any) -> Any:
+    """Convert a value to JSON types: tuples, tensors and a dictionary of `sequence_bias` become lists."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        tuple_keys = any(isinstance(key, tuple) for key in value)
+        return [[list(key), bias] for key, bias in value.items()] if tuple_keys else dict(value)
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value

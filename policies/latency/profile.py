@@ -57,7 +57,7 @@ class Profile(Costs):
         measurements: what the costs were estimated from; none of costs that nobody measured. A price of decisions is
             estimated from those that are kept under its name, all other costs from the rest.
         source: the file it was read from; None = none.
-        shaping: what else changed the distribution that was sampled from (`decode.Shaping.to_dict`).
+        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.to_dict`).
         verification: the mode whose rounds of chains were timed; "" = not told.
     """
 

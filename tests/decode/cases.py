@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from deciders import DECIDERS
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -27,9 +27,9 @@ def added(prefix: Sequence[int], vocabulary: int) -> list[float]:
 
 
 SHAPINGS = {
-    "plain": Shaping(),
-    "shaped": Shaping(top_k=2, repetition_penalty=1.7),
-    "by-prefix": Shaping(processors=(ByPrefix(),)),
+    "plain": SamplingParams(),
+    "shaped": SamplingParams(top_k=2, repetition_penalty=1.7),
+    "by-prefix": SamplingParams(processors=(ByPrefix(),)),
 }
 CHAINS = ("chain:1", "chain:2", "chain:3")
 TREES = ("2", "3", "2,1", "2,2", "1,2", "parents:-1,-1,1,2")

@@ -12,7 +12,7 @@ import typer
 from commands import COMPACT, cli, model_options
 from specstop.cli.app import app
 from specstop.collect.store.folder import Trace, open_trace
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.latency.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")
@@ -28,7 +28,7 @@ def models(pair_folder: Path, tmp_path: Path) -> list[object]:
 
 
 def test_every_command_has_an_option_for_each_field_with_one_help_and_default() -> None:
-    fields = {f.name: f.default for f in dataclasses.fields(Shaping) if f.name not in ("processors", "others")}
+    fields = {f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in ("processors", "others")}
     known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     told = []
     for name in COMMANDS:
