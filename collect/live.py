@@ -23,7 +23,8 @@ from ..decode.round_state import RoundState
 from ..decode.settings import Settings
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
-from ..decode.verify.modes import find_mode, resolve_mode, warn_if_unmeasured
+from ..decode.verify.conditions import warn_if_unmeasured
+from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.latency.profile import Profile

@@ -26,7 +26,7 @@ from .models.self_check import ROUNDING
 from .profile import CalibrationRun
 from .records import Generation, Tally
 from .settings import Settings
-from .verify.modes import warn_if_unmeasured, warn_if_untrained
+from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
 from .verify.sampler import Sampler
 

@@ -18,7 +18,7 @@ from .loop import Request, Speculator
 from .models.pair import Pair
 from .records import Generation
 from .settings import Settings
-from .verify.modes import warn_if_unmeasured, warn_if_untrained
+from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
 
 

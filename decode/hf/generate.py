@@ -36,8 +36,8 @@ from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
+from ..verify.conditions import warn_if_unmeasured, warn_if_untrained
 from ..verify.grammar import XGrammarProcessor, is_xgrammar
-from ..verify.modes import warn_if_unmeasured, warn_if_untrained
 from ..verify.noise import stream_key
 from ..verify.sampling import STATELESS, UNCHANGED, SamplingParams
 from .arguments import check_adapters, check_config, check_dropped, check_inputs

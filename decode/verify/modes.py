@@ -1,25 +1,16 @@
-"""The verification modes by name, and checks of a policy, a tree and a profile against them."""
+"""The verification modes by name, and checks of a policy and a tree against them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from ...policies.conditions import Conditions, warn_other_conditions, warn_other_profile
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ..topology import Topology
 from .base import Verification
 from .match import Match, Point
 from .rejection import Block, Rejection, RejectionReplace
 from .typical import Typical
-
-if TYPE_CHECKING:
-    from ..models.pair import Pair
-    from ..settings import Settings
 
 MODES: dict[str, type[Verification]] = {
     mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, Typical)
@@ -103,38 +94,3 @@ def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> No
             f"{policy.name}: excludes drawn tokens and reads {', '.join(drawn)}, which would bias the output under "
             f"{mode.name}; use match verification, or features that do not depend on the drawn token"
         )
-
-
-def warn_if_untrained(policy: StopPolicy, settings: Settings, pair: Pair | None = None) -> None:
-    """Warn if a learned policy was trained for another temperature, filter, verification, pair or tree.
-
-    Args:
-        policy: any policy.
-        settings: of the run.
-        pair: of the run, with its drafter; None = not compared.
-    """
-    from .sampling import effective_sampling  # imports transformers, which replay does not need
-
-    temperature, options = effective_sampling(settings.shaping, settings.temperature)
-    name = resolve_mode(settings.verification, policy, settings.topology, temperature)
-    # The fingerprint hashes the weights: computed only for a policy that records one.
-    compare_pair = pair is not None and isinstance(policy, LearnedPolicy) and bool(policy.metadata.pair)
-    fingerprint = pair.fingerprint if pair is not None and compare_pair else {}
-    mode = "" if temperature == 0.0 else name  # greedy acceptance is the same in all modes
-    warn_other_conditions(
-        policy, Conditions(temperature, options, mode, fingerprint, settings.topology.name), "this run"
-    )
-
-
-def warn_if_unmeasured(
-    profile: Profile | None, policies: Sequence[StopPolicy], settings: Settings, drafter: str
-) -> None:
-    """Warn if a profile was measured with another verification mode or drafter."""
-    if profile is None:
-        return
-    tree, temperature = settings.topology, settings.temperature
-    if tree.is_chain and temperature > 0:
-        modes = (resolve_mode(settings.verification, policy, tree, temperature) for policy in policies)
-        for name in dict.fromkeys(modes):
-            warn_other_profile(profile, "this run plays", verification=name)
-    warn_other_profile(profile, "this run plays", drafter=drafter)

@@ -115,7 +115,7 @@ class SamplingParams:
         others: further fields of `GenerationConfig` by name, such as `typical_p` or `bad_words_ids`; None disables a field
             that the model sets.
         model_defaults: whether options that are None or missing in `others` default to the target's `generation_config`.
-        max_new_tokens: length at which `forced_eos_token_id` applies, set by the run.
+        length_limit: number of new tokens at which `forced_eos_token_id` applies, set by the run.
     """
 
     top_k: int | None = None
@@ -127,7 +127,7 @@ class SamplingParams:
     processors: tuple[LogitsProcessor, ...] = ()
     others: Mapping[str, Any] = field(default_factory=dict)
     model_defaults: bool = True
-    max_new_tokens: int | None = None
+    length_limit: int | None = None
 
     def __post_init__(self) -> None:
         check_limits(**vars(self))
@@ -177,7 +177,7 @@ class SamplingParams:
             fields.pop("min_length", None)  # same precedence as in `generate`
         options = {name: fields.pop(field, None) for name, field in _FIELD.items()}
         try:
-            params = replace(self, **options, others=fields, model_defaults=False, max_new_tokens=max_new_tokens)
+            params = replace(self, **options, others=fields, model_defaults=False, length_limit=max_new_tokens)
             params.build(1.0, (0,), (0,), torch.device("cpu"))
         except InputError as error:
             raise InputError(f"the target's generation_config: {error.command_line}") from None
@@ -228,10 +228,10 @@ class SamplingParams:
         config: Any = GenerationConfig()
         if not eos:
             fields.pop("exponential_decay_length_penalty", None)  # applies only to end-of-text tokens
-        if self.max_new_tokens is None:
+        if self.length_limit is None:
             fields.pop("forced_eos_token_id", None)
         else:
-            config.max_length = len(prompt) + self.max_new_tokens
+            config.max_length = len(prompt) + self.length_limit
         for name, value in fields.items():  # the constructor would log incompatible fields
             setattr(config, name, value)
         config.do_sample, config.temperature = temperature > 0, float(temperature)

@@ -20,7 +20,7 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
-from specstop.decode.verify.modes import warn_if_untrained
+from specstop.decode.verify.conditions import warn_if_untrained
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import UNCHANGED, SamplingParams, effective_sampling
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
@@ -200,7 +200,7 @@ def test_other_filters_and_temperatures_are_told_of(
         warnings.simplefilter("error")
         decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P, verification="match"))
         warn_if_untrained(policy, Settings(0.7, 4, verification="auto", shaping=SamplingParams(processors=(TOP_P.build(
-            1.0, 1, (), torch.device("cpu"))[0],))))  # fmt: skip
+            1.0, [1], (), torch.device("cpu"))[0],))))  # fmt: skip
         warn_if_untrained(FixedLength(3), plain)
     with pytest.warns(SpecstopWarning, match="trained for another pair .* than this run .*'draft': 'lookup'"):
         decode(

@@ -10,7 +10,7 @@ import pytest
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
-from specstop.decode.verify.modes import warn_if_unmeasured
+from specstop.decode.verify.conditions import warn_if_unmeasured
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.latency.profile import Profile
