@@ -91,7 +91,7 @@ def shaping_of(pair: Pair, shaping: SamplingParams, max_new_tokens: int | None =
 
 def inherited_text(pair: Pair, settings: Settings) -> str:
     """Return which sampling defaults of the pair's target a run has, in words; "" if there are none."""
-    applied = settings.for_pair(pair).shaping.fields()
+    applied = settings.for_pair(pair).shaping.options
     if settings.temperature == 0:
         applied = {name: value for name, value in applied.items() if name not in WARPERS}
     config = getattr(pair.target, "generation_config", None) if settings.shaping.model_defaults else None

@@ -80,7 +80,8 @@ class Assisted:
         self._pair, self._setting, self._batch = pair, setting, batch
         shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
         # Neutral values are passed too: otherwise defaults of the model or the library would apply.
-        self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **shaping.fields()}
+        self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **shaping.options}
+        self._options["no_repeat_ngram_size"] = self._options.pop("no_repeat_ngram")
         self._options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": temperature > 0}
         self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(WARPERS)
         self._processors = shaping.processors

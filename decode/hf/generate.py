@@ -112,7 +112,7 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = with_costs(as_policy(policy), profile)
     settings = settings.for_policy(rule)
-    warn_if_untrained(rule, settings)
+    warn_if_untrained(rule, settings, config=generation_config)
     warn_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
     mask_length = getattr(generation_config, "_mask_length", -1)
@@ -187,7 +187,7 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sa
     """Return the processors and the temperature: 0 for greedy decoding, 1 if the processors contain it."""
     made = tuple(processors or ())
     if not sampling:
-        return dataclasses.replace(UNCHANGED, processors=made), 0.0
+        return UNCHANGED.with_processors(made), 0.0
     # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that the
     # same temperatures are accepted with and without other processors.
     if (
@@ -196,7 +196,7 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sa
         and is_within("temperature", made[0].temperature)
     ):
         return UNCHANGED, float(made[0].temperature)
-    return dataclasses.replace(UNCHANGED, processors=made), 1.0
+    return UNCHANGED.with_processors(made), 1.0
 
 
 def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
@@ -220,7 +220,7 @@ def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
             if isinstance(ngrams := held.get("generated_ngrams"), list):
                 held |= {"generated_ngrams": ngrams[row : row + 1], "batch_size": 1}
         made.append(processor)
-    return dataclasses.replace(shaping, processors=tuple(made))
+    return shaping.with_processors(made)
 
 
 @dataclasses.dataclass

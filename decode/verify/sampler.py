@@ -105,7 +105,7 @@ class BatchSampler:
         device: torch.device,
     ) -> None:  # fmt: skip
         per_text = any(isinstance(processor, PerText) for processor in params.processors)
-        reads_prompt = any(name.startswith("encoder_") for name in params.others)
+        reads_prompt = any(name.startswith("encoder_") for name in params.options)
         groups: dict[tuple[int, ...], list[int]] = {}
         for row, prompt in enumerate(prompts):
             key = (row,) if per_text else tuple(prompt) if reads_prompt else (len(prompt),)

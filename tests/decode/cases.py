@@ -94,8 +94,8 @@ def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[f
     if shaping.processors:
         scores = [x + more for x, more in zip(scores, added(prefix, case.vocabulary), strict=True)]
     scores = [x / case.temperature for x in scores]
-    if shaping.top_k:
-        least = sorted(scores, reverse=True)[shaping.top_k - 1]
+    if "top_k" in shaping.options:
+        least = sorted(scores, reverse=True)[shaping.options["top_k"] - 1]
         scores = [x if x >= least else float("-inf") for x in scores]
     return torch.softmax(torch.tensor(scores, dtype=torch.float64), -1).tolist()
 

@@ -142,8 +142,8 @@ SHAPINGS = {
     "repetition": SamplingParams(repetition_penalty=1.6),
     "ngram": SamplingParams(no_repeat_ngram=2),
     "min_new": SamplingParams(min_new_tokens=9),
-    "typical_p": SamplingParams(others={"typical_p": 0.5}),
-    "bad_words": SamplingParams(others={"bad_words_ids": [[9], [30, 31]]}),
+    "typical_p": SamplingParams(typical_p=0.5),
+    "bad_words": SamplingParams(bad_words_ids=[[9], [30, 31]]),
     "by length": SamplingParams(processors=(AddsByLength(),)),
     "many": SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=3, processors=(AddsByLength(),)),
 }

@@ -117,7 +117,7 @@ def test_sampling_is_reproducible_by_torchs_seed_or_by_ours(pair: Pair, prompt_i
         (1.0, {"top_p": 0.6}, SamplingParams(top_p=0.6)),
         (0.8, {"min_p": 0.2}, SamplingParams(min_p=0.2)),
         (1.0, {"top_k": 9, "top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 8},
-         SamplingParams(9, 0.8, 0.0, 1.4, 2, 8)),
+         SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=8)),
     ],
 )  # fmt: skip
 def test_sampling_options_are_those_of_the_loop(

@@ -23,7 +23,7 @@ from specstop.decode.profile.measuring import Effort
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, UNSUPPORTED, WARPERS, SamplingParams
+from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
 from specstop.policies.conditions import Conditions
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
@@ -92,9 +92,10 @@ def decoded(pair: Pair, prompts: list[list[int]], settings: Settings, drafter: s
 
 def test_every_field_of_the_installed_transformers_is_classified() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields <= {*NEUTRAL, *UNSUPPORTED, *IGNORED, *INERT}
-    assert not {*NEUTRAL} & {*UNSUPPORTED} and not {*NEUTRAL} & INERT
-    assert {*NEUTRAL} - WARPERS - {*GREEDY} == {"remove_invalid_values", "renormalize_logits"}, "no other text"
+    refused = {"constraints", "force_words_ids", "guidance_scale", "token_healing", "watermarking_config"}
+    options = {*NEUTRAL, "no_repeat_ngram_size"} - {"no_repeat_ngram"}
+    assert fields <= {*options, *IGNORED, *INERT, *refused} and not options & {*INERT, *refused}
+    assert options - WARPERS - {*GREEDY} == {"remove_invalid_values", "renormalize_logits"}, "no other text"
     assert {*SAMPLED} == WARPERS
 
 
@@ -166,7 +167,7 @@ def test_without_defaults_no_processor_is_built(plain_pair: Pair, temperature: f
 def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
     prompts, defaults = prompt_ids[1::3], {**BOTH, "suppress_tokens": [20, 21, 22], "typical_p": 0.9}
     with configured(plain_pair, **defaults):
-        own = SamplingParams(repetition_penalty=1.0, top_k=0, others={"suppress_tokens": None})
+        own = SamplingParams(repetition_penalty=1.0, top_k=0, suppress_tokens=[])
         settings = Settings(0.0, NEW, shaping=own)
         assert settings.for_pair(plain_pair).shaping.to_dict() == {"typical_p": 0.9}
         assert decoded(plain_pair, prompts, settings) == generated(
@@ -176,7 +177,7 @@ def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[
         none = Settings(shaping=SamplingParams(min_new_tokens=0)).for_pair(plain_pair).shaping
         assert none.to_dict() == {}, "`generate` measures the shortest text by one of both"
     with pytest.raises(InputError, match="temperature"):
-        SamplingParams(others={"temperature": 0.7})
+        SamplingParams(temperature=0.7)
 
 
 @pytest.mark.parametrize(("name", "value"), [("guidance_scale", 1.5), ("token_healing", True), ("some_new_field", 3)])

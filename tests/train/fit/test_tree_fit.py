@@ -265,7 +265,7 @@ def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     ):
         small = on_subtree(trace_arrays(trace), SMALL)
         name = subtree(trace.header.tree, SMALL).name
-        folder = tmp_path / f"{temperature} {shaping.top_k}"
+        folder = tmp_path / f"{temperature} {shaping.options}"
         options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
         assert small.tree.parent == whole.tree.parent
