@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...policies.contract import DraftStep, DraftTree, State
-from ...policies.latency.estimate import CONTEXTS, TREE_DRAFTS, TREE_OUTSIDE, TREE_VERIFY
-from ...policies.latency.measurements import Key
+from ...policies.estimate import TREE_OUTSIDE, TREE_VERIFY
+from ...policies.latency.estimate import TREE_DRAFTS
+from ...policies.measurements import CONTEXTS, Key
 from ...policies.typing import Array
 from ..hooks import Hook
 from ..loop import Speculator
@@ -28,7 +29,8 @@ from ..settings import Settings
 from ..verify.noise import mix_one
 from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
 from .carry_over import TREE_ROUND, Before
-from .script import Script, streams_of_script
+from .script import streams_of_script
+from .scripts import Script
 
 PATHS = 3
 """One of so many rounds is a single path."""

@@ -12,24 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ..calibration import decisions
+from ..costs import BatchCosts, Costs, CostTable as CostTable
+from ..entries import Entries
 from ..errors import InputError
 from ..files import write_atomic
 from ..limits import LIMITS
+from ..measurements import DECISIONS, VERIFY, Measurements, Noise, Timings
 from ..safe_loading import check_values, digest
 from ..text import read_json
-from .batch import BatchCosts
-from .costs import Costs
-from .entries import Entries
-from .estimate import DECISIONS, VERIFY, check, decisions, estimate
-from .measurements import Measurements, Timings
-from .noise import Noise, judge
-from .tables import (
-    MOST_S,
-    CostTable as CostTable,  # types of inherited fields are looked up here
-    Price,
-    read_price,
-    read_table,
-)
+from .estimate import check, estimate
+from .noise import judge
+from .tables import MOST_S, Price, read_price, read_table
 
 Array = np.ndarray[Any, Any]
 
