@@ -18,8 +18,6 @@ from ...policies.splitmix import GOLDEN, mix, mix_in_place, signed
 
 _MASK = (1 << 64) - 1
 _BLOCK = 16
-_CONDITIONAL = 0x6B1E55ED
-"""Changes the key for noise given a text, which must be independent of the noise the text was sampled with."""
 
 
 def stream_key(seed: int, prompt_id: str, sample: int = 0) -> int:
@@ -54,27 +52,6 @@ def uniform_at(key: int | Tensor, position: Tensor, index: Tensor) -> Tensor:
 def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [R, V] standard Gumbel noise, computed in float64. Arguments as for `uniform`."""
     return uniform(key, position, vocabulary).log_().neg_().log_().neg_().to(dtype)
-
-
-def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> Tensor:
-    """Return [R, V] float64 Gumbel noise conditioned on `token` having the largest log p + noise at each position.
-
-    For a token drawn from p, token and noise have the joint distribution of plain sampling: the largest score M is Gumbel
-    with location logsumexp(log p), and the other scores are Gumbel truncated at M (Maddison, Tarlow, Minka 2014, top-down
-    construction).
-
-    Args:
-        key: of the stream. The noise is independent of texts sampled with the same key.
-        position: [R] int64, absolute.
-        logits: [R, V] processed: log p up to a constant per row.
-        token: [R] int64, of probabilities above 0.
-    """
-    log_p = logits.double()
-    log_u = uniform(key ^ _CONDITIONAL, position, logits.shape[-1]).log_()
-    index = token[:, None]
-    best = torch.logsumexp(log_p, -1, keepdim=True) - log_u.gather(-1, index).neg().log()
-    # The truncated score of token i is -log(e^-M - log(u_i) / p_i). Its noise is that minus log p_i.
-    return (log_p - best).exp().sub_(log_u).log_().neg_().scatter_(-1, index, best - log_p.gather(-1, index))
 
 
 def mix_one(value: int) -> int:

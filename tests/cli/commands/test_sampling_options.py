@@ -11,7 +11,6 @@ import typer
 from commands import COMPACT, cli, model_options
 from specstop.cli.app import app
 from specstop.collect.store.folder import Trace, open_trace
-from specstop.policies.latency.profile import Profile
 from specstop.policies.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")

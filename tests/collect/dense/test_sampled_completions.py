@@ -14,12 +14,13 @@ from contract_policies import TEST_POLICIES
 from scipy import stats
 from specstop.collect.dense.completion_check import balance
 from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
+from specstop.collect.dense.given_text import gumbel_given
 from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.verify.noise import gumbel, gumbel_given, stream_key
+from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength

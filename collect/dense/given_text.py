@@ -21,12 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...decode.verify.noise import mix_one, uniform, uniform_at
+from ...decode.verify.rejection import block_chance, block_weight, ratio
 from ...policies.splitmix import GOLDEN, signed
-from .noise import mix_one, uniform_at
-from .rejection import block_chance, block_weight, ratio
-
-GIVEN_TEXT = ("rejection", "rejection_replace", "block")
-"""Names of the modes that this module samples."""
 
 OFF_TEXT = -1
 """Replaces the text's token at prefixes that are not on the text."""
@@ -36,6 +33,29 @@ NOTHING_LEFT = -1
 
 _SALT = 0x6BADD0FF
 _RANK_BITS = 20
+_CONDITIONAL = 0x6B1E55ED
+"""Changes the key for noise given a text, which must be independent of the noise the text was sampled with."""
+
+
+def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> Tensor:
+    """Return [R, V] float64 Gumbel noise conditioned on `token` having the largest log p + noise at each position.
+
+    For a token drawn from p, token and noise have the joint distribution of plain sampling: the largest score M is Gumbel
+    with location logsumexp(log p), and the other scores are Gumbel truncated at M (Maddison, Tarlow, Minka 2014, top-down
+    construction).
+
+    Args:
+        key: of the stream. The noise is independent of texts sampled with the same key.
+        position: [R] int64, absolute.
+        logits: [R, V] processed: log p up to a constant per row.
+        token: [R] int64, of probabilities above 0.
+    """
+    log_p = logits.double()
+    log_u = uniform(key ^ _CONDITIONAL, position, logits.shape[-1]).log_()
+    index = token[:, None]
+    best = torch.logsumexp(log_p, -1, keepdim=True) - log_u.gather(-1, index).neg().log()
+    # The truncated score of token i is -log(e^-M - log(u_i) / p_i). Its noise is that minus log p_i.
+    return (log_p - best).exp().sub_(log_u).log_().neg_().scatter_(-1, index, best - log_p.gather(-1, index))
 
 
 def draw_key(key: int, draw: int) -> int:
