@@ -36,7 +36,7 @@ from .rounds import play_round
 from .settings import Settings, shaping_of
 from .texts import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
-from .verify.noise import Source
+from .verify.noise import KeyedSource
 
 OnCommit = Callable[[int, list[int]], None]
 """Called with a request's number and its new tokens."""
@@ -85,7 +85,7 @@ class Speculator:
         policy: StopPolicy,
         settings: Settings | None = None,
         profile: Profile | None = None,
-        source: Callable[[int, int], Source] | None = None,
+        source: Callable[[int, int], KeyedSource] | None = None,
         drafter: Drafter | None = None,
         hooks: Sequence[Hook] = (),
         hidden: Sequence[str] = (),

@@ -44,7 +44,7 @@ class Profile(Costs):
         facts: device, dtype, threads, versions, noise: for readers.
         measurements: what the costs were estimated from; empty for costs that were not measured.
         source: the file it was read from, if any.
-        shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
+        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode whose rounds of chains were timed; "" = unknown.
     """
 
