@@ -26,8 +26,8 @@ from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
 from specstop.decode.benchmark import bench_line, run_alternating, speed_ratio
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.models.attention import TreeRows
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packing import TreeRows
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
 from specstop.train.demo.pair import shipped_pair

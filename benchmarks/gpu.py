@@ -252,7 +252,7 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
         progress=silent,
     )  # fmt: skip
     assert profile.batch is not None
-    recordings = sum(len(m.calls) + len(m.unchecked) for kept in KEPT.values() for m in kept)
+    recordings = sum(len(m.calls) for kept in KEPT.values() for m in kept)
     print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
     alone = {0: list(enumerate(profile.low.verify_s, 1))}
     for streams, points in {**alone, **profile.batch.low.verify_s}.items():

@@ -13,9 +13,10 @@ from unittest import mock
 import torch
 from bars import Bars
 from specstop.decode.models import attention as attention_module
-from specstop.decode.models.cache import CachedModel, token_bytes
+from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import KEPT, open_cache
 from specstop.decode.models.device import Compiled
+from specstop.decode.models.view import token_bytes
 
 
 @dataclass(frozen=True)

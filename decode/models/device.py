@@ -1,7 +1,8 @@
-"""What a GPU needs: transfers that do not wait, fused operations, CUDA graphs and logits that are not rounded."""
+"""Support for GPUs: transfers without waiting, compiled elementwise functions, CUDA graphs and logits in float32."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -149,6 +150,38 @@ def filled_up(count: int) -> int:
     return -(-count // step) * step
 
 
+class _WithoutCudnn(contextlib.AbstractContextManager[None]):
+    """Disables attention by cuDNN, which plans each new shape for up to half a second.
+
+    The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+_UNCHANGED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which attention on a device does not use cuDNN."""
+    return _WITHOUT_CUDNN if device.type == "cuda" else _UNCHANGED
+
+
 _HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
@@ -165,7 +198,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WideLinear(nn.Linear):
-    """A linear layer whose output is float32."""
+    """A linear layer with float32 outputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out]."""

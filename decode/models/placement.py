@@ -1,4 +1,4 @@
-"""Models whose weights are not plain tensors on one device: placed by accelerate on several devices, or quantised.
+"""Models that are more than plain modules on one device: placed by accelerate, quantised, adapted or patched.
 
 The loop computes on one device, that of the draft. A target on other devices, in host memory or on disk is called from there:
 the hooks of accelerate move its inputs and outputs.
@@ -91,6 +91,29 @@ def kept_as_is(model: PreTrainedModel) -> str:
     return "its weights are quantised" if is_quantised(model.config) else ""
 
 
+def package_of(module: Any) -> str:
+    """Return the name of the package that defines the class of a module."""
+    return type(module).__module__.partition(".")[0]
+
+
+def is_modified(module: nn.Module) -> bool:
+    """Whether a module may differ from its class in torch or transformers because of adapters, hooks or patches."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return (
+        package_of(module) not in ("torch", "transformers", "specstop")
+        or "forward" in vars(module)
+        or hasattr(module, "parametrizations")
+        # The hooks with which transformers collects hidden states do not change the result.
+        or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+    )
+
+
+def modified_module(model: nn.Module) -> str:
+    """Return the name and class of the first module for which `is_modified` is true, or an empty string."""
+    modified = ((name, module) for name, module in model.named_modules() if name and is_modified(module))
+    return next((f"{name}, a {type(module).__name__}" for name, module in modified), "")
+
+
 def warn_once(model: PreTrainedModel, text: str) -> None:
     """Issue a `SpecstopWarning` once per model."""
     if text not in (texts := _WARNED.setdefault(model, set())):
@@ -98,7 +121,7 @@ def warn_once(model: PreTrainedModel, text: str) -> None:
         warnings.warn(text, SpecstopWarning, stacklevel=4)
 
 
-def own_copy(module: Any) -> Any:
+def copy_to_host(module: Any) -> Any:
     """Return a float32 copy of a module on the CPU, without the hooks of accelerate."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:

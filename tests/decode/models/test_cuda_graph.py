@@ -20,10 +20,10 @@ from specstop.decode import (
 from specstop.decode.drafters import model as drafters_module
 from specstop.decode.loop import Request
 from specstop.decode.models import cuda as cuda_module
+from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel, open_cache
 from specstop.decode.models.device import filled_up
-from specstop.decode.models.packing import Part, TreeRows
 from specstop.decode.models.pair import join
 from specstop.policies import FixedLength
 from specstop.policies.errors import PairError, SpecstopWarning
@@ -38,7 +38,7 @@ TREE = parse_tree("2,2,1")
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let texts of dozens of tokens pass through several sizes of attention."""
-    monkeypatch.setattr(cuda_module, "LEAST_SEEN", 16)
+    monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
 
 
 @pytest.fixture
@@ -430,7 +430,7 @@ def test_sizes_rise_in_few_steps() -> None:
 def test_recordings_are_bounded_and_the_least_used_go_first(
     model: PreTrainedModel, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_module, "MOST_CALLS", 4)
+    monkeypatch.setattr(cuda_module, "MAX_CALLS", 4)
     cache, reference = CudaGraphModel(model, 120, VOCABULARY, recorder=recorder), CachedModel(model, 120, VOCABULARY)
     for one in (cache, reference):
         one.read(torch.full((1, 5), 3), 1)
@@ -460,7 +460,7 @@ def test_recordings_of_batches_are_bounded_by_their_memory(
         CachedModel(model, 60, VOCABULARY, False, 2),
     )
     row = VOCABULARY * torch.float64.itemsize
-    monkeypatch.setattr(cuda_module, "device_bytes", lambda device: 6 * row / cuda_module.SHARE_RECORDED)
+    monkeypatch.setattr(cuda_module, "device_bytes", lambda device: 6 * row / cuda_module.RECORDED_SHARE)
     for one in (cache, reference):
         one.read_parts([Part(0, [7, 8], 1), Part(1, [9, 8, 7, 6], 1)])
     for step in range(4):

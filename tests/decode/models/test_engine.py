@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import build_draft, build_model
 from specstop.decode import Settings, Speculator, load_pair, parse_tree
+from specstop.decode.models.attention import TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
-from specstop.decode.models.packing import TreeRows
 from specstop.policies import FixedLength
 from specstop.policies.errors import InputError
 from transformers import (

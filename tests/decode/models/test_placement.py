@@ -18,7 +18,7 @@ from specstop.decode.loop import Request
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import open_cache
 from specstop.decode.models.pair import Pair, join, load_pair
-from specstop.decode.models.placement import call_from, check_device_map, own_copy, tensors
+from specstop.decode.models.placement import call_from, check_device_map, copy_to_host, tensors
 from specstop.policies import FixedLength
 from specstop.policies.errors import InputError, SpecstopWarning
 from torch import nn
@@ -68,8 +68,8 @@ def test_what_it_cannot_do_is_said_once(spread: Pair, recwarn: pytest.WarningsRe
 def test_ends_of_a_target_on_disk_can_be_learnt_from(spread: Pair, plain_pair: Pair) -> None:
     for place in ("get_input_embeddings", "get_output_embeddings"):
         theirs, ours = (getattr(pair.target, place)() for pair in (spread, plain_pair))
-        assert torch.equal(own_copy(theirs).weight, ours.weight.float())
-        assert theirs.weight.is_meta and not hasattr(own_copy(theirs), "_hf_hook")
+        assert torch.equal(copy_to_host(theirs).weight, ours.weight.float())
+        assert theirs.weight.is_meta and not hasattr(copy_to_host(theirs), "_hf_hook")
     states = torch.ones(1, 16, dtype=torch.float64)
     assert torch.equal(*(pair.target.get_output_embeddings()(states) for pair in (spread, plain_pair)))
 

@@ -13,8 +13,8 @@ from contract_policies import TEST_POLICIES
 from specstop.decode.hooks import Timer
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.model_source import ModelSource
+from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packing import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.batches import SETTLING, BatchRun, BatchScript
