@@ -41,6 +41,7 @@ from specstop.decode import (
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import view as view_module
+from specstop.decode.models.attention import Part
 from specstop.decode.models.cuda import KEPT, open_cache
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -299,7 +300,7 @@ def argmaxes(model: Any, tokens: torch.Tensor, step: int) -> torch.Tensor:
     cache = open_cache(model, tokens.shape[1], model.config.vocab_size)
     cache.read(tokens[:, :16], 1)
     read = range(16, tokens.shape[1], step)
-    return torch.cat([cache.read(tokens[:, at : at + step])[0].argmax(-1) for at in read])
+    return torch.cat([cache.read_parts([Part(0, tokens[0, at : at + step])]).argmax(-1) for at in read])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...policies.errors import InputError
-from .attention import LayerMasks, PackedCall, Part, TreeRows, attending_packed, backend_mask, causal, pack, split
+from .attention import LayerMasks, PackedCall, Part, attending_packed, backend_mask, causal, pack, split
 from .device import upload
 from .view import READS_ALL, ModelView, Reading, long_rope, scored_tokens
 
@@ -28,6 +28,18 @@ _MAX_PACKED = 64
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 """Largest RMS difference of logits due to rounding, relative to their standard deviation; 0.1 in half precision."""
+
+
+def logit_difference(rows: Tensor, expected: Tensor) -> float:
+    """Return the RMS difference of logits [n, V] over the standard deviation of the expected ones, the maximum over rows."""
+    width = min(rows.shape[-1], expected.shape[-1])
+    a, b = rows[..., :width].double(), expected[..., :width].double()
+    finite = b.isfinite()
+    if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
+        return torch.inf
+    difference = torch.where(finite, a - b, 0.0).square().mean(-1).sqrt()
+    spread = torch.where(finite, b, 0.0).std(-1, correction=0).clamp_min(1e-9 * float(b[finite].abs().max()) + 1e-30)
+    return float((difference / spread).max())
 
 
 @dataclass(frozen=True)
@@ -154,8 +166,8 @@ class CachedModel:
 
     Sliding-window layers keep all keys: their window is part of the mask, so that any roll-back is exact.
 
-    With LongRoPE, a call uses the factors of the last position that it reads. To give each text the same factors as decoding of
-    that text alone, token by token, no call contains texts on both sides of the boundary, and no round spans it.
+    With LongRoPE, a call uses the factors of the last position that it reads. To give each text the same factors as decoding
+    of that text alone, token by token, no call contains texts on both sides of the boundary, and no round spans it.
 
     Args:
         model: Model to call, through a view (see `view`).
@@ -169,8 +181,8 @@ class CachedModel:
 
     Attributes:
         masked: Whether the model takes masks.
-        states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` and
-            `read_tree` [1, n, H] of all tokens, after `read_parts` [1, R, H] of those whose logits were wanted.
+        states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
+            of all tokens, after `read_parts` [1, R, H] of the tokens with wanted logits.
     """
 
     def __init__(
@@ -215,11 +227,6 @@ class CachedModel:
     def refresh(self) -> None:
         """Use the current layers of the model; called before the first text of a run."""
         self.view.refresh()
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the model has written to its cache."""
-        return any(layer.is_initialized for layer in self._layers)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -350,10 +357,7 @@ class CachedModel:
         token, expected = prompt.next
         logits = self.read(upload([[token]], self._device), 1, stream=stream)[0, -1]
         self.roll_back(prompt.slots, stream)
-        finite = torch.isfinite(expected) & torch.isfinite(logits)
-        spread = expected[finite].std().clamp_min(torch.finfo(expected.dtype).tiny)
-        distance = float((logits[finite] - expected[finite]).square().mean().sqrt() / spread)
-        if not distance <= _TOLERANCE.get(self.model.dtype, 0.1):  # true for NaN as well
+        if logit_difference(logits[None], expected[None]) > _TOLERANCE.get(self.model.dtype, 0.1):
             raise prompt.refusal(self.model)
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -383,17 +387,6 @@ class CachedModel:
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
-    def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
-        """Append the tokens [n] of rows of a tree to a stream and return their logits [1, n, V]."""
-        start, relation = self._kv.lengths[stream], upload(tree.relation(), self._device)
-        mask = torch.ones(1, 1, len(relation), start + len(relation), dtype=torch.bool, device=self._device)
-        mask[0, 0, :, tree.base :] = relation
-        positions = upload(tree.positions()[None], self._device)
-        return self.read(self._uploaded(tokens), 0, mask, positions, stream)
-
-    def _uploaded(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        return tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
-
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
         """Append tokens to several streams, at most one part each, and return the wanted logits [R, V] of all parts.
 
@@ -401,18 +394,14 @@ class CachedModel:
         """
         packed = self._packable(parts)
         packed = packed if len(packed) >= self._min_packed else []
-        if len(packed) == len(parts):
-            return self._read_packed(parts)
-        if len(parts) == 1:
-            return self._read_alone(parts[0])
+        groups = [[part] for part in parts if part not in packed] + ([packed] if packed else [])
         outputs = {}
-        for part in parts:
-            if part not in packed:
-                outputs[part.stream] = self._read_alone(part), self.states
-        if packed:
-            logits, states = self._read_packed(packed), self.states
-            bounds = split(packed)
-            for part, first, end in zip(packed, bounds[:-1], bounds[1:], strict=True):
+        for group in groups:
+            logits = self._read_packed(group) if group is packed else self._read_alone(group[0])
+            if len(groups) == 1:
+                return logits
+            bounds, states = split(group), self.states
+            for part, first, end in zip(group, bounds[:-1], bounds[1:], strict=True):
                 outputs[part.stream] = logits[first:end], None if states is None else states[:, first:end]
         in_order = [outputs[part.stream] for part in parts]
         kept = [states for _, states in in_order if states is not None]
@@ -434,10 +423,14 @@ class CachedModel:
         return max(sides.values(), key=len)
 
     def _read_alone(self, part: Part) -> Tensor:
-        if part.tree is None:
-            logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
-        else:
-            logits = self.read_tree(part.tokens, part.tree, part.stream)[0, -part.wanted :]  # -0: all
+        stream, tokens, tree, mask, positions = part.stream, part.tokens, part.tree, None, None
+        if tree is not None:
+            start, relation = self._kv.lengths[stream], upload(tree.relation(), self._device)
+            mask = torch.ones(1, 1, len(relation), start + len(relation), dtype=torch.bool, device=self._device)
+            mask[0, 0, :, tree.base :] = relation
+            positions = upload(tree.positions()[None], self._device)
+        line = tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
+        logits = self.read(line, part.wanted, mask, positions, stream)[0]
         if self.states is not None:
             self.states = self.states[:, -len(logits) :]
         return logits

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention import PackedCall, Part, TreeRows, pack
+from .attention import PackedCall, Part, pack
 from .cache import CachedModel, KVCache, KVLayer
 from .device import Recorded, Recorder, filled_up
 from .placement import is_placed, warn_once
 from .view import READS_ALL, Reading, long_rope, state_key, token_bytes
 
-MAX_TOKENS, MAX_EXACT_TOKENS, MIN_SLOTS = 1024, 64, 256
-"""Longest recorded call; longest chain that is recorded with its exact length; minimum slots that attention reads."""
+MAX_TOKENS, MIN_SLOTS = 1024, 256
+"""Tokens of the longest recorded call; minimum slots that attention reads."""
 
 MAX_CALLS, RECORDED_SHARE = 256, 0.05
 """Maximum number of recorded calls of a memory, and maximum share of the device for their outputs."""
@@ -116,7 +116,7 @@ def device_bytes(device: torch.device) -> float:
 
 
 class CudaGraphModel(CachedModel):
-    """A `CachedModel` that records calls of up to `MAX_TOKENS` tokens after others when they come for the second time.
+    """A `CachedModel` that records packed calls when they come for the second time: all of `read_parts` except beginnings.
 
     Args:
         model, capacity, vocabulary, hidden, streams, device: See `CachedModel`; the capacity is rounded up.
@@ -154,37 +154,6 @@ class CudaGraphModel(CachedModel):
     def _reads_beyond(self) -> bool:
         return True
 
-    def _is_recorded(self, tokens: int) -> bool:
-        """Whether calls of so many tokens are recorded: not if a text has a layout, which recordings do not contain."""
-        return self._memory.recorder.works and tokens <= MAX_TOKENS and not self._layouts
-
-    def read(
-        self,
-        tokens: Tensor,
-        rows: int = 0,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        stream: int = 0,
-    ) -> Tensor:
-        """Append `tokens` to a stream and return logits; see `CachedModel.read`."""
-        if mask is None and self.streams == 1 and self.length and self._is_recorded(tokens.shape[1]):
-            return self._read_one(Part(stream, tokens[0], rows))
-        return super().read(tokens, rows, mask, positions, stream)
-
-    def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
-        """Append the tokens of rows of a tree to a stream and return their logits; see `CachedModel.read_tree`."""
-        if self.lengths[stream] and self._is_recorded(len(tokens)):
-            return self._read_one(Part(stream, tokens, tree=tree))
-        return super().read_tree(tokens, tree, stream)
-
-    def _read_one(self, part: Part) -> Tensor:
-        """Return the logits of a part, and keep the hidden states of all its tokens."""
-        count = len(part.tokens)
-        logits, states = self._run_packed(self._pack([part]))
-        self._kv.lengths[part.stream] += count
-        self.states = None if states is None else states[:, :count]
-        return logits[:, : part.wanted or count]
-
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths."""
         if not self._memory.recorder.works or self.streams > 1:
@@ -195,7 +164,7 @@ class CudaGraphModel(CachedModel):
                 last = max(length - count, 1)
                 for start in (0, last, last):  # the first call creates the buffers of the layers
                     self._kv.lengths[0] = start
-                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.view.original.device), rows)
+                    self.read_parts([Part(0, [0] * count, rows)])
         self.roll_back(0)
 
     def refresh(self) -> None:
@@ -209,15 +178,16 @@ class CudaGraphModel(CachedModel):
     def _pack(self, parts: Sequence[Part]) -> PackedCall:
         """Return a call of one of few shapes, so that batches that shrink and grow need few recordings."""
         rows = min(1 << max(part.stream for part in parts).bit_length(), self._kv.streams)
-        exact = len(parts) == 1 == self.streams and parts[0].tree is None and len(parts[0].tokens) <= MAX_EXACT_TOKENS
+        exact = len(parts) == 1 == self.streams and parts[0].tree is None
         call = pack(parts, self._kv.lengths, rows, self._device, int if exact else filled_up)
         return replace(call, slots=min(_seen(call.slots), self.capacity))
 
     def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
         """Return scores and hidden states, see `CachedModel`, from a recording of calls of this shape."""
-        if not self._is_recorded(call.line.shape[1]):
-            return super()._run_packed(call)
         memory, key = self._memory, call.shape
+        # Recordings do not contain the layouts of adopted prompts.
+        if not memory.recorder.works or call.line.shape[1] > MAX_TOKENS or self._layouts:
+            return super()._run_packed(call)
         recorded = memory.calls[key] = memory.calls.pop(key, None) or RecordedCall(call=call.copy())
         for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
             fixed.copy_(new)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
@@ -58,8 +58,7 @@ def fused(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
     @functools.wraps(function)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Out:
-        first = args[0]
-        if not Compiled.works or not isinstance(first, Tensor) or first.device.type != "cuda":
+        if not (Compiled.works and isinstance(args[0], Tensor) and args[0].device.type == "cuda"):
             return function(*args, **kwargs)
         try:
             return compiled()(*args, **kwargs)
@@ -150,44 +149,35 @@ def filled_up(count: int) -> int:
     return -(-count // step) * step
 
 
-class _WithoutCudnn(contextlib.AbstractContextManager[None]):
-    """Disables attention by cuDNN, which plans each new shape for up to half a second.
+_CUDNN_LOCK = threading.Lock()
+_cudnn_users: list[bool] = []
+"""For each thread inside `without_cudnn`, the setting before the first one."""
+
+
+@contextlib.contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """Disable attention by cuDNN on a GPU: it plans each new shape for up to half a second.
 
     The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.backends.cuda.enable_cudnn_sdp(self._before)
-
-
-_WITHOUT_CUDNN = _WithoutCudnn()
-_UNCHANGED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention on a device does not use cuDNN."""
-    return _WITHOUT_CUDNN if device.type == "cuda" else _UNCHANGED
-
-
-_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+    if device.type != "cuda":
+        yield
+        return
+    with _CUDNN_LOCK:
+        _cudnn_users.append(_cudnn_users[0] if _cudnn_users else torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        with _CUDNN_LOCK:
+            before = _cudnn_users.pop()
+            torch.backends.cuda.enable_cudnn_sdp(before and not _cudnn_users)
 
 
 def can_widen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of half-precision tensors can be returned in float32."""
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _HAS_OUT_DTYPE
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and version >= (2, 8)
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -256,6 +256,7 @@ class CompactModel(nn.Module):
         self._frequencies = torch.cat([-frequencies, frequencies])  # the cosine is even
         self._scaling = float(inner.rotary_emb.attention_scaling)
         self._wide = can_widen(self.device, self.dtype)
+        self._grouped = self.device.type == "cuda"
         self.eval()
 
     def get_input_embeddings(self) -> Any:
@@ -320,7 +321,7 @@ class CompactModel(nn.Module):
         keys, values = kv.update(qk[:, heads:], qkv[:, :, heads + groups :].transpose(1, 2))
         q, call = qk[:, :heads], kv.kv.call
         q = q if call is None else call.spread(q)
-        if self.device.type == "cuda" and mask is not None:
+        if self._grouped and mask is not None:
             out, _ = grouped_attention(self, q, keys, values, mask)
         else:
             out = functional.scaled_dot_product_attention(

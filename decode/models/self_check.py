@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ...policies.errors import PairError, SpecstopWarning
 from ..topology import from_widths
 from .attention import LayerMasks, Part, TreeRows, causal, split
-from .cache import CachedModel
+from .cache import CachedModel, logit_difference
 from .placement import is_plain, is_quantised, modified_module
 from .view import Reading, long_rope, open_view, readable, scored_tokens, state_key
 
@@ -97,18 +97,20 @@ class _Check:
         self.texts, self.unlike = [torch.tensor([text], device=view.device) for text in ids[:2]], ids[2]
         self.rows = [_plain_logits(view, text) for text in self.texts]  # [n, V] of each text
         self.start = len(ids[0]) - _MORE  # length of the prompt of the first text
-        # Difference of the last logits of the prompt between the prompt alone and the whole text.
-        alone = _plain_logits(view, self.texts[0][:, : self.start])[-1:]
-        self.drift = _difference(alone, self.rows[0][self.start - 1 : self.start])
+        self.is_finite = all(map(_is_finite, self.rows))
         self.tolerance = ROUNDING.get(view.dtype, 0.2)
-        last = _plain_logits(view, torch.cat([self.texts[0][:, :2], self.texts[1]], 1), padding=2)[-1:]
-        # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
-        limit = max(self.tolerance, 3 * self.drift)
-        self.padded = not _is_finite(last) or _difference(last, self.rows[1][-1:]) <= limit
+        if self.is_finite:
+            # Difference of the last logits of the prompt between the prompt alone and the whole text.
+            alone = _plain_logits(view, self.texts[0][:, : self.start])[-1:]
+            self.drift = logit_difference(alone, self.rows[0][self.start - 1 : self.start])
+            last = _plain_logits(view, torch.cat([self.texts[0][:, :2], self.texts[1]], 1), padding=2)[-1:]
+            # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
+            limit = max(self.tolerance, 3 * self.drift)
+            self.padded = not _is_finite(last) or logit_difference(last, self.rows[1][-1:]) <= limit
 
     def run(self, role: str, model: PreTrainedModel) -> Reading:
         """Return the kinds of calls that give the expected logits. Raises any error if a chain is not among them."""
-        if not all(map(_is_finite, self.rows)):
+        if not self.is_finite:
             return Reading()  # decoding reports a broken model
         is_rounded = is_quantised(model.config) or modified_module(model) or not all(map(is_plain, model.parameters()))
         if self.drift > (_CAUSAL if is_rounded else self.tolerance):
@@ -135,7 +137,7 @@ class _Check:
 
     def _read(self, model: PreTrainedModel, reading: Reading) -> Reading:
         cache = CachedModel(model, self.texts[0].shape[1] + 4, self.rows[0].shape[-1], streams=2, reading=reading)
-        if not self._chain(cache) or not cache.is_used:
+        if not self._chain(cache):
             raise _Differs("a text read through a cache gets other logits than as a whole (an encoder?)")
         if not reading.masked:
             return Reading(masked=False, tree=False, side_by_side=False, padded=self.padded)
@@ -152,7 +154,7 @@ class _Check:
     def _agree(self, rows: Tensor, end: int, text: int = 0) -> bool:
         """Whether logits [n, V] are those of the n tokens of a text before `end`."""
         expected = self.rows[text][end - len(rows) : end]
-        return _difference(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
+        return logit_difference(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
 
     def _chain(self, cache: CachedModel) -> bool:
         """Whether a prompt, one token, three tokens of which two are rolled back, and three more have the right logits."""
@@ -171,7 +173,7 @@ class _Check:
         first, at = self.texts[0][0].tolist(), start - self.start
         tree = from_widths((2, 1))  # rows: the root, its children, their children
         tokens = [first[start], self.unlike[at + 1], first[start + 1], self.unlike[at + 2], first[start + 2]]
-        rows = cache.read_tree(tokens, TreeRows(tree, start, [], list(range(5))))[0]
+        rows = cache.read_parts([Part(0, tokens, tree=TreeRows(tree, start, [], list(range(5))))])
         cache.keep(start, [start, start + 2, start + 4])
         after = cache.read(self.texts[0][:, start + 3 : start + 4])[0]
         return self._agree(rows[[0, 2, 4]], start + 3) and self._agree(after, start + 4)
@@ -219,15 +221,3 @@ def _plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tens
 def _is_finite(rows: Tensor) -> bool:
     """Whether the best score of each row is finite."""
     return bool(rows.amax(-1).isfinite().all())
-
-
-def _difference(rows: Tensor, expected: Tensor) -> float:
-    """Return the RMS difference of logits [n, V] over the standard deviation of the expected ones, the maximum over rows."""
-    width = min(rows.shape[-1], expected.shape[-1])
-    a, b = rows[..., :width].double(), expected[..., :width].double()
-    finite = b.isfinite()
-    if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
-        return torch.inf
-    difference = torch.where(finite, a - b, 0.0).square().mean(-1).sqrt()
-    spread = torch.where(finite, b, 0.0).std(-1, correction=0).clamp_min(1e-9 * float(b[finite].abs().max()) + 1e-30)
-    return float((difference / spread).max())

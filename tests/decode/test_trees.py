@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from small_models import table
-from specstop.decode.models.attention import LayerMasks, TreeRows
+from specstop.decode.models.attention import LayerMasks, Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
 from torch import Tensor
@@ -70,11 +70,10 @@ class Tree:
 
     def read(self, rows: Sequence[int]) -> Tensor:
         with torch.no_grad():
-            logits = self.cached.read_tree(
-                [self.tokens[r] for r in rows], TreeRows(self.tree, self.base, self.seen, rows)
-            )
+            tree = TreeRows(self.tree, self.base, self.seen, rows)
+            logits = self.cached.read_parts([Part(0, [self.tokens[r] for r in rows], tree=tree)])
         self.seen += rows
-        return logits
+        return logits[None]
 
     def text(self, row: int) -> list[int]:
         return [*self.prefix, *(self.tokens[r] for r in path(self.tree, row))]
