@@ -28,7 +28,7 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import ask_for_states, hidden_width
+from .models.outputs import hidden_width, request_states
 from .models.pair import Pair
 from .records import Generation, Round
 from .round_state import RoundState
@@ -136,7 +136,7 @@ class Speculator:
     def _widths(self, names: Sequence[str], user: str) -> dict[str, int]:
         """Return the width of each hidden state, and let its owner keep it."""
         return {
-            name: ask_for_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
+            name: request_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
             for name in names
         }
 
