@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..decode.models.pair import Pair
-from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
-from ..policies.display import Progress, shown
 from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
+from ..policies.display import Progress, shown
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec
 from .dense.completions import Completions

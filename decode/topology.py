@@ -17,8 +17,6 @@ from torch import Tensor
 from ..policies.contract import Array
 from ..policies.errors import InputError
 from ..policies.limits import MAX_ROWS
-from ..policies.typing import Array
-from ..policies.limits import MOST_ROWS
 
 NAMED = {
     "medusa-63": (

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .costs import MAX_STREAMS
 from .contract import Array
+from .costs import MAX_STREAMS
 from .errors import PolicyError
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)

@@ -20,9 +20,6 @@ from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
 from ...policies.limits import MAX_ROWS
-from ...policies.text import HALF, is_text, strict_loads
-from ...policies.typing import Array
-from ...policies.limits import MOST_ROWS
 from ...policies.safe_loading import SURROGATE, is_text, strict_loads
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines

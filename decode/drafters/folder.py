@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from ...policies.display import markdown_cell
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import staged_folder, write_atomic, write_json
-from ...policies.safe_loading import CARD_FILE, MAX_TEXT_BYTES, WEIGHTS_FILE, digest, read_files, read_signed_json
-from ..models.cpu import can_pack, pack
-from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
-from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
-from ...policies.text import markdown_cell
+from ...policies.safe_loading import (
+    CARD_FILE,
+    MAX_TEXT_BYTES,
+    WEIGHTS_FILE,
+    digest,
+    read_files,
+    read_signed_json,
+)
 from ..models.engine import pack_weights, packed_refusal
 from ..models.outputs import hidden_width
 from ..models.pair import Pair

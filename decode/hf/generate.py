@@ -27,9 +27,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
-from ...policies.limits import LIMITS
 from ...policies.host import with_costs
-from ...policies.limits import is_within
+from ...policies.limits import LIMITS
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
 from ..drafters.spec import check_drafter, find_drafter, needs_draft

@@ -1,6 +1,6 @@
 """Models, PEFT adapters and tokenizers from folders and hub names. Errors in their files are reported in one line.
 
-transformers builds whatever a config describes before it reads the files, and fills a tensor that these lack with random numbers.
+transformers builds whatever a config describes before it reads the files, and fills missing tensors with random numbers.
 Therefore sizes and memory are checked first, and the library's report on the tensors afterwards.
 
 In float32 and float64, an adapter that changes weights is merged, so that every engine computes the adapted model. In half
@@ -40,9 +40,6 @@ from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
 from ...policies.safe_loading import strict_loads
-from .adapters import ADAPTER, apply_adapter, check_adapter
-from .placement import Places, call_from, is_plain, is_quantised, kept_as_is
-from ...policies.text import strict_loads
 from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash, package_of
 
 ADAPTER = "adapter_config.json"

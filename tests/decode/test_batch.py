@@ -19,10 +19,8 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.sampling import Shaping
-from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.registry import load_policy
