@@ -18,8 +18,7 @@ from .estimate import check_measurements, decision_prices, estimate
 from .files import write_atomic
 from .limits import LIMITS
 from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge
-from .safe_loading import check_values, digest
-from .text import read_json
+from .safe_loading import check_values, digest, read_json
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
@@ -43,7 +42,7 @@ class Profile(Costs):
         facts: device, dtype, threads, versions, noise: for readers.
         measurements: what the costs were estimated from; empty for costs that were not measured.
         source: the file it was read from, if any.
-        shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
+        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode whose rounds of chains were timed; "" = unknown.
     """
 
@@ -188,7 +187,7 @@ class Profile(Costs):
             # From text, because strict validation of Python objects would not convert lists to tuples.
             text = json.dumps({name: value for name, value in raw.items() if name in names})
             profile = _validator().validate_json(text, strict=True)
-            if not 0.0 <= profile.temperature <= LIMITS["temperature"].most or len(profile.verification) > MAX_NAME:
+            if not 0.0 <= profile.temperature <= LIMITS["temperature"].high or len(profile.verification) > MAX_NAME:
                 raise ValueError("temperature or verification: out of range")
             measurements = check_measurements(Measurements.from_list(raw.get("measurements", [])))
         except ValidationError as error:
