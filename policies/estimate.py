@@ -65,7 +65,7 @@ def check_measurements(measurements: Measurements) -> Measurements:
 
 def mean(seconds: ArrayLike) -> float:
     """Return the mean of timings; 0 of none."""
-    return float(np.mean(seconds)) if np.size(seconds) else 0.0
+    return float(np.asarray(seconds, dtype=np.float64).mean()) if np.size(seconds) else 0.0
 
 
 def fit_line(timed: Sequence[tuple[Sequence[float], ArrayLike]]) -> list[float]:

@@ -186,7 +186,7 @@ class Profile(Costs):
             check_values(raw)
             # From text, because strict validation of Python objects would not convert lists to tuples.
             text = json.dumps({name: value for name, value in raw.items() if name in names})
-            profile = _validator().validate_json(text, strict=True)
+            profile: Profile = _validator().validate_json(text, strict=True)
             if not 0.0 <= profile.temperature <= LIMITS["temperature"].high or len(profile.verification) > MAX_NAME:
                 raise ValueError("temperature or verification: out of range")
             measurements = check_measurements(Measurements.from_list(raw.get("measurements", [])))
