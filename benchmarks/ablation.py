@@ -38,7 +38,7 @@ def clipped(key: Key, series: Series, most: float = 3.0) -> Series:
     return tuple(tuple(min(n, limit) for n in ns) for ns in series)
 
 
-def shuffled_plain(key: Key, series: Series) -> Series | None:
+def without_plain_texts(key: Key, series: Series) -> Series | None:
     """Drop what was timed in texts of plain decoding."""
     return None if key.what == PLAIN else series
 
@@ -70,7 +70,7 @@ def variants(profile: Profile) -> dict[str, Variant]:
     changed = {
         "as they are": profile,
         "- second context": replace(profile, high=replace(profile.low, context=profile.high.context)),
-        "- plain decoding timed in its own texts": estimated(profile, shuffled_plain),
+        "- plain decoding timed in its own texts": estimated(profile, without_plain_texts),
         "- price outside the models of plain rounds": replace(profile, plain_outside_s=None),
         "- price outside the models by token": replace(profile, step_s=0.0, round_s=mean_outside),
         "- first draft step": tables(profile, lambda t: replace(t, draft_s=(t.later_s, t.later_s))),
