@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -34,7 +36,7 @@ def test_a_line_is_fitted_exactly_without_noise(constant: float, slope: float, c
 def test_a_fitted_curve_never_falls_and_keeps_the_sum(timings: list[tuple[int, float]]) -> None:
     side = {(n,): np.array([seconds]) for n, seconds in timings}
     (curve,) = fit_curves([side])
-    assert all(high >= low - 1e-12 for (_, low), (_, high) in zip(curve, curve[1:], strict=False))
+    assert all(high >= low - 1e-12 for (_, low), (_, high) in pairwise(curve))
     predicted = sum(float(along(curve, n)) for (n,) in side)
     assert predicted == pytest.approx(sum(float(seconds.sum()) for seconds in side.values()))
 
