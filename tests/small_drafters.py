@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from conftest import VOCABULARY
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
-from specstop.decode.drafters.folder import KINDS
-from specstop.decode.drafters.heads.networks import CTCNetwork, LayerNetwork, Shape
-from specstop.decode.drafters.spec import TRAINED as KNOWN
+from specstop.decode.drafters.networks import KINDS, CTCNetwork, LayerNetwork, Shape
+from specstop.decode.drafters.spec import BUILTINS
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
@@ -51,7 +50,7 @@ def small_drafter(
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
     output = output_weight(pair).cpu().float()
-    made = KNOWN[kind]
+    made = BUILTINS[kind]
     network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
     network = network.to(pair.target.dtype)
     return made.build(pair, place(network) if place else network.to(pair.device))

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from specstop.decode.drafters import find_drafter
-from specstop.decode.drafters.folder import KINDS, TrainedDrafter, load_drafter, save_drafter
-from specstop.decode.drafters.heads.networks import LayerNetwork, Shape
-from specstop.decode.drafters.spec import TRAINED
+from specstop.decode.drafters.folder import TrainedDrafter, load_drafter, save_drafter
+from specstop.decode.drafters.networks import KINDS, LayerNetwork, Shape
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
@@ -58,7 +57,7 @@ def good_folders(pair: Pair, room: Path) -> list[Path]:
 def drafted(pair: Pair, folder: Path) -> str:
     """Return a fingerprint of what a drafter says of itself, proposes and makes of a text."""
     read = load_drafter(folder)
-    assert read.kind in TRAINED
+    assert read.kind in KINDS
     drafter = find_drafter(f"{read.kind}:{folder}", pair)
     if hasattr(drafter, "keep_states"):
         drafter.keep_states()

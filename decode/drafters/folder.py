@@ -1,23 +1,25 @@
 """The folder of a trained drafter: `drafter.json`, `weights.safetensors`, `README.md`. Loading runs no code.
 
-As with policy folders, everything is validated before any of it is used (`policies.storage.safe_loading`).
+As with policy folders, everything is validated before any of it is used (`policies.safe_loading`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import safetensors.torch
 import torch
+from pydantic.dataclasses import dataclass as validated_dataclass
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
@@ -26,21 +28,27 @@ from ...policies.text import markdown_cell
 from ..models.cpu import can_pack, pack
 from ..models.outputs import hidden_width
 from ..models.pair import Pair
-from .heads.networks import CTCNetwork, HydraHeads, LayerNetwork, MedusaHeads, Shape
+from .networks import KINDS, LayerNetwork, MedusaHeads, Shape
 
 DRAFTER_SCHEMA = 1
-IDENTITY_LENGTH = 16
-
 DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE = "drafter.json", "weights.safetensors", "README.md"
-KINDS: Mapping[str, Callable[[Shape], nn.Module]] = {
-    network.kind: network for network in (MedusaHeads, HydraHeads, CTCNetwork, LayerNetwork)
-}
-"""Networks by name."""
-
-_TYPES = {"kind": str, "shape": dict, "target": str, "files": dict, "provenance": dict, "metrics": dict, "sha256": str}
 
 
-@dataclass(frozen=True)
+@validated_dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
+class _Header:
+    """The contents of `drafter.json`."""
+
+    schema: Literal[1]
+    kind: Literal["medusa", "hydra", "ctc", "layer"]
+    shape: Shape
+    target: str
+    files: dict[Literal["weights.safetensors"], str]
+    provenance: dict[str, Any]
+    metrics: dict[str, Any]
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainedDrafter:
     """Contents of a folder.
 
@@ -53,10 +61,10 @@ class TrainedDrafter:
     """
 
     kind: str
-    network: nn.Module
+    network: MedusaHeads | LayerNetwork
     target: str
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     identity: str = ""
 
     def network_for(self, pair: Pair) -> Any:
@@ -65,8 +73,7 @@ class TrainedDrafter:
         Raises:
             InputError: it was trained for another target.
         """
-        target = pair.fingerprint["target"]
-        shape: Any = self.network.shape
+        target, shape = pair.fingerprint["target"], self.network.shape
         if self.target != target or (shape.hidden, shape.vocabulary) != (hidden_width(pair.target), pair.vocabulary):
             raise InputError(
                 f"it was trained for the target {self.target}, not for {target}; train one for this target "
@@ -82,15 +89,14 @@ def save_drafter(trained: TrainedDrafter, path: str | Path) -> Path:
     """Write the folder of a drafter atomically.
 
     Raises:
-        InputError: the folder holds files that specstop did not write.
+        InputError: the folder contains files that specstop did not write.
     """
-    network: Any = trained.network
-    tensors = {name: x.detach().to("cpu", torch.float32).contiguous() for name, x in network.state_dict().items()}
-    weights = safetensors.torch.save(tensors)
+    tensors = trained.network.state_dict()
+    weights = safetensors.torch.save({k: x.detach().to("cpu", torch.float32).contiguous() for k, x in tensors.items()})
     raw = {
         "schema": DRAFTER_SCHEMA,
         "kind": trained.kind,
-        "shape": dataclasses.asdict(network.shape),
+        "shape": dataclasses.asdict(trained.network.shape),
         "target": trained.target,
         "files": {WEIGHTS_FILE: hashlib.sha256(weights).hexdigest()},
         "provenance": dict(trained.provenance),
@@ -115,67 +121,50 @@ def load_drafter(path: str | Path, *, weights: bool = True) -> TrainedDrafter:
     """
     folder = Path(os.path.expanduser(path))
     try:
-        if not folder.is_dir():
-            raise InputError("expected the folder of a drafter, which does not exist")
-        raw = _read_header(folder)
+        if not (folder / DRAFTER_FILE).exists():
+            raise InputError(f"expected the folder of a drafter with the file {DRAFTER_FILE}, which does not exist")
+        raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
+        header = pydantic.TypeAdapter(_Header).validate_json(json.dumps(raw))
+        check_digest(raw, DRAFTER_FILE)
         with torch.device("meta"):  # nothing is allocated for sizes that the file does not confirm
-            network = KINDS[raw["kind"]](Shape.read(raw["shape"]))
+            network = KINDS[header.kind](header.shape)
         if weights:
-            network.load_state_dict(_read_weights(folder, raw["files"], network.state_dict()), assign=True)
+            _load_weights(network, folder, header.files.get(WEIGHTS_FILE, ""))
     except (InputError, PolicyError) as error:
         raise InputError(f"--drafter: {path}: {error.command_line}") from None
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, OSError, SafetensorError) as error:
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"--drafter: {path}: {DRAFTER_FILE}: {where}: {first['msg']}") from None
+    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--drafter: {path}: {DRAFTER_FILE} lacks or mangles {reason}") from None
-    identity = raw["sha256"][:IDENTITY_LENGTH]
-    return TrainedDrafter(raw["kind"], network, raw["target"], raw["provenance"], raw["metrics"], identity)
+        raise InputError(f"--drafter: {path}: {WEIGHTS_FILE} does not match {DRAFTER_FILE}: {reason}") from None
+    return TrainedDrafter(header.kind, network, header.target, header.provenance, header.metrics, header.sha256[:16])
 
 
-def _read_header(folder: Path) -> dict[str, Any]:
-    if not (folder / DRAFTER_FILE).exists():
-        raise InputError(f"expected the file {DRAFTER_FILE}, which does not exist")
-    raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
-    if type(schema := raw.get("schema")) is not int or schema != DRAFTER_SCHEMA:
-        raise InputError(f"it has schema {schema!r}, but this specstop reads {DRAFTER_SCHEMA}")
-    if odd := sorted(set(raw) ^ {"schema", *_TYPES}):
-        raise InputError(f"{DRAFTER_FILE} has keys missing or unknown: {', '.join(map(repr, odd))}")
-    for name, kind in _TYPES.items():
-        if not isinstance(raw[name], kind):
-            raise InputError(f"{name}: expected a {kind.__name__}, not {str(raw[name])[:80]!r}")
-    check_digest(raw, DRAFTER_FILE)
-    if raw["kind"] not in KINDS:
-        raise InputError(f"kind: expected one of {', '.join(KINDS)}, not {raw['kind']!r}")
-    return raw
-
-
-def _read_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors after validating file names, sizes, checksum and shapes."""
-    if set(files) != {WEIGHTS_FILE} or not (folder / WEIGHTS_FILE).exists():
-        raise InputError(f"expected the weights in {WEIGHTS_FILE} and nowhere else")
+def _load_weights(network: nn.Module, folder: Path, checksum: str) -> None:
+    """Load the weights after validating file names, size, checksum, types and shapes."""
     check_folder(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE, (CARD_FILE, RUN_FILE))
-    most = MOST_TEXT + sum(4 * math.prod(tensor.shape) for tensor in expected.values())  # header and numbers
-    data = read_plain(folder / WEIGHTS_FILE, most)
-    if hashlib.sha256(data).hexdigest() != files[WEIGHTS_FILE]:
+    size = MOST_TEXT + sum(
+        4 * math.prod(tensor.shape) for tensor in network.state_dict().values()
+    )  # of header and numbers
+    data = read_plain(folder / WEIGHTS_FILE, size)
+    if hashlib.sha256(data).hexdigest() != checksum:
         raise InputError(f"{WEIGHTS_FILE} is not the file that {DRAFTER_FILE} was written with (its checksum differs)")
-    tensors = safetensors.torch.load(data)
-    for name in sorted(set(tensors) | set(expected)):
-        shape, wanted = (list(of[name].shape) if name in of else None for of in (tensors, expected))
-        if shape != wanted or tensors[name].dtype != torch.float32:
-            raise InputError(f"weights: {name} has the shape {shape} where {wanted} of float32 is expected")
-        if not bool(tensors[name].isfinite().all()):
-            raise InputError(f"weights: {name} has numbers that are not finite")
-    return tensors
+    network.load_state_dict(safetensors.torch.load(data), assign=True)
+    for name, tensor in network.state_dict().items():
+        if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
+            raise InputError(f"weights: {name}: expected finite numbers of float32")
 
 
 def _card(trained: TrainedDrafter) -> str:
     """Return the folder's README."""
-    network: Any = trained.network
     metrics = dict(trained.metrics)
     shares = metrics.pop("acceptance", None)
-    weights = sum(tensor.numel() for tensor in network.state_dict().values())
-    rows: dict[str, Any] = {"kind": trained.kind, "target": trained.target, "weights": f"{weights:,}"}
-    rows |= dataclasses.asdict(network.shape) | {**trained.provenance} | metrics
-    table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in rows.items())
+    weights = sum(tensor.numel() for tensor in trained.network.state_dict().values())
+    values: dict[str, Any] = {"kind": trained.kind, "target": trained.target, "weights": f"{weights:,}"}
+    values |= dataclasses.asdict(trained.network.shape) | {**trained.provenance} | metrics
+    table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in values.items())
     acceptance = ""
     if isinstance(shares, list):
         acceptance = "\nShare of held-out positions whose next tokens, up to a depth, it proposes:\n\n"

@@ -1,4 +1,4 @@
-"""Transformers' own `generate`, plain or with an assistant model, as a decoding method for benchmarks."""
+"""Transformers' `generate`, plain or with an assistant model, as a decoding method for benchmarks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ class AssistedSetting:
 
 
 PLAIN = AssistedSetting("generate", 0)
-DEFAULTS = AssistedSetting("assistant, defaults", 20, "constant", 0.4, adapts=True)
 SETTINGS = (
     *(AssistedSetting(f"assistant, constant {k}", k) for k in (2, 4, 6, 8)),
     AssistedSetting("assistant, heuristic 5", 5, "heuristic"),
     *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4)),
-    DEFAULTS,
+    AssistedSetting("assistant, defaults", 20, "constant", 0.4, adapts=True),
 )
 """Settings of assisted generation that users choose among, from fixed lengths to its defaults."""
 
@@ -76,8 +75,7 @@ class Assisted:
                 f"transformers' assisted generation expects vocabularies of one size, but the target scores {sizes[0]} "
                 f"tokens and the draft {sizes[1]}; measure with --no-library"
             )
-        self.name = setting.name
-        self._pair, self._setting, self._batch = pair, setting, batch
+        self._pair, self._setting, self._batch = pair, setting, 1 if setting.tokens else batch
         shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
         # Neutral values are passed too: otherwise defaults of the model or the library would apply.
         self._options: dict[str, Any] = {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
@@ -87,21 +85,22 @@ class Assisted:
         if settings.ignore_eos:
             self._options["eos_token_id"] = None
 
-    def run(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the texts. Assisted generation decodes them one by one."""
-        size = 1 if self._setting.tokens else self._batch
-        parts = [requests[at : at + size] for at in range(0, len(requests), size)]
-        return [text for part in parts for text in self._generate([list(r.prompt) for r in part], part[0].key)]
-
     @torch.inference_mode()
+    def run(self, requests: Sequence[Request]) -> list[Generation]:
+        """Return the texts. Assisted generation decodes them one by one; texts of one call share its seconds."""
+        out: list[Generation] = []
+        for first in range(0, len(requests), self._batch):
+            part = requests[first : first + self._batch]
+            out += self._generate([list(request.prompt) for request in part], part[0].key)
+        return out
+
     def _generate(self, prompts: Sequence[list[int]], key: int) -> list[Generation]:
-        """Return the texts of one call with left padding; each has an equal share of the seconds."""
         longest, device = max(map(len, prompts)), self._pair.device
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
-        options = dict(self._options)
-        eos = self._pair.eos if "eos_token_id" not in options else ()
+        eos = self._pair.eos if "eos_token_id" not in self._options else ()
+        options = {**self._options, "attention_mask": mask}
         options["logits_processor"] = LogitsProcessorList(
             one.for_text(longest, eos) if isinstance(one, PerText) else one for one in self._processors
         )
@@ -117,24 +116,23 @@ class Assisted:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             begin = time.perf_counter()
-            out: Any = target.generate(ids, attention_mask=mask, **options)
-            texts = out[:, longest:].tolist()  # waits for the device
-            seconds = time.perf_counter() - begin
-        cut = [tuple(cut_at(text, eos)) for text in texts]
-        share = seconds / len(prompts)
-        return [Generation(text, (), len(prompt), 0.0, share) for text, prompt in zip(cut, prompts, strict=True)]
+            texts = target.generate(ids, **options)[:, longest:].tolist()  # waits for the device
+            seconds = (time.perf_counter() - begin) / len(prompts)
+        return [
+            Generation(tuple(cut_at(text, eos)), (), len(prompt), 0.0, seconds)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
 
     @contextlib.contextmanager
     def _configured(self, draft: PreTrainedModel) -> Iterator[None]:
         """Configure the assistant for one text, and restore its configuration afterwards."""
-        setting = self._setting
         library: Any = candidate_generator
         # transformers fits the threshold again whenever scikit-learn is installed; it has no option to disable that.
         is_available = library.is_sklearn_available
         try:
-            if not setting.adapts:
+            if not self._setting.adapts:
                 library.is_sklearn_available = lambda: False
-            with assistant_set(draft, setting.tokens, setting.schedule, setting.threshold):
+            with assistant_set(draft, self._setting.tokens, self._setting.schedule, self._setting.threshold):
                 yield
         finally:
             library.is_sklearn_available = is_available

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -27,25 +26,17 @@ from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage import load_policy_folder, save_policy
 from ...policies.text import read_json
 from ..drafters.folder import TrainedDrafter, save_drafter
-from ..drafters.spec import (
-    BUILTINS as DRAFTERS,
-    TRAINED,
-    check_drafter,
-    load_trained,
-    needs_draft,
-    parse_spec,
-    paths_of,
-)
+from ..drafters.spec import change_paths, check_drafter, load_trained, needs_draft, parse_spec, paths_of
 from .arguments import generate_arguments
 from .generate import check_draft_model, specstop_generate
 
-FOLDER, POLICY, DRAFTER, FIGURES = "custom_generate", "policy", "drafter", "figures.json"
+POLICY, DRAFTER, FIGURES = "policy", "drafter", "figures.json"
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 """Arguments of `generate` for the download of a repository."""
 
 GENERATE = '''"""Decodes with the stop policy of this repository. The code is in the package specstop."""
 
-from specstop.decode.hf import generate_exported
+from specstop.decode.hf.export import generate_exported
 
 
 def generate(model, **arguments):
@@ -54,43 +45,25 @@ def generate(model, **arguments):
 '''
 
 
-@dataclass(frozen=True)
-class ExportedDrafter:
-    """The drafter of an export.
-
-    Attributes:
-        spec: as of `find_drafter`; the folder of a trained drafter is `DRAFTER`.
-        source: original folder of a trained drafter, else "".
-        trained: the trained drafter.
-    """
-
-    spec: str = "model"
-    source: str = ""
-    trained: TrainedDrafter | None = None
-
-
-def drafter_for(policy: StopPolicy, spec: str | None) -> ExportedDrafter:
-    """Return the drafter that a policy is exported with.
+def exported_drafter(policy: StopPolicy, spec: str | None) -> tuple[str, TrainedDrafter | None]:
+    """Return the spec of the drafter that a policy is exported with, and the trained drafter in it.
 
     Args:
-        policy: a learned policy remembers the drafter it was trained with.
-        spec: as of `find_drafter`; None = the drafter of the training, else the draft model.
+        policy: a learned policy stores the drafter it was trained with.
+        spec: as of `find_drafter`; None = the drafter of the training, by default the draft model.
 
     Raises:
         InputError: there is no such drafter, or it reads a text file, which is not exported.
     """
-    facts = policy.metadata if isinstance(policy, LearnedPolicy) else None
-    spec = spec or (str(facts.provenance.get("drafter", "model")) if facts else "model")
+    learned = policy.metadata.provenance.get("drafter") if isinstance(policy, LearnedPolicy) else None
+    spec = spec or str(learned or "model")
     check_drafter(spec)
-    last = [*parse_spec(spec).parts()][-1]
-    source = str(last.value) if last.kind in TRAINED else ""
-    if files := [path for path in paths_of(spec) if path != source]:
+    *before, last = parse_spec(spec)
+    if files := [part.path for part in (*before, last) if part.path and not part.network]:
         raise InputError(
             f"--drafter: {spec} reads the file {files[0]}, which is not exported; use --drafter suffix without a file"
         )
-    if not source:
-        return ExportedDrafter(spec)
-    return ExportedDrafter(spec.removesuffix(source) + DRAFTER, source, load_trained(last.kind, source))
+    return spec, load_trained(last) if last.network else None
 
 
 def deploy_hf(
@@ -99,7 +72,8 @@ def deploy_hf(
     *,
     drafter: str | None = None,
     settled: LearnedPolicy | None = None,
-    gains: Mapping[str, Any] | None = None,
+    figures: Mapping[str, Any] | None = None,
+    gains: str = "",
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write a repository for `target.generate(custom_generate=folder, trust_remote_code=True, draft_model=...)`.
@@ -110,7 +84,8 @@ def deploy_hf(
             `README.md` and `figures.json`.
         drafter: as of `find_drafter`; None = the one that the policy was trained with.
         settled: exported instead of a learned policy, such as the same one tuned for another profile.
-        gains: figures for the card, such as replayed ratios; by default those of the policy folder.
+        figures: for `figures.json`, such as replayed ratios; by default the metrics of the policy folder.
+        gains: Markdown about the expected gain for the card; by default that of the policy folder.
         overwrite: replace the contents of `out`.
 
     Returns:
@@ -121,50 +96,44 @@ def deploy_hf(
         PolicyError: there is no such policy, or it is a plugin, whose code is not exported.
     """
     chosen = settled or load_policy(policy)
-    drafts = drafter_for(chosen, drafter)
-    _warn_other_drafter(chosen, drafts)
-    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[policy, drafts.source or None])
+    spec, trained = exported_drafter(chosen, drafter)
     learned = chosen if isinstance(chosen, LearnedPolicy) else None
+    metrics = dict(learned.metadata.metrics) if learned else {}
     if learned is None and str(policy).partition("?")[0].partition(":")[0] not in BUILTINS:
         raise PolicyError(
             f"--policy: {policy} is a plugin, whose code is not exported; install the plugin on the serving machine and name "
             "it there"
         )
-    metadata = dict(gains) if gains is not None else {"metrics": dict(learned.metadata.metrics)} if learned else {}
-    figures = {
+    draft = learned.metadata.pair.get("draft", "") if learned else ""
+    if trained is not None and draft and not draft.endswith(trained.identity):  # of two drafters the second one is last
+        text = f"{chosen.name} was trained with another drafter ({draft}) than {spec} ({trained.identity})"
+        warnings.warn(text, SpecstopWarning, stacklevel=2)
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[policy, *paths_of(spec)])
+    spec = change_paths(spec, lambda _: DRAFTER)
+    contents = {
         "schema": 1,
         "kind": "export",
         "engine": "hf",
         "policy": chosen.name,
         "spec": None if learned is not None else str(policy),
-        "drafter": drafts.spec,
+        "drafter": spec,
         "exact": True,
         "specstop": version("specstop"),
-        **metadata,
+        **(figures or ({"metrics": metrics} if learned else {})),
     }
+    if not gains and "held_out_ratio_to_best_fixed" in metrics:
+        ratio = f"{metrics['held_out_ratio_to_best_fixed']:.3f} times the best fixed length"
+        gains = f"On the held-out prompts of its training, by replay: {ratio}. "
     with staged_folder(folder) as stage:
         if learned is not None:
             save_policy(learned, stage / POLICY)
-        if drafts.trained is not None:
-            save_drafter(drafts.trained, stage / DRAFTER)
-        write_atomic(stage / FOLDER / "generate.py", GENERATE)
-        write_atomic(stage / FOLDER / "requirements.txt", f"specstop>={version('specstop')}\n")
-        write_json(stage / FIGURES, figures)
-        write_atomic(stage / "README.md", page(chosen, learned, drafts, figures))
-    return figures
-
-
-def _warn_other_drafter(policy: StopPolicy, drafts: ExportedDrafter) -> None:
-    """Warn if a learned policy was trained with another drafter than the trained one it is exported with."""
-    if not isinstance(policy, LearnedPolicy) or drafts.trained is None:
-        return
-    draft = policy.metadata.pair.get("draft", "")
-    if draft and not draft.endswith(drafts.trained.identity):  # of two drafters the second identity comes last
-        warnings.warn(
-            f"{policy.name} was trained with another drafter ({draft}) than {drafts.source} ({drafts.trained.identity})",
-            SpecstopWarning,
-            stacklevel=3,
-        )
+        if trained is not None:
+            save_drafter(trained, stage / DRAFTER)
+        write_atomic(stage / "custom_generate" / "generate.py", GENERATE)
+        write_atomic(stage / "custom_generate" / "requirements.txt", f"specstop>={version('specstop')}\n")
+        write_json(stage / FIGURES, contents)
+        write_atomic(stage / "README.md", _card(chosen, spec, gains))
+    return contents
 
 
 def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> Any:
@@ -182,8 +151,7 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
     """
     options = {name: value for name, value in arguments.items() if value is not None}
     repository = generate_arguments().get("custom_generate") or model.config.name_or_path
-    download = {name: options.pop(name) for name in HUB_ARGUMENTS if name in options}
-    folder = _local_folder(str(repository), download)
+    folder = _local_folder(str(repository), {name: options.pop(name) for name in HUB_ARGUMENTS if name in options})
     figures = read_json(folder / FIGURES, "custom_generate")
     if not isinstance(figures, dict) or figures.get("kind") != "export":
         raise InputError(
@@ -193,20 +161,17 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
     draft = options.pop("assistant_model", None)
     if draft is not None and options.setdefault("draft_model", draft) is not draft:
         raise InputError("specstop_generate: got both draft_model= and assistant_model=; pass one of them")
-    drafter = str(figures.get("drafter", "model"))
-    expected = "draft_model= or assistant_model="
-    check_draft_model(options.setdefault("draft_model", None), options.get("drafter", drafter), expected)
-    if drafter.endswith(DRAFTER) and (folder / DRAFTER).is_dir():
-        drafter = drafter.removesuffix(DRAFTER) + str(folder / DRAFTER)
+    exported = str(figures.get("drafter", "model"))
+    check_draft_model(options.get("draft_model"), options.get("drafter", exported), "draft_model= or assistant_model=")
+    options.setdefault("drafter", change_paths(exported, lambda path: str(folder / path)))
     if "policy" not in options:
-        stamp = (folder / FIGURES).stat().st_mtime_ns
-        options["policy"] = _load_policy(folder, figures.get("spec"), stamp)
+        options["policy"] = _load_policy(folder, figures.get("spec"), (folder / FIGURES).stat().st_mtime_ns)
     if (streamer := options.pop("streamer", None)) is not None:
         options.setdefault("text_streamer", streamer)
     _replace_stop_strings(options)
     # The method of the class: a model loaded from the same repository has an attribute `generate` that leads here.
     cls: Any = type(model)
-    return cls.generate(model, **{"drafter": drafter, **options}, custom_generate=specstop_generate)
+    return cls.generate(model, **options, custom_generate=specstop_generate)
 
 
 def _local_folder(repository: str, download: Mapping[str, Any]) -> Path:
@@ -233,17 +198,14 @@ def _load_policy(folder: Path, spec: str | None, stamp: int) -> StopPolicy:
 
 def _replace_stop_strings(options: dict[str, Any]) -> None:
     """Replace stop strings by a stopping criterion, because `generate` does not pass the tokenizer to a callable."""
-    tokenizer = options.pop("tokenizer", None)
-    config = options.get("generation_config")
-    strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    tokenizer, config = options.pop("tokenizer", None), options.get("generation_config")
+    strings = options.get("stop_strings") or getattr(config, "stop_strings", None)
     if tokenizer is None or not strings:
-        if strings:
-            options["stop_strings"] = strings
         return
-    if getattr(config, "stop_strings", None):
-        config = copy.deepcopy(config)  # the caller's config is not modified
-        setattr(config, "stop_strings", None)  # noqa: B010 - any configuration may have it
-        options["generation_config"] = config
+    options.pop("stop_strings", None)
+    if config is not None:
+        options["generation_config"] = config = copy.deepcopy(config)  # the caller's config is not modified
+        config.stop_strings = None
     criteria = [*options.get("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
     options["stopping_criteria"] = StoppingCriteriaList(criteria)
 
@@ -256,7 +218,7 @@ tags: [custom_generate, speculative-decoding, stop-policy, specstop]
 
 # {name}: a stop policy for speculative decoding
 
-Decodes with {drafting} under the specstop policy `{name}`, as `specstop decode` does. {training}
+Decodes with the drafter `{drafter}`{also} under the specstop policy `{name}`, as `specstop decode` does. {training}
 
 ## Use
 
@@ -278,15 +240,15 @@ ids = target.generate(
 )
 ```
 
-{alias}`tokenizer=` enables `stop_strings=`, `streamer=` shows one text; `policy=`, `verification=`, `tree=`, `drafter=`,
-`seed=` and `profile=` are passed to `specstop.decode.specstop_generate`.
+`tokenizer=` enables `stop_strings=`, `streamer=` shows one text; `policy=`, `verification=`, `tree=`, `drafter=`, `seed=` and
+`profile=` are passed to `specstop.decode.specstop_generate`.
 
-`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. {data} Names,
-sizes, checksums and tensor headers are checked before use, and nothing is unpickled.
+`trust_remote_code=True` runs `custom_generate/generate.py`: ten lines that call the installed package. The policy and a
+trained drafter are data: names, sizes, checksums and tensor headers are checked before use, and nothing is unpickled.
 
 ## Expected gain
 
-{gains}
+{gains}It depends on pair, prompts and hardware: `specstop evaluate` measures it.
 
 ## What is lost
 
@@ -301,67 +263,22 @@ hf upload OWNER/NAME THIS_FOLDER
 """
 
 
-def page(policy: StopPolicy, learned: LearnedPolicy | None, drafts: ExportedDrafter, figures: Mapping[str, Any]) -> str:
+def _card(policy: StopPolicy, drafter: str, gains: str) -> str:
     """Return the model card of the repository."""
-    facts = learned.metadata if learned is not None else None
     training = "It needed no training."
-    if facts:
+    if isinstance(policy, LearnedPolicy):
+        metadata = policy.metadata
         training = (
-            f"It was trained for {facts.verification} verification at {sampling_text(facts.temperature, facts.shaping)}; "
-            "with other settings the text is as correct and the stops are less good."
+            f"It was trained for {metadata.verification} verification at "
+            f"{sampling_text(metadata.temperature, metadata.shaping)}; with other settings the text is as correct and the "
+            "stops are less good."
         )
-    models, draft, alias = 'target = AutoModelForCausalLM.from_pretrained("TARGET")', "", ""
-    if needs_draft(drafts.spec):
+    models, draft, also = 'target = AutoModelForCausalLM.from_pretrained("TARGET")', "", ""
+    if needs_draft(drafter):
         models = 'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))'
-        draft, alias = "    draft_model=draft,\n", "`assistant_model=draft` is an alias of `draft_model=draft`. "
-    data = f"The policy is data in `{POLICY}/`" if learned is not None else f"The spec of the policy is in `{FIGURES}`"
-    if drafts.trained is not None:
-        data += f", the drafter is data in `{DRAFTER}/`"
+        draft, also = "    draft_model=draft,  # or assistant_model=draft\n", " and a draft model"
+    if plugins := [part.name for part in parse_spec(drafter) if part.builtin is None]:
+        also += f" (install the package of {', '.join(plugins)} as well)"
     return CARD.format(
-        name=policy.name,
-        drafting=_drafting(drafts),
-        training=training,
-        models=models,
-        draft=draft,
-        alias=alias,
-        data=data + ".",
-        gains=_gains(figures),
+        name=policy.name, drafter=drafter, also=also, training=training, models=models, draft=draft, gains=gains
     )
-
-
-def _drafting(drafts: ExportedDrafter) -> str:
-    """Return what drafts, in words."""
-    if drafts.spec == "model":
-        return "a draft model"
-    own = "which was trained for one target" if drafts.trained is not None else "which needs no training"
-    if any(part.kind not in (*DRAFTERS, *TRAINED) for part in parse_spec(drafts.spec).parts()):
-        own = "which an installed package brings: install it as well"
-    also = ", and a draft model," if needs_draft(drafts.spec) else ""
-    return f"the drafter `{drafts.spec}`{also} ({own})"
-
-
-def _ratio(found: Mapping[str, Any]) -> str:
-    """Return a ratio with its interval, if it has one."""
-    value = f"{found['value']:.3f}"
-    return value if found["low"] is None else f"{value} [{found['low']:.3f}, {found['high']:.3f}]"
-
-
-def _gains(figures: Mapping[str, Any]) -> str:
-    """Return the figures as text."""
-    alone, metrics = figures.get("alone"), figures.get("metrics")
-    if alone:
-        rows = [
-            ("plain decoding", alone["to_plain"]),
-            (f"best fixed length ({alone['best_fixed']})", alone["to_best_fixed"]),
-        ]
-        body = "\n".join(f"| {what} | {_ratio(found)} |" for what, found in rows)
-        where = f"Replayed on {alone['prompts']}, decision time included, with the profile's latency; 95% intervals."
-        if figures.get("settled"):
-            where += f" The policy was trained under another profile; this folder holds it as replayed: {figures['settled']}."
-        return f"{where}\n\n| times as fast as | ratio |\n|---|---|\n{body}"
-    if metrics and "held_out_ratio_to_best_fixed" in metrics:
-        return (
-            f"On the held-out prompts of its training, by replay: {metrics['held_out_ratio_to_best_fixed']:.3f} times the "
-            "best fixed length. The gain depends on pair, prompts and hardware: `specstop evaluate` says it for others."
-        )
-    return "Not stated here: it depends on pair, prompts and hardware. `specstop evaluate` says it for a pair."

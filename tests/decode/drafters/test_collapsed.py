@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_drafters import small_network
 from specstop.decode.drafters import TrainedDrafter, find_drafter, save_drafter, with_drafter
-from specstop.decode.drafters.heads.ctc import SYMBOLS, Trie, collapsed, size
+from specstop.decode.drafters.ctc import SYMBOLS, Trie, collapsed, size
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings

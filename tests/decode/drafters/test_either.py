@@ -95,7 +95,7 @@ def test_they_are_found_by_name(pair: Pair) -> None:
 )
 def test_a_chance_that_is_none_is_refused(pair: Pair, given: str, came: str) -> None:
     name = f"suffix?sure={given}+model"
-    expected = f"drafter: {name!r}: expected for sure a chance between 0 and 1, not {came}"
+    expected = f"drafter: {name!r}: expected for sure a probability between 0 and 1, not {came}"
     with pytest.raises(InputError, match=re.escape(expected)):
         find_drafter(name, pair)
 

@@ -112,14 +112,11 @@ def test_the_drafter_of_the_page_works(
         ("copycat?length=5", "got an unexpected keyword argument 'length'; it takes longest, share"),
         ("copycat?longest=9", "ValueError: too long"),
         ("copycat?longest", "expected key=value after the question mark"),
-        ("copycat:5", "write the plugin's options as copycat?key=value"),
-        (
-            "copycats",
-            "or a plugin's (copycat, gone, nothing, second, unsure), not 'copycats' (did you mean 'copycat'?)",
-        ),
+        ("copycat:5", "a plugin as NAME?key=value (copycat, gone, nothing, second, unsure)"),
+        ("copycats", "not 'copycats' (did you mean 'copycat'?)"),
         ("gone", "loading the plugin 'gone' (no_such_module:X) failed: ModuleNotFoundError"),
-        ("nothing", "is a int, which lacks layers, readable, reserve, begin, committed, backlog, propose of a Drafter"),
-        ("unsure", "drafting_plugin:Unsure: expected for needs_draft False, True, not 'yes'"),
+        ("nothing", "is a int, not a Drafter"),
+        ("unsure", "unsure: expected for needs_draft False, True, not 'yes'"),
         (
             "second+model",
             "expected first one that reads neither hidden states nor a draft model, such as suffix, not second",

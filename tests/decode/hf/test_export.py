@@ -176,7 +176,7 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
     assert torch.equal(generate(pair, ids, tmp_path / "out"), plain)
     assert torch.equal(generate(pair, ids, tmp_path / "out", drafter="model", draft_model=pair.draft), plain)
     deploy_hf(policy, tmp_path / "two", drafter="lookup+model")
-    assert "`lookup+model`, and a draft model," in (tmp_path / "two" / "README.md").read_text()
+    assert "`lookup+model` and a draft model" in (tmp_path / "two" / "README.md").read_text()
     with pytest.raises(InputError, match="expected draft_model= or assistant_model=") as caught:
         generate(pair, ids, tmp_path / "two")
     assert "does not reach" not in str(caught.value)

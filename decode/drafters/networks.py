@@ -6,89 +6,65 @@ the token after that one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ....policies.errors import InputError
-from ...models.view import layer_view
+from ...policies.errors import InputError
+from ..models.view import layer_view
 
-MOST_DEPTH = 64
-# Sizes in a folder are not trusted: they are bounded before a network is built.
-_BOUNDS = {
-    "hidden": (1, 1 << 16),
-    "vocabulary": (1, 1 << 20),
-    "depth": (1, MOST_DEPTH),
-    "intermediate": (0, 1 << 18),
-    "attention_heads": (0, 1 << 10),
-}
+MAX_DEPTH = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Shape:
-    """Sizes of a drafter's network.
+    """Sizes of a drafter's network. They are bounded, because those in a folder are not trusted.
 
     Attributes:
         hidden: H, width of the target's last hidden state.
         vocabulary: V, tokens that the target scores.
         depth: number of heads, or of depths that the network was trained for.
         intermediate, attention_heads: of a transformer layer; 0 = no such layer.
-
-    Raises:
-        InputError: a size is out of bounds.
     """
 
-    hidden: int
-    vocabulary: int
-    depth: int = 4
-    intermediate: int = 0
-    attention_heads: int = 0
-
-    def __post_init__(self) -> None:
-        for name, (least, most) in _BOUNDS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:  # excludes bool
-                raise InputError(f"{name}: expected a whole number between {least} and {most}, not {value!r}")
-
-    @staticmethod
-    def read(raw: Mapping[str, Any]) -> Shape:
-        """Return the shape in a JSON object, or raise `InputError`."""
-        if set(raw) != set(_BOUNDS):
-            raise InputError(f"shape: expected {', '.join(sorted(_BOUNDS))}, not {', '.join(sorted(map(str, raw)))}")
-        return Shape(**raw)
+    hidden: Annotated[int, Field(ge=1, le=1 << 16)]
+    vocabulary: Annotated[int, Field(ge=1, le=1 << 20)]
+    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 4
+    intermediate: Annotated[int, Field(ge=0, le=1 << 18)] = 0
+    attention_heads: Annotated[int, Field(ge=0, le=1 << 10)] = 0
 
 
-class Heads(nn.Module, ABC):
-    """K heads, each a residual block and an output layer of its own; `shape.depth` is K."""
+class MedusaHeads(nn.Module):
+    """Heads that are independent given the state: h + SiLU(W h + b) and an output layer (Medusa-1, arXiv 2401.10774).
 
-    kind: ClassVar[str]
-    reads_path: ClassVar[bool]
+    Subclasses may also read the embeddings of the path from the anchor (`reads_path`). `shape.depth` is the number of heads.
+    """
+
+    kind: ClassVar[str] = "medusa"
+    reads_path: ClassVar[bool] = False
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.blocks = nn.ModuleList([nn.Linear(width, shape.hidden) for width in self._input_widths()])
+        self.widths = [shape.hidden * (head + 2 if self.reads_path else 1) for head in range(shape.depth)]
+        self.blocks = nn.ModuleList([nn.Linear(width, shape.hidden) for width in self.widths])
         self.outputs = nn.ModuleList([nn.Linear(shape.hidden, shape.vocabulary, bias=False) for _ in self.blocks])
-
-    def _input_widths(self) -> list[int]:
-        """Return by head the width of its input: the state, and embeddings of the path from the anchor if it reads them."""
-        return [self.shape.hidden * (head + 2 if self.reads_path else 1) for head in range(self.shape.depth)]
 
     @torch.no_grad()
     def start(self, output: Tensor) -> None:
-        """Initialize with the target's output layer [V, H] after blocks that add nothing."""
+        """Initialize with the target's output layer [V, H] after blocks that pass the state."""
         for weight in self.blocks.parameters():
             weight.zero_()
         for weight in self.outputs.parameters():
             weight.copy_(output)
 
-    @abstractmethod
     def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
         """Return [..., H], the input of a head's output layer.
 
@@ -97,57 +73,41 @@ class Heads(nn.Module, ABC):
             hidden: [..., H] states of the target.
             path: [..., head + 1, H] embeddings of the tokens since then, if `reads_path`.
         """
-
-    def logits(self, head: int, state: Tensor) -> Tensor:
-        """Return [..., V] from the result of `state`."""
-        out: Tensor = self.outputs[head](state)
-        return out
-
-
-class MedusaHeads(Heads):
-    """Heads that are independent given the state: h + SiLU(W h + b) (Medusa-1, arXiv 2401.10774)."""
-
-    kind, reads_path = "medusa", False
-
-    def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
-        """See `Heads.state`."""
         return hidden + functional.silu(self.blocks[head](hidden))
 
 
-class HydraHeads(Heads):
+class HydraHeads(MedusaHeads):
     """Heads that also read the embeddings of the path: R x + SiLU(W x + b) of both (Hydra, arXiv 2402.05109)."""
 
     kind, reads_path = "hydra", True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
-        self.residuals = nn.ModuleList([nn.Linear(width, shape.hidden, bias=False) for width in self._input_widths()])
+        self.residuals = nn.ModuleList([nn.Linear(width, shape.hidden, bias=False) for width in self.widths])
 
     @torch.no_grad()
     def start(self, output: Tensor) -> None:
-        """See `Heads.start`; the residuals pass the state only."""
+        """See `MedusaHeads.start`."""
         super().start(output)
         for weight in self.residuals.parameters():
             weight.zero_()
             weight[:, : self.shape.hidden].fill_diagonal_(1.0)
 
     def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
-        """See `Heads.state`."""
+        """See `MedusaHeads.state`."""
         assert path is not None
         x = torch.cat([hidden, path.flatten(-2)], -1)  # [..., (head + 2) H]
         out: Tensor = self.residuals[head](x) + functional.silu(self.blocks[head](x))
         return out
 
 
-EPSILON, BASE = 1e-6, 10_000.0  # of norms and rotary positions: the defaults of transformers' LlamaConfig
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes queries, keys and values [S, n, heads, d]; returns the attention output [S, n, heads, d]."""
 
 
 def normed(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the RMS norm of x [..., H]."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, EPSILON)
+    """Return the RMS norm of x [..., H], with the default epsilon of transformers' LlamaConfig."""
+    return functional.rms_norm(x, (x.shape[-1],), weight, 1e-6)
 
 
 class LayerNetwork(nn.Module):
@@ -182,7 +142,7 @@ class LayerNetwork(nn.Module):
     def rotations(self, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [positions, 1, d] of rotary positions; the sine has the sign of the rotated half."""
         half = self.shape.hidden // self.shape.attention_heads // 2
-        speed = BASE ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
+        speed = 10_000.0 ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
         angle = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * speed
         cos, sin = angle.cos(), angle.sin()
         parts = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
@@ -234,60 +194,47 @@ class CTCNetwork(LayerNetwork):
         return torch.where(is_blank[..., None], self.blank_in, embedding(symbols.masked_fill(is_blank, 0)))
 
 
-_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere, Muse, Falcon-H1
-_DIVISOR, _MULTIPLIES = "logits_scaling", "hyperclovax"  # Granite and MiniCPM3 divide by it, HyperCLOVAX multiplies
-_CAPS = ("final_logit_softcapping", "logits_soft_cap")  # Gemma and its descendants, RecurrentGemma
+KINDS: dict[str, Callable[[Shape], MedusaHeads | LayerNetwork]] = {
+    network.kind: network for network in (MedusaHeads, HydraHeads, CTCNetwork, LayerNetwork)
+}
+"""Networks by name."""
 
 
-@dataclass(frozen=True)
-class OutputTransform:
-    """Logits from the result x of a model's output layer: cap tanh(factor x / cap), or factor x if `cap` is 0."""
+def output_scale(config: Any) -> tuple[float, float]:
+    """Return factor f and cap c of a model with this config: logits are c tanh(f x / c) of the output layer's x; 0 = no cap."""
+    text = config.get_text_config()
 
-    factor: float = 1.0
-    cap: float = 0.0
+    def number(name: str) -> float:
+        value = getattr(text, name, None)
+        return float(value) if isinstance(value, int | float) else 0.0
 
-    @staticmethod
-    def of(config: Any) -> OutputTransform:
-        """Return the transform of a model with this config."""
-        text = config.get_text_config()
-
-        def number(name: str) -> float:
-            value = getattr(text, name, None)
-            return float(value) if isinstance(value, int | float) else 0.0
-
-        factor = 1.0
-        for name in _FACTORS:
-            factor *= number(name) or 1.0
-        if scaling := number(_DIVISOR):
-            multiplies = str(getattr(text, "model_type", "")).startswith(_MULTIPLIES)
-            factor *= scaling if multiplies else 1.0 / scaling
-        return OutputTransform(factor, next(filter(None, map(number, _CAPS)), 0.0))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return logits [..., V]."""
-        if self.factor != 1.0:
-            x = x * self.factor
-        return torch.tanh(x / self.cap) * self.cap if self.cap else x
+    factors = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere, Muse, Falcon-H1
+    factor = math.prod(number(name) or 1.0 for name in factors)
+    if scaling := number("logits_scaling"):  # Granite and MiniCPM3 divide by it, HyperCLOVAX multiplies
+        factor *= scaling if str(getattr(text, "model_type", "")).startswith("hyperclovax") else 1.0 / scaling
+    # Gemma and its descendants; RecurrentGemma.
+    return factor, number("final_logit_softcapping") or number("logits_soft_cap")
 
 
-class TransformedLayer(nn.Module):
-    """An output layer followed by a transform."""
+class ScaledOutput(nn.Module):
+    """An output layer followed by the factor and the cap of `output_scale`."""
 
-    def __init__(self, layer: Callable[[Tensor], Tensor], transform: OutputTransform) -> None:
+    def __init__(self, layer: Callable[[Tensor], Tensor], factor: float, cap: float) -> None:
         super().__init__()
-        self.layer, self.transform = layer, transform
+        self.layer, self.factor, self.cap = layer, factor, cap
 
     def forward(self, states: Tensor) -> Tensor:
         """Return logits [..., V] of states [..., H]."""
-        return self.transform(self.layer(states))
+        x = self.layer(states) * self.factor
+        return torch.tanh(x / self.cap) * self.cap if self.cap else x
 
 
-def with_transform(layer: Any, config: Any) -> Any:
-    """Return an output layer, or a copy of one, with the transform of a model of this config."""
-    transform = OutputTransform.of(config)
-    return layer if transform == OutputTransform() else TransformedLayer(layer, transform)
+def scale_output(layer: Any, config: Any) -> Any:
+    """Return an output layer that computes the logits of a model with this config."""
+    factor, cap = output_scale(config)
+    return layer if (factor, cap) == (1.0, 0.0) else ScaledOutput(layer, factor, cap)
 
 
 def output_layer(model: PreTrainedModel) -> Any:
     """Return the function from a model's last hidden states [..., H] to its logits [..., V]."""
-    return with_transform(layer_view(model, model.get_output_embeddings()), model.config)
+    return scale_output(layer_view(model, model.get_output_embeddings()), model.config)
