@@ -10,7 +10,7 @@ import torch
 from conftest import VOCABULARY
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
 from specstop.decode.drafters.networks import KINDS, CTCNetwork, LayerNetwork, Shape
-from specstop.decode.drafters.spec import BUILTINS
+from specstop.decode.drafters.spec import BUILTINS, NETWORKS
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
@@ -50,10 +50,9 @@ def small_drafter(
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
     output = output_weight(pair).cpu().float()
-    made = BUILTINS[kind]
-    network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
+    network = small_network(NETWORKS[kind], output.shape[1], pair.vocabulary, output, depth, noise)
     network = network.to(pair.target.dtype)
-    return made.build(pair, place(network) if place else network.to(pair.device))
+    return BUILTINS[kind](pair, place(network) if place else network.to(pair.device))
 
 
 def new_round(anchors: Sequence[int], topology: Topology, tokens: Mapping[int, int] | None = None) -> RoundState:

@@ -76,7 +76,7 @@ class TrainedDrafter:
         target, shape = pair.fingerprint["target"], self.network.shape
         if self.target != target or (shape.hidden, shape.vocabulary) != (hidden_width(pair.target), pair.vocabulary):
             raise InputError(
-                f"it was trained for the target {self.target}, not for {target}; train one for this target "
+                f"--drafter: it was trained for the target {self.target}, not for {target}; train one for this target "
                 "(specstop train-drafter)"
             )
         network = self.network.to(pair.device, pair.target.dtype).requires_grad_(False).eval()
@@ -109,11 +109,12 @@ def save_drafter(trained: TrainedDrafter, path: str | Path) -> Path:
     return Path(path)
 
 
-def load_drafter(path: str | Path, *, weights: bool = True) -> TrainedDrafter:
+def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = True) -> TrainedDrafter:
     """Read and validate the folder of a drafter.
 
     Args:
         path: of the folder.
+        kind: expected kind of the network; None = any.
         weights: False = the network has no weights, and those in the folder are not validated.
 
     Raises:
@@ -126,6 +127,8 @@ def load_drafter(path: str | Path, *, weights: bool = True) -> TrainedDrafter:
         raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
         header = pydantic.TypeAdapter(_Header).validate_json(json.dumps(raw))
         check_digest(raw, DRAFTER_FILE)
+        if kind not in (None, header.kind):
+            raise InputError(f"it is a drafter of the kind {header.kind}; write {header.kind}:{path}")
         with torch.device("meta"):  # nothing is allocated for sizes that the file does not confirm
             network = KINDS[header.kind](header.shape)
         if weights:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -32,44 +31,28 @@ from ..topology import parse_tree
 from .base import READINGS, Drafter
 from .ctc import CTCDrafter, ReleasedCTCDrafter
 from .fallback import MIN_CONFIDENCE, FallbackDrafter
-from .folder import TrainedDrafter, load_drafter
+from .folder import load_drafter
 from .heads import HeadsDrafter
 from .layer import LayerDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
 from .suffix import SuffixDrafter, file_hash
 
-
-class Builtin(NamedTuple):
-    """A drafter of specstop.
-
-    Attributes:
-        build: its class.
-        usage: for `specstop policies --drafters`.
-        value: parameter that the text after the colon sets; "" = none.
-        network: kind of the network of a trained drafter; `value` is then the path of its folder.
-    """
-
-    build: Callable[..., Drafter]
-    usage: str
-    value: str = ""
-    network: str = ""
-
-
-def _trained(name: str, build: Callable[..., Drafter], network: str) -> Builtin:
-    return Builtin(build, f"{name}:PATH of `specstop train-drafter --kind {network}`", "path", network)
-
-
-BUILTINS = {
-    "model": Builtin(ModelDrafter, "the draft model, --draft"),
-    "lookup": Builtin(LookupDrafter, "lookup:4 looks for the last four tokens at most", "longest"),
-    "suffix": Builtin(SuffixDrafter, "suffix:FILE searches a file too, suffix?keep=1 earlier texts", "path"),
-    "medusa": _trained("medusa", HeadsDrafter, "medusa"),
-    "hydra": _trained("hydra", HeadsDrafter, "hydra"),
-    "ctc": _trained("ctc", CTCDrafter, "ctc"),
-    "ctc-released": _trained("ctc-released", ReleasedCTCDrafter, "ctc"),
-    "layer": _trained("layer", LayerDrafter, "layer"),
+BUILTINS: dict[str, Callable[..., Drafter]] = {
+    "model": ModelDrafter,
+    "lookup": LookupDrafter,
+    "suffix": SuffixDrafter,
+    "medusa": HeadsDrafter,
+    "hydra": HeadsDrafter,
+    "ctc": CTCDrafter,
+    "ctc-released": ReleasedCTCDrafter,
+    "layer": LayerDrafter,
 }
+NETWORKS = {"medusa": "medusa", "hydra": "hydra", "ctc": "ctc", "ctc-released": "ctc", "layer": "layer"}
+"""Kind of the network of each trained drafter."""
+
+_VALUES = {"lookup": "longest", "suffix": "path", **dict.fromkeys(NETWORKS, "path")}
+"""Parameter that the text after the colon sets."""
 
 
 @dataclass(frozen=True)
@@ -89,26 +72,16 @@ class DrafterSpec:
     min_confidence: float = MIN_CONFIDENCE
 
     @property
-    def builtin(self) -> Builtin | None:
-        """Entry of `BUILTINS`; None if it is not built in."""
-        return BUILTINS.get(self.name)
-
-    @property
-    def network(self) -> str:
-        """Kind of its network; "" if it is not a trained drafter."""
-        return self.builtin.network if self.builtin else ""
-
-    @property
     def path(self) -> str:
         """Folder or file that a built-in drafter reads, "" if there is none."""
-        return str(self.options.get("path", "")) if self.builtin else ""
+        return str(self.options.get("path", "")) if self.name in _VALUES else ""
 
     def format(self, change_path: Callable[[str], str]) -> str:
         """Return the spec of this drafter alone with another path."""
         options = dict(self.options)
         if self.path:
             options["path"] = change_path(self.path)
-        value = options.pop(self.builtin.value, None) if self.builtin else None
+        value = options.pop(_VALUES.get(self.name), None)
         if self.min_confidence != MIN_CONFIDENCE:
             options["sure"] = f"{self.min_confidence:g}"
         query = "&".join(f"{key}={options[key]}" for key in sorted(options))
@@ -116,8 +89,8 @@ class DrafterSpec:
 
     def attribute(self, name: str) -> Any:
         """Return a class attribute of the drafter, without constructing it; the default if the drafter is not installed."""
-        point = None if self.builtin else DRAFTER_PLUGINS.find(self.name)
-        build = self.builtin.build if self.builtin else DRAFTER_PLUGINS.load(point) if point else Drafter
+        build, point = BUILTINS.get(self.name), DRAFTER_PLUGINS.find(self.name)
+        build = build or (DRAFTER_PLUGINS.load(point) if point else Drafter)
         value, allowed = getattr(build, name, getattr(Drafter, name)), READINGS if name == "reading" else (False, True)
         if value not in allowed:
             raise PolicyError(
@@ -147,7 +120,7 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     where = f"--drafter: {text!r}"
     options = read_options(query, where)
     if colon:
-        parameter = BUILTINS[name].value if name in BUILTINS and value else ""
+        parameter = _VALUES.get(name, "") if value else ""
         if parameter in options:
             raise PolicyError(f"{where}: {parameter} is given twice; give it once")
         options[parameter] = value if parameter == "path" else read_number(value)
@@ -163,33 +136,33 @@ def parse_spec(text: str) -> list[DrafterSpec]:
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
-        exists = part.builtin is not None or DRAFTER_PLUGINS.find(part.name) is not None
-        if not exists or "" in part.options or (part.network and set(part.options) != {"path"}):
-            raise _unknown(part)
+        is_trained, exists = part.name in NETWORKS, part.name in BUILTINS or DRAFTER_PLUGINS.find(part.name)
+        if exists and "" not in part.options and not (is_trained and set(part.options) != {"path"}):
+            continue
+        plugins = sorted(DRAFTER_PLUGINS.usable())
+        names = [*BUILTINS, *plugins]
+        trained = ", ".join(f"{name}:PATH" for name in NETWORKS)
+        more = f", a plugin as NAME?key=value ({', '.join(plugins)})" if plugins else ""
+        raise InputError(
+            f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}{more}, or two such as "
+            f"suffix+model, not {part.text!r}{'' if part.name in names else close_match(part.name, names)}"
+        )
 
 
 @_as_input_error()
 def needs_draft(name: str) -> bool:
-    """Return whether a spec uses the draft model of the pair; plugins are imported to find out.
-
-    Raises:
-        InputError: the spec cannot be read, or a plugin does not load.
-    """
+    """Return whether a spec uses the draft model of the pair; plugins are imported to find out."""
     return any(part.attribute("needs_draft") for part in parse_spec(name))
 
 
 def reads_states(name: str) -> bool:
     """Return whether a spec names a trained drafter, which reads hidden states of the target."""
-    return any(part.network for part in parse_spec(name))
+    return any(part.name in NETWORKS for part in parse_spec(name))
 
 
 @_as_input_error()
 def reading_of(name: str) -> str:
-    """Return `Drafter.reading` of the last drafter of a spec, the only one that may have a backlog.
-
-    Raises:
-        InputError: the spec cannot be read, or a plugin does not load or has another value.
-    """
+    """Return `Drafter.reading` of the last drafter of a spec, the only one that may have a backlog."""
     return str(parse_spec(name)[-1].attribute("reading"))
 
 
@@ -210,25 +183,18 @@ def with_full_paths(name: str) -> str:
 
 def listed_drafters() -> list[PluginInfo]:
     """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
-    builtin = {name: (entry.build.__module__, entry.usage) for name, entry in BUILTINS.items()}
-    return DRAFTER_PLUGINS.listed(builtin, _usage)
+    rows = {}
+    for name, build in BUILTINS.items():
+        value = f":{_VALUES[name].upper()}" if name in _VALUES else ""
+        train = f" of `specstop train-drafter --kind {NETWORKS[name]}`" if name in NETWORKS else ""
+        rows[name] = build.__module__, name + value + train
+    return DRAFTER_PLUGINS.listed(rows, _usage)
 
 
 def _usage(point: EntryPoint) -> str:
     names = [*parameters(DRAFTER_PLUGINS.load(point), f"{point.name!r}")][1:]
     draft = "; needs the draft model" if parse_spec(point.name)[0].attribute("needs_draft") else ""
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
-
-
-def _unknown(part: DrafterSpec) -> InputError:
-    plugins = sorted(DRAFTER_PLUGINS.usable())
-    match = close_match(part.name, names) if part.name not in (names := [*BUILTINS, *plugins]) else ""
-    trained = ", ".join(f"{name}:PATH" for name, entry in BUILTINS.items() if entry.network)
-    more = f", a plugin as NAME?key=value ({', '.join(plugins)})" if plugins else ""
-    return InputError(
-        f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}{more}, or two such as "
-        f"suffix+model, not {part.text!r}{match}"
-    )
 
 
 @_as_input_error()
@@ -278,17 +244,17 @@ def with_drafter(pair: Pair, name: str) -> Pair:
 
 
 def _build(part: DrafterSpec, pair: Pair) -> Drafter:
-    where, options, point = f"--drafter: {part.text!r}", dict(part.options), DRAFTER_PLUGINS.find(part.name)
-    if part.network:
-        return part.builtin.build(pair, _shared_network(part, pair))
-    build = DRAFTER_PLUGINS.load(point) if point else BUILTINS[part.name].build
-    if point and part.attribute("needs_draft"):
+    where, point = f"--drafter: {part.text!r}", DRAFTER_PLUGINS.find(part.name)
+    if part.name in NETWORKS:
+        return BUILTINS[part.name](pair, _shared_network(part, pair))
+    if part.attribute("needs_draft"):
         _ = pair.draft_model  # raises an error if there is none
-    check_options(parameters(build, where), where, options, (pair,))
+    build = DRAFTER_PLUGINS.load(point) if point else BUILTINS[part.name]
+    check_options(parameters(build, where), where, part.options, (pair,))
     if point is None:
-        return build(pair, **options)
+        return build(pair, **part.options)
     with plugin_errors("--drafter", f"constructing {part.text!r} ({point.value})"):
-        drafter = build(pair, **options)
+        drafter = build(pair, **part.options)
     if not isinstance(drafter, Drafter):
         raise InputError(
             f"{where} is a {type(drafter).__name__}, not a Drafter; subclass specstop.decode.drafters.Drafter"
@@ -300,57 +266,31 @@ def _identity(part: DrafterSpec, pair: Pair) -> str:
     """Return a text that identifies a drafter; folders and files are identified by their contents."""
     if part.name == "model":
         return pair.fingerprint["draft"]
-    if part.network:
+    if part.name in NETWORKS:
         identity = load_drafter(part.path, weights=False).identity
-        return identity if part.name == part.network else f"{part.name}:{identity}"
-    draft = "+" + pair.fingerprint["draft"] if part.attribute("needs_draft") else ""
-    return part.format(file_hash) + draft
+        return identity if part.name == NETWORKS[part.name] else f"{part.name}:{identity}"
+    return part.format(file_hash) + (f"+{pair.fingerprint['draft']}" if part.attribute("needs_draft") else "")
 
 
-_NETWORKS: WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = WeakKeyDictionary()
+_SHARED: WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = WeakKeyDictionary()
 """By target, key and network of the last trained drafter: loops share it, and `generate` creates a loop per call."""
-
-_LOADING = threading.Lock()
-
-
-def load_trained(part: DrafterSpec) -> TrainedDrafter:
-    """Return the trained drafter that `medusa:PATH` and the like name.
-
-    Raises:
-        InputError: see `load_drafter`, or the network is of another kind.
-    """
-    trained = load_drafter(part.path)
-    if trained.kind != part.network:
-        raise InputError(
-            f"--drafter: {part.path} holds a drafter of the kind {trained.kind}: write {trained.kind}:{part.path}"
-        )
-    return trained
 
 
 def _shared_network(part: DrafterSpec, pair: Pair) -> Any:
     identity = load_drafter(part.path, weights=False).identity
-    key = (part.network, identity, pair.fingerprint["target"], pair.device, pair.target.dtype)
-    with _LOADING:
-        last_key, network = _NETWORKS.get(pair.target, (None, None))
-        if key != last_key:
-            try:
-                network = load_trained(part).network_for(pair)
-            except InputError as error:
-                raise InputError(f"--drafter: {part.path}: {error.command_line}") from None
-            _NETWORKS[pair.target] = key, network
+    key = (part.name, identity, pair.fingerprint["target"], pair.device, pair.target.dtype)
+    last_key, network = _SHARED.get(pair.target, (None, None))
+    if key != last_key:
+        network = load_drafter(part.path, kind=NETWORKS[part.name]).network_for(pair)
+        _SHARED[pair.target] = key, network
     return network
 
 
 def warn_depth_limited(pair: Pair, depth: int, tree: str | None = None) -> None:
     """Warn if a tree is deeper than `--depth`, or if a trained drafter does not reach the depth.
 
-    Args:
-        pair: with its drafter.
-        depth: of the rounds that are recorded or timed.
-        tree: see `parse_tree`; None = a chain.
-
     Raises:
-        InputError: the tree cannot be read, or see `find_drafter`.
+        InputError: the tree cannot be read (`parse_tree`), or see `find_drafter`.
     """
     deepest = depth if tree is None else parse_tree(tree).deepest
     if deepest > depth:

@@ -25,8 +25,16 @@ from ...policies.learned import LearnedPolicy
 from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage import load_policy_folder, save_policy
 from ...policies.text import read_json
-from ..drafters.folder import TrainedDrafter, save_drafter
-from ..drafters.spec import change_paths, check_drafter, load_trained, needs_draft, parse_spec, paths_of
+from ..drafters.folder import TrainedDrafter, load_drafter, save_drafter
+from ..drafters.spec import (
+    BUILTINS as DRAFTERS,
+    NETWORKS,
+    change_paths,
+    check_drafter,
+    needs_draft,
+    parse_spec,
+    paths_of,
+)
 from .arguments import generate_arguments
 from .generate import check_draft_model, specstop_generate
 
@@ -59,11 +67,11 @@ def exported_drafter(policy: StopPolicy, spec: str | None) -> tuple[str, Trained
     spec = spec or str(learned or "model")
     check_drafter(spec)
     *before, last = parse_spec(spec)
-    if files := [part.path for part in (*before, last) if part.path and not part.network]:
+    if files := [part.path for part in (*before, last) if part.path and part.name not in NETWORKS]:
         raise InputError(
             f"--drafter: {spec} reads the file {files[0]}, which is not exported; use --drafter suffix without a file"
         )
-    return spec, load_trained(last) if last.network else None
+    return spec, load_drafter(last.path, kind=NETWORKS[last.name]) if last.name in NETWORKS else None
 
 
 def deploy_hf(
@@ -277,7 +285,7 @@ def _card(policy: StopPolicy, drafter: str, gains: str) -> str:
     if needs_draft(drafter):
         models = 'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("TARGET", "DRAFT"))'
         draft, also = "    draft_model=draft,  # or assistant_model=draft\n", " and a draft model"
-    if plugins := [part.name for part in parse_spec(drafter) if part.builtin is None]:
+    if plugins := [part.name for part in parse_spec(drafter) if part.name not in DRAFTERS]:
         also += f" (install the package of {', '.join(plugins)} as well)"
     return CARD.format(
         name=policy.name, drafter=drafter, also=also, training=training, models=models, draft=draft, gains=gains

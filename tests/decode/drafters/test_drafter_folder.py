@@ -53,7 +53,7 @@ def test_it_is_known_by_its_target(pair: Pair, eager_pair: Pair, pair_folder: Pa
     other = join(pair.draft_model, pair.draft_model)
     with pytest.raises(InputError, match=r"drafter: it was trained for the target .*, not for .*; train one for this"):
         find_drafter(f"medusa:{tmp_path / 'drafter'}", other)
-    with pytest.raises(InputError, match="holds a drafter of the kind medusa: write medusa:"):
+    with pytest.raises(InputError, match="a drafter of the kind medusa; write medusa:"):
         find_drafter(f"hydra:{tmp_path / 'drafter'}", pair)
     with pytest.raises(InputError, match=r"drafter: .*none: expected the folder of a drafter"):
         find_drafter(f"hydra:{tmp_path / 'none'}", pair)

@@ -136,7 +136,7 @@ def test_what_is_learned_of_one_text_leaves_the_ends_of_the_others_right(pair: P
         drafter.committed(stream, new, None)
         texts[stream] += new
         for text, index in zip(texts, drafter._indexes, strict=True):
-                _, length = index.shared_match
+            _, length = index.shared_match
             longest = max(n for n in range(len(text) + 1) if n == 0 or occurrences(ended, tuple(text[len(text) - n :])))
             assert length == longest
 
