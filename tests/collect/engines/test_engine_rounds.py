@@ -194,7 +194,7 @@ def test_a_full_disk_ends_no_server_and_what_was_recorded_is_written_later(
 
     with (
         monkeypatch.context() as patch,
-        pytest.warns(SpecstopWarning, match="No space left on device; free some space"),
+        pytest.warns(SpecstopWarning, match="No space left on device"),
     ):
         patch.setattr(f"{serving}.staged", full)
         _, engine = recorded(endless_pair, requests[:4], "fixed:3", made_by=made_by)
