@@ -141,12 +141,16 @@ class CTCDrafter(LayerReader):
 
     def _add_position(self, streams: Sequence[int]) -> None:
         """Predict one more position of each stream, from the best symbol of the last one."""
-        symbols = upload([self._best[stream][-1:] for stream in streams], self._device)
         parts = []
         for stream in streams:
-            slot = self._texts[stream].length + len(self._best[stream])
-            parts.append(LayerInput(stream, self._state[stream], [slot], [slot], np.ones((1, slot + 1), dtype=bool)))
-        self._append(streams, self._run(self._ctc.embed(symbols, self._embedding), parts)[:, 0])
+            best = self._best[stream]
+            slot = self._texts[stream].length + len(best)
+            visible = np.ones((1, slot + 1), dtype=bool)
+            parts.append(LayerInput(stream, best[-1:], self._state[stream], [slot], [slot], visible))
+        self._append(streams, self._run(parts)[:, 0])
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._ctc.embed(tokens, self._embedding)
 
     def _append(self, streams: Sequence[int], states: Tensor) -> None:
         """Add the position of each stream that the layer's states [S, H] predict."""

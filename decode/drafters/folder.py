@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from safetensors import SafetensorError
 from torch import nn
 
-from ...policies.errors import InputError, PolicyError
+from ...policies.errors import InputError, SpecstopError
 from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
 from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
 from ...policies.text import markdown_cell
@@ -35,7 +35,7 @@ DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE = "drafter.json", "weights.safetensors", "
 
 
 @validated_dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
-class _Header:
+class DrafterFile:
     """The contents of `drafter.json`."""
 
     schema: Literal[1]
@@ -125,7 +125,7 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
         if not (folder / DRAFTER_FILE).exists():
             raise InputError(f"expected the folder of a drafter with the file {DRAFTER_FILE}, which does not exist")
         raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
-        header = pydantic.TypeAdapter(_Header).validate_json(json.dumps(raw))
+        header = pydantic.TypeAdapter(DrafterFile).validate_json(json.dumps(raw))
         check_digest(raw, DRAFTER_FILE)
         if kind not in (None, header.kind):
             raise InputError(f"it is a drafter of the kind {header.kind}; write {header.kind}:{path}")
@@ -133,15 +133,9 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
             network = KINDS[header.kind](header.shape)
         if weights:
             _load_weights(network, folder, header.files.get(WEIGHTS_FILE, ""))
-    except (InputError, PolicyError) as error:
-        raise InputError(f"--drafter: {path}: {error.command_line}") from None
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(f"--drafter: {path}: {DRAFTER_FILE}: {where}: {first['msg']}") from None
-    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--drafter: {path}: {WEIGHTS_FILE} does not match {DRAFTER_FILE}: {reason}") from None
+    except (ValueError, RuntimeError, OSError, SafetensorError) as error:  # `SpecstopError` is a `ValueError`
+        reason = error.command_line if isinstance(error, SpecstopError) else " ".join(str(error).split())[:200]
+        raise InputError(f"--drafter: {path}: {reason}") from None
     return TrainedDrafter(header.kind, network, header.target, header.provenance, header.metrics, header.sha256[:16])
 
 
@@ -162,20 +156,20 @@ def _load_weights(network: nn.Module, folder: Path, checksum: str) -> None:
 
 def _card(trained: TrainedDrafter) -> str:
     """Return the folder's README."""
-    metrics = dict(trained.metrics)
-    shares = metrics.pop("acceptance", None)
-    weights = sum(tensor.numel() for tensor in trained.network.state_dict().values())
-    values: dict[str, Any] = {"kind": trained.kind, "target": trained.target, "weights": f"{weights:,}"}
-    values |= dataclasses.asdict(trained.network.shape) | {**trained.provenance} | metrics
+    values: dict[str, Any] = {
+        "kind": trained.kind,
+        "target": trained.target,
+        **dataclasses.asdict(trained.network.shape),
+    }
+    values |= {"weights": f"{sum(tensor.numel() for tensor in trained.network.state_dict().values()):,}"}
+    values |= {**trained.provenance, **trained.metrics}
+    if isinstance(shares := values.get("acceptance"), list):
+        values["acceptance"] = " ".join(f"{share:.3f}" for share in shares)
     table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in values.items())
-    acceptance = ""
-    if isinstance(shares, list):
-        acceptance = "\nShare of held-out positions whose next tokens, up to a depth, it proposes:\n\n"
-        acceptance += "| depth | share |\n|---|---|\n"
-        acceptance += "".join(f"| {depth} | {share:.3f} |\n" for depth, share in enumerate(shares, 1))
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
         f"# A {trained.kind} drafter\n\nProposes tokens for one target from the target's own hidden states; it needs no "
-        f"draft model. Under lossless verification it never changes the text.\n\n| | |\n|---|---|\n{table}\n{acceptance}\n"
+        f"draft model. Under lossless verification it never changes the text.\n\n| | |\n|---|---|\n{table}\n\n"
+        "`acceptance` is the share of held-out positions whose next tokens, up to each depth, it proposes.\n\n"
         f"Use: `specstop decode --target <its target> --drafter {trained.kind}:<this folder>`.\n"
     )

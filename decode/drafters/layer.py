@@ -32,16 +32,14 @@ class _Stream:
 
 @dataclass
 class LayerInput:
-    """What the layer reads of a stream: n tokens, with states [n, H] of the tokens before them.
-
-    `visible` [n, slots] bool are the slots that a token attends to.
-    """
+    """What the layer reads of a stream: n tokens, the states of the tokens before them, and the slots that they attend to."""
 
     stream: int
-    states: Tensor
+    tokens: Sequence[int]
+    states: Tensor  # [n, H]
     slots: Sequence[int]
     positions: Sequence[int]
-    visible: Array
+    visible: Array  # [n, slots] bool
 
 
 class LayerReader(Drafter):
@@ -95,24 +93,25 @@ class LayerReader(Drafter):
 
     def _read_anchors(self, round: RoundState, rows: Rows) -> Tensor:
         """Read the backlogs and the anchors; return the states [S, H] after the anchors."""
-        tokens, parts = [], []
+        parts = []
         for stream, _ in rows:
-            text = self._texts[stream]
-            tokens.append([*text.tokens, int(round.tokens[stream, 0])])
-            count, end = len(tokens[-1]), text.length + len(tokens[-1])
-            slots, visible = range(text.length, end), np.tri(count, end, text.length, dtype=bool)
-            parts.append(LayerInput(stream, torch.cat(text.states), slots, slots, visible))
-            self._texts[stream] = _Stream([], [parts[-1].states[-1:]], end - 1)
-        out = self._run(self._embed(tokens), parts)
-        return out[0, -1:] if len(rows) == 1 else out[range(len(rows)), [len(own) - 1 for own in tokens]]
+            text, states = self._texts[stream], torch.cat(self._texts[stream].states)
+            end = text.length + len(states)
+            slots, visible = range(text.length, end), np.tri(len(states), end, text.length, dtype=bool)
+            tokens = [*text.tokens, int(round.tokens[stream, 0])]
+            parts.append(LayerInput(stream, tokens, states, slots, slots, visible))
+            self._texts[stream] = _Stream([], [states[-1:]], end - 1)
+        out = self._run(parts)
+        return out[0, -1:] if len(rows) == 1 else out[range(len(rows)), [len(part.tokens) - 1 for part in parts]]
 
-    def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        embedded: Tensor = self._embedding(upload(_padded(tokens, 0), self._device))
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._embedding(tokens)
         return embedded
 
-    def _run(self, embedded: Tensor, parts: Sequence[LayerInput]) -> Tensor:
-        """Return the layer's states [S, n, H] of embedded tokens; the last ones of short streams are padding."""
+    def _run(self, parts: Sequence[LayerInput]) -> Tensor:
+        """Return the layer's states [S, n, H]; the last ones of short streams are padding."""
         keys, values = self._cache
+        embedded = self._embed(upload(_padded([part.tokens for part in parts], 0), self._device))
         mask = np.zeros((len(parts), embedded.shape[1], max(part.visible.shape[1] for part in parts)), dtype=bool)
         mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
         for stream_mask, part in zip(mask, parts, strict=True):
@@ -171,11 +170,10 @@ class LayerDrafter(LayerReader):
             for at, row in enumerate(stream_rows):
                 visible[at, [slots[ancestor] for ancestor in tree.paths[row]]] = True
             states = torch.stack([self._states[stream, tree.parent[row]] for row in stream_rows])
-            parts.append(
-                LayerInput(stream, states, [slots[row] for row in stream_rows], [base + depth] * count, visible)
-            )
-        out = self._run(self._embed([round.tokens[stream, own].tolist() for stream, own in rows]), parts)
-        return torch.cat([states[: len(part.slots)] for states, part in zip(out, parts, strict=True)])
+            tokens, row_slots = round.tokens[stream, stream_rows].tolist(), [slots[row] for row in stream_rows]
+            parts.append(LayerInput(stream, tokens, states, row_slots, [base + depth] * count, visible))
+        out = self._run(parts)
+        return torch.cat([states[: len(part.tokens)] for states, part in zip(out, parts, strict=True)])
 
 
 def _padded(rows: Sequence[Sequence[int]], fill: int) -> list[list[int]]:

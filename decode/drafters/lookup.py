@@ -36,7 +36,7 @@ class TextDrafter(Drafter):
 
     def __init__(self, pair: Pair) -> None:
         self._device, self._dtype = pair.device, pair.logits_dtype
-        self.reserve(1, 0)
+        self.renew()
 
     def _new_index(self) -> TextIndex:
         raise NotImplementedError
@@ -50,6 +50,10 @@ class TextDrafter(Drafter):
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
         self._indexes[stream], self._ahead[stream] = self._new_index(), 0
+
+    def renew(self) -> None:
+        """See `Drafter`."""
+        self.reserve(self._streams, 0)
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -174,11 +173,6 @@ def paths_of(name: str) -> list[str]:
 def change_paths(name: str, change: Callable[[str], str]) -> str:
     """Return a spec with other folders and files; `change` returns the new path for an old one."""
     return "+".join(part.format(change) for part in parse_spec(name))
-
-
-def with_full_paths(name: str) -> str:
-    """Return a spec with absolute paths."""
-    return change_paths(name, lambda path: str(Path(path).expanduser().resolve()))
 
 
 def listed_drafters() -> list[PluginInfo]:

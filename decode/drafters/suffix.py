@@ -142,10 +142,6 @@ class SuffixIndex(TextIndex):
         self._own.append(token)
         self.shared_match = self._shared.step(*self.shared_match, token)
 
-    def match_again(self) -> None:
-        """Match the text again after `shared` has changed, which may have split states."""
-        self.shared_match = self._shared.match(self.text)
-
     def followers(self, path: Sequence[int]) -> dict[int, float]:
         """See `TextIndex`."""
         own_state, own_length = self._own.match(path, *self._own.earlier())
@@ -181,16 +177,16 @@ class SuffixDrafter(TextDrafter):
             if pair.tokenizer is None:
                 raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
             self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
-        self._indexes = []
-        self._open_shared()
         super().__init__(pair)
-
-    def _open_shared(self) -> None:
-        self._shared = SuffixAutomaton()
-        self._shared.add_text(self._file)
 
     def _new_index(self) -> SuffixIndex:
         return SuffixIndex(self._shared)
+
+    def renew(self) -> None:
+        """See `Drafter`; the file stays known."""
+        self._indexes, self._shared = [], SuffixAutomaton()
+        self._shared.add_text(self._file)
+        super().renew()
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
@@ -203,15 +199,9 @@ class SuffixDrafter(TextDrafter):
         """See `Drafter`."""
         if self.carries:
             self._shared.add_text(self._indexes[stream].text)
-            for index in self._indexes:
-                index.match_again()
+            for index in self._indexes:  # the new text may have split states
+                index.shared_match = self._shared.match(index.text)
         super().begin(stream)
-
-    def renew(self) -> None:
-        """See `Drafter`; the file stays known."""
-        self._indexes = []
-        self._open_shared()
-        self.reserve(self._streams, 0)
 
 
 def file_hash(path: str) -> str:

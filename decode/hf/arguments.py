@@ -12,25 +12,31 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ...policies.errors import InputError
+from ..verify.model_defaults import APPLIED
 
 
 def _by_name(names_by_reason: Mapping[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in names_by_reason.items() for name in names.split()}
 
 
-# They reach the loop as limits, logits processors, stopping criteria or input ids; or have no effect on sampling and greedy
-# decoding, also in transformers. transformers itself raises an error for stop strings and token healing without a tokenizer.
-SUPPORTED = frozenset(
-    "max_length max_new_tokens min_length min_new_tokens max_time do_sample temperature top_k top_p min_p top_h typical_p "
-    "epsilon_cutoff eta_cutoff repetition_penalty no_repeat_ngram_size bad_words_ids renormalize_logits forced_bos_token_id "
-    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    "sequence_bias watermarking_config num_return_sequences return_dict_in_generate pad_token_id bos_token_id eos_token_id "
-    "stop_strings token_healing disable_compile encoder_repetition_penalty encoder_no_repeat_ngram_size "
-    "early_stopping length_penalty decoder_start_token_id max_cache_len transformers_version".split()
+SUPPORTED = (
+    frozenset(APPLIED)
+    | _by_name(
+        {
+            "limits, logits processors, stopping criteria or input ids": (
+                "max_length max_new_tokens max_time do_sample temperature watermarking_config num_return_sequences "
+                "return_dict_in_generate pad_token_id bos_token_id eos_token_id stop_strings token_healing disable_compile"
+            ),
+            "no effect on sampling and greedy decoding, also in transformers": (
+                "early_stopping length_penalty decoder_start_token_id max_cache_len transformers_version"
+            ),
+        }
+    ).keys()
 )
-"""Supported fields of `GenerationConfig`."""
+"""Supported fields of `GenerationConfig`. transformers raises an error for stop strings and healing without a tokenizer."""
 
 REFUSED = _by_name(
     {
@@ -66,10 +72,10 @@ REFUSED_IN_CALLS = _by_name(
 _ALLOWED = {"cache_implementation": ("dynamic", "static"), "penalty_alpha": (0,), "guidance_scale": (1,)}
 """Values that are accepted in addition to the default."""
 
-PARAMETERS = frozenset(
-    "self inputs generation_config logits_processor stopping_criteria prefix_allowed_tokens_fn custom_generate kwargs "
-    "negative_prompt_ids negative_prompt_attention_mask".split()
-)
+PARAMETERS = {
+    "self", "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "custom_generate", "kwargs", "negative_prompt_ids", "negative_prompt_attention_mask",
+}  # fmt: skip
 """Parameters of `generate` that reach the loop or have no effect without `guidance_scale`."""
 
 DROPPED = {
@@ -79,14 +85,11 @@ DROPPED = {
 }
 """Parameters that `generate` does not pass to a callable, and the remedy."""
 
-READ = frozenset(
-    "attention_mask position_ids past_key_values token_type_ids mm_token_type_ids moe_mm_token_type_ids inputs_embeds "
-    "mm_encoder_outputs pixel_values pixel_values_videos pixel_values_images pixel_values_local high_res_pixel_values "
-    "pixel_mask pixel_attention_mask input_features input_features_mask input_features_mask feature_attention_mask "
-    "input_values input_values_mask num_local_patches image_patches image_patches_indices image_sizes image_sizes_videos "
-    "image_grid_thw video_grid_thw second_per_grid_ts patches_grid image_token_pooling image_grids video_token_pooling "
-    "video_grids spatial_shapes use_cache logits_to_keep".split()
-)
+READ = {
+    *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, "attention_mask", "position_ids", "past_key_values", "inputs_embeds",
+    "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "feature_attention_mask", "image_grid_thw",
+    "video_grid_thw", "second_per_grid_ts", "spatial_shapes", "use_cache", "logits_to_keep",
+}  # fmt: skip
 """Model inputs that are supported in the prefill."""
 
 _LATER = "the loop does not support it; leave it out, or call generate without custom_generate"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation import candidate_generator
+from transformers import LogitsProcessorList
 
 from ...policies.errors import PairError
 from ..loop import Request
@@ -33,23 +32,21 @@ class AssistedSetting:
         name: as shown.
         tokens: `num_assistant_tokens`; 0 = `generate` without an assistant.
         schedule: `constant` or `heuristic`.
-        threshold: `assistant_confidence_threshold`; 0 disables the rule.
-        adapts: whether the threshold is fitted again after each round, which transformers does if scikit-learn is installed.
+        threshold: `assistant_confidence_threshold`; 0 disables the rule. transformers fits it again after each round.
     """
 
     name: str
     tokens: int
     schedule: str = "constant"
     threshold: float = 0.0
-    adapts: bool = False
 
 
 PLAIN = AssistedSetting("generate", 0)
 SETTINGS = (
     *(AssistedSetting(f"assistant, constant {k}", k) for k in (2, 4, 6, 8)),
     AssistedSetting("assistant, heuristic 5", 5, "heuristic"),
-    *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4)),
-    AssistedSetting("assistant, defaults", 20, "constant", 0.4, adapts=True),
+    AssistedSetting("assistant, threshold 0.2", 20, threshold=0.2),
+    AssistedSetting("assistant, defaults", 20, threshold=0.4),
 )
 """Settings of assisted generation that users choose among, from fixed lengths to its defaults."""
 
@@ -109,10 +106,12 @@ class Assisted:
         with contextlib.ExitStack() as stack:
             stack.enter_context(guard)
             stack.enter_context(without_cudnn(device))
-            if self._setting.tokens:
+            if (setting := self._setting).tokens:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
                 stack.enter_context(guard)
-                stack.enter_context(self._configured(options["assistant_model"]))
+                stack.enter_context(
+                    assistant_set(options["assistant_model"], setting.tokens, setting.schedule, setting.threshold)
+                )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             begin = time.perf_counter()
@@ -122,17 +121,3 @@ class Assisted:
             Generation(tuple(cut_at(text, eos)), (), len(prompt), 0.0, seconds)
             for text, prompt in zip(texts, prompts, strict=True)
         ]
-
-    @contextlib.contextmanager
-    def _configured(self, draft: PreTrainedModel) -> Iterator[None]:
-        """Configure the assistant for one text, and restore its configuration afterwards."""
-        library: Any = candidate_generator
-        # transformers fits the threshold again whenever scikit-learn is installed; it has no option to disable that.
-        is_available = library.is_sklearn_available
-        try:
-            if not self._setting.adapts:
-                library.is_sklearn_available = lambda: False
-            with assistant_set(draft, self._setting.tokens, self._setting.schedule, self._setting.threshold):
-                yield
-        finally:
-            library.is_sklearn_available = is_available

@@ -164,8 +164,10 @@ def check_draft_model(
 def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> tuple[int, tuple[int, ...]]:
     """Return the maximum length and the end-of-text ids. Criteria of the call take precedence over the configuration."""
     limit = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=config.max_length)
-    ends = (one.eos_token_id.view(-1).tolist() for one in criteria if isinstance(one, EosTokenCriteria))
-    return int(limit), tuple(dict.fromkeys(sum(ends, []))) or end_tokens(config.eos_token_id)
+    ends = [
+        token for one in criteria if isinstance(one, EosTokenCriteria) for token in one.eos_token_id.view(-1).tolist()
+    ]
+    return int(limit), tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
 
 
 def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[Shaping, float]:

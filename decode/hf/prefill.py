@@ -130,10 +130,8 @@ class Prefill:
         if mask is None:
             return torch.zeros(len(self._ids), slots, dtype=torch.bool, device=device)
         if not _has_shape(mask, (len(self._ids), slots + 1)):
-            raise refuse(
-                "attention_mask",
-                f"expected one column for each of the {slots} tokens, including cached ones; leave it out if nothing is masked",
-            )
+            expected = f"expected one column for each of the {slots} tokens, including cached ones"
+            raise refuse("attention_mask", f"{expected}; leave it out if nothing is masked")
         return ~mask[:, :-1].to(device).bool()
 
     def _draft_prompt(self, row: int, hidden: Tensor, states: Tensor | None) -> tuple[list[int], Tensor | None]:

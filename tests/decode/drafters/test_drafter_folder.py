@@ -44,7 +44,7 @@ def test_a_folder_is_read_as_it_was_written(pair: Pair, tmp_path: Path, kind: st
     drafter = find_drafter(f"{kind}:{tmp_path / 'drafter'}", pair)
     assert type(drafter) is CLASSES[kind]
     card = (tmp_path / "drafter" / "README.md").read_text()
-    assert f"# A {kind} drafter" in card and "| 3 | 0.125 |" in card and made.target in card
+    assert f"# A {kind} drafter" in card and "0.500 0.250 0.125" in card and made.target in card
 
 
 def test_it_is_known_by_its_target(pair: Pair, eager_pair: Pair, pair_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from small_drafters import new_round, proposed
 from specstop.decode.drafters import Drafter, LookupDrafter, ModelDrafter, Proposal, find_drafter
-from specstop.decode.drafters.spec import BUILTINS, parse_spec, paths_of, with_full_paths
+from specstop.decode.drafters.spec import BUILTINS, change_paths, parse_spec, paths_of
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -144,7 +144,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     assert lookup._longest == 7
     for name in ("lookup:", "model:3", "medusa", "medusa:", "medusa?x=1", "suffix+modle", ""):
         with pytest.raises(
-            InputError, match="^drafter: expected model, lookup, .*, ctc-released:PATH, .*, not "
+            InputError, match=r"^drafter: expected model, lookup, .*, ctc-released:PATH, .*, not "
         ) as error:
             find_drafter(name, pair)
         assert repr(name.rpartition("+")[2]) in str(error.value)
@@ -328,12 +328,14 @@ def test_kinds_are_those_of_what_is_read(spec: str) -> None:
     assert kinds_of(spec) == "+".join(part.name for part in parse_spec(spec))
 
 
-def test_paths_of_a_spec_are_made_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert with_full_paths("suffix:notes.txt") == f"suffix:{tmp_path / 'notes.txt'}"
-    assert with_full_paths("suffix?path=a.txt&keep=1") == f"suffix:{tmp_path / 'a.txt'}?keep=1"
-    both = with_full_paths("suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2")
-    assert both == f"suffix:{tmp_path / 'a+b.txt'}?sure=0.6+hydra:{tmp_path / 'c' / 'd+hydra-v2'}"
-    assert paths_of(both) == [str(tmp_path / "a+b.txt"), str(tmp_path / "c" / "d+hydra-v2")]
-    for same in ("model", "lookup:4", "suffix?keep=1+model", "suffix:/a/b.txt", "copycat?path=a"):
-        assert with_full_paths(same) == same
+def test_paths_of_a_spec_are_changed() -> None:
+    def moved(spec: str) -> str:
+        return change_paths(spec, lambda path: f"/x/{path}")
+
+    assert moved("suffix:notes.txt") == "suffix:/x/notes.txt"
+    assert moved("suffix?path=a.txt&keep=1") == "suffix:/x/a.txt?keep=1"
+    both = moved("suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2")
+    assert both == "suffix:/x/a+b.txt?sure=0.6+hydra:/x/c/d+hydra-v2"
+    assert paths_of(both) == ["/x/a+b.txt", "/x/c/d+hydra-v2"]
+    for same in ("model", "lookup:4", "suffix?keep=1+model", "copycat?path=a"):
+        assert moved(same) == same

@@ -50,12 +50,6 @@ def test_every_parameter_of_the_installed_generate_is_in_one_table() -> None:
     assert sorted(names) == sorted([*arguments.PARAMETERS, *arguments.DROPPED])
 
 
-def test_every_input_that_generate_hands_over_for_a_prompt_alone_is_known() -> None:
-    from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-
-    assert set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL) <= arguments.READ
-
-
 REFUSED: dict[str, Any] = {
     "num_beams": 2, "output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True,
     "penalty_alpha": 0.6, "dola_layers": "high", "guidance_scale": 1.5,
