@@ -8,7 +8,6 @@ from typing import Any
 
 from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
-from ...decode.hf.export import deploy_hf, exported_drafter
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
@@ -18,6 +17,7 @@ from ...policies.limits import check_limits
 from ...policies.progress import Progress, silent
 from ...policies.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values
+from .hf import deploy_hf, exported_drafter
 from .page import FIGURES, alone_table
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "llama_cpp"}
@@ -93,7 +93,7 @@ def deploy_hf_replayed(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write the folder of `decode.hf.export.deploy_hf` with the policy's replayed gains on its card.
+    """Write the folder of `deploy_hf` with the policy's replayed gains on its card.
 
     Args:
         policy: a policy folder, `hub:owner/name`, or a built-in; a learned one is written as it was replayed, settled for
