@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from conftest import VOCABULARY
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
-from specstop.decode.drafters.networks import KINDS, CTCNetwork, LayerNetwork, Shape
+from specstop.decode.drafters.networks import KINDS, CTCNetwork, Shape
 from specstop.decode.drafters.spec import BUILTINS, NETWORKS
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
+from specstop.train.drafters.initial import initialize
 from torch import nn
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
@@ -36,7 +37,7 @@ def small_network(
     with torch.random.fork_rng():
         torch.manual_seed(7)
         network = KINDS[kind](Shape(hidden, vocabulary, depth, 2 * hidden, 2))
-        network.start(*(() if isinstance(network, LayerNetwork) else (output,)))
+        initialize(network, output)
         with torch.no_grad():
             for weight in network.parameters():
                 weight.add_(noise * torch.randn(weight.shape))

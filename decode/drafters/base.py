@@ -25,7 +25,7 @@ class Proposal:
     Attributes:
         scores: [R, V] logits or log-probabilities, or [R, n] those of the tokens `ids`; -inf where there is no token.
         ids: [R, n] int64; None = all tokens in order. Only proposals with ids may have rows without any token.
-        states: [R, H] hidden states that the scores were computed from, after `keep_states`.
+        states: [R, H] hidden states that the scores were computed from, which policies may read; None = none.
     """
 
     scores: Tensor
@@ -53,8 +53,8 @@ class Proposal:
 class Drafter:
     """Proposes candidates for S streams from the committed tokens. Rows of a round are fed depth by depth.
 
-    A drafter whose hidden states policies may read also has a method `keep_states()`, which returns their width H: from
-    then on proposals contain them.
+    A drafter whose hidden states policies may read also has a method `keep_states()`. It returns their width H, and
+    proposals contain them from then on.
 
     Attributes:
         layers: layers of the target that it reads the hidden states of, numbered as `hidden_states` of transformers:

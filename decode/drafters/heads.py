@@ -32,12 +32,11 @@ class HeadsDrafter(Drafter):
     def __init__(self, pair: Pair, network: MedusaHeads) -> None:
         self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
         self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
-        self._keeps, self.max_depth = False, network.shape.depth
+        self.max_depth = network.shape.depth
         self._last: dict[int, Tensor] = {}  # by stream [1, H], the state of the last token that the target has read
 
     def keep_states(self) -> int:
-        """Return the hidden states with every proposal from now on; the result is their width H."""
-        self._keeps = True
+        """Return the width H of the hidden states in proposals."""
         return self._network.shape.hidden
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
@@ -63,4 +62,4 @@ class HeadsDrafter(Drafter):
         logits = self._network.outputs[depth](states)
         if stream_of_row is not None:  # the same for all rows of a stream
             logits, states = logits[stream_of_row], states[stream_of_row]
-        return Proposal(logits.to(self._dtype), None, states if self._keeps else None)
+        return Proposal(logits.to(self._dtype), None, states)

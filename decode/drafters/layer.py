@@ -140,11 +140,8 @@ class LayerReader(Drafter):
 class LayerDrafter(LayerReader):
     """Proposes by the target's output layer on the layer's states; see `LayerReader`."""
 
-    _keeps = False
-
     def keep_states(self) -> int:
-        """Return the hidden states with every proposal from now on; the result is their width H."""
-        self._keeps = True
+        """Return the width H of the hidden states in proposals."""
         return self._network.shape.hidden
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
@@ -157,7 +154,7 @@ class LayerDrafter(LayerReader):
             states = self._read_candidates(round, depth, rows)
         fed = [(stream, row) for stream, stream_rows in rows for row in stream_rows]
         self._states |= zip(fed, states, strict=True)
-        return Proposal(self._output(states).to(self._dtype), None, states if self._keeps else None)
+        return Proposal(self._output(states).to(self._dtype), None, states)
 
     def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
         """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""

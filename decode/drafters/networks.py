@@ -57,14 +57,6 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(width, shape.hidden) for width in self.widths])
         self.outputs = nn.ModuleList([nn.Linear(shape.hidden, shape.vocabulary, bias=False) for _ in self.blocks])
 
-    @torch.no_grad()
-    def start(self, output: Tensor) -> None:
-        """Initialize with the target's output layer [V, H] after blocks that pass the state."""
-        for weight in self.blocks.parameters():
-            weight.zero_()
-        for weight in self.outputs.parameters():
-            weight.copy_(output)
-
     def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
         """Return [..., H], the input of a head's output layer.
 
@@ -84,14 +76,6 @@ class HydraHeads(MedusaHeads):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.residuals = nn.ModuleList([nn.Linear(width, shape.hidden, bias=False) for width in self.widths])
-
-    @torch.no_grad()
-    def start(self, output: Tensor) -> None:
-        """See `MedusaHeads.start`."""
-        super().start(output)
-        for weight in self.residuals.parameters():
-            weight.zero_()
-            weight[:, : self.shape.hidden].fill_diagonal_(1.0)
 
     def state(self, head: int, hidden: Tensor, path: Tensor | None) -> Tensor:
         """See `MedusaHeads.state`."""
@@ -129,15 +113,6 @@ class LayerNetwork(nn.Module):
         self.qkv, self.leave = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.gate_up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
         self.before, self.between, self.after = (nn.Parameter(torch.ones(width)) for _ in range(3))
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Initialize near the identity of the state, the best prediction of the next state before training."""
-        width = self.shape.hidden
-        self.enter.weight[:, width:] *= 0.1  # the columns that read the state
-        self.enter.weight[:, width:].diagonal().add_(1.0)
-        for layer in (self.leave, self.down):
-            layer.weight.mul_(0.1)
 
     def rotations(self, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [positions, 1, d] of rotary positions; the sine has the sign of the rotated half."""
@@ -201,7 +176,7 @@ KINDS: dict[str, Callable[[Shape], MedusaHeads | LayerNetwork]] = {
 
 
 def output_scale(config: Any) -> tuple[float, float]:
-    """Return factor f and cap c of a model with this config: logits are c tanh(f x / c) of the output layer's x; 0 = no cap."""
+    """Return factor f and cap c of a model: logits are c tanh(f x / c), of the output layer's x; c = 0 is no cap."""
     text = config.get_text_config()
 
     def number(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Runs an exported policy in `generate(custom_generate=...)`: transformers loads the code of the repository, which calls this.
+"""Runs an exported policy in `generate(custom_generate=...)`: the code of the repository calls this module.
 
 transformers 5.23 copies `custom_generate/generate.py` into a cache and calls its function with all arguments of `generate`,
 `assistant_model` and `tokenizer` included. Code is run only with `trust_remote_code=True`, also from a local folder. The

@@ -26,6 +26,7 @@ from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
+from .initial import initialize
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
 from .texts import Texts, record_texts
@@ -194,12 +195,9 @@ def _ends(pair: Pair) -> tuple[Any, Any]:
 def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
     network: Any = KINDS[kind](_shape(pair, kind, depth))
-    if isinstance(network, LayerNetwork):
-        network.start()
-        return network
-    # Heads have output layers of their own, which say logits as they are: they begin in the scale of the target's.
+    # The output layers of heads compute logits without a factor: they begin in the scale of the target's logits.
     weight = own_copy(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
-    network.start(weight * output_scale(pair.target.config)[0])
+    initialize(network, weight * output_scale(pair.target.config)[0])
     return network
 
 
