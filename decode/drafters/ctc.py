@@ -101,7 +101,7 @@ class CTCDrafter(LayerReader):
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
         self._ctc, self._blank = network, network.shape.vocabulary
-        self._depth = self.max_depth = self._extra_slots = network.shape.depth
+        self._depth = self.max_depth = network.shape.depth
         # By stream: symbol probabilities [t, V + 1] at t positions, the best symbols, the layer's state [1, H] at the last.
         self._positions: dict[int, Tensor] = {}
         self._best: dict[int, list[int]] = {}
@@ -116,7 +116,7 @@ class CTCDrafter(LayerReader):
             self._add_position(short)
         parts = [self._positions[stream] for stream, stream_rows in rows for _ in stream_rows]
         counts, positions = [len(part) for part in parts], pad_sequence(parts, batch_first=True)
-        if len({*counts}) > 1:
+        if min(counts) < max(counts):
             positions = first_positions(positions, upload(counts, self._device))
         prefixes = Prefixes.empty(positions)
         if depth:
@@ -169,20 +169,21 @@ Trie: TypeAlias = dict[int, "Trie"]
 SYMBOLS = parse_tree("medusa-63")
 """The tree of symbols. A row of depth d and rank r among its siblings is the r-th best symbol of position d."""
 
+_RANKS = {row: rank for children in SYMBOLS.children for rank, row in enumerate(children)}
+
 
 def collapsed(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
     """Return the candidates that the best symbols of each position collapse to, in descending order."""
     root: Trie = {}
-    paths: dict[int, list[int]] = {0: []}  # symbols by row of the tree
-    for parent, children in enumerate(SYMBOLS.children):
-        path = paths.get(parent)
-        if path is None or len(path) == len(symbols):
+    for path in SYMBOLS.paths[1:]:
+        ranks = [_RANKS[row] for row in path[1:]]
+        # A small vocabulary has fewer symbols.
+        if len(ranks) > len(symbols) or any(rank >= len(best) for rank, best in zip(ranks, symbols, strict=False)):
             continue
-        for child, symbol in zip(children, symbols[len(path)], strict=False):  # a small vocabulary has fewer
-            node, paths[child] = root, [*path, symbol]
-            for token, _ in groupby(paths[child]):
-                if token != blank:
-                    node = node.setdefault(token, {})
+        node = root
+        for token, _ in groupby(best[rank] for rank, best in zip(ranks, symbols, strict=False)):
+            if token != blank:
+                node = node.setdefault(token, {})
     return root
 
 

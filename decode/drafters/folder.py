@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import pydantic
 import safetensors.torch
@@ -30,8 +30,8 @@ from ..models.outputs import hidden_width
 from ..models.pair import Pair
 from .networks import KINDS, LayerNetwork, MedusaHeads, Shape
 
-DRAFTER_SCHEMA = 1
-DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE = "drafter.json", "weights.safetensors", "README.md"
+WEIGHTS_FILE: Final = "weights.safetensors"
+DRAFTER_FILE, CARD_FILE = "drafter.json", "README.md"
 
 
 @validated_dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
@@ -94,7 +94,7 @@ def save_drafter(trained: TrainedDrafter, path: str | Path) -> Path:
     tensors = trained.network.state_dict()
     weights = safetensors.torch.save({k: x.detach().to("cpu", torch.float32).contiguous() for k, x in tensors.items()})
     raw = {
-        "schema": DRAFTER_SCHEMA,
+        "schema": 1,
         "kind": trained.kind,
         "shape": dataclasses.asdict(trained.network.shape),
         "target": trained.target,

@@ -55,7 +55,6 @@ class LayerReader(Drafter):
 
     layers = (-1,)
     reading = "all"
-    _extra_slots = 0  # of a round, beyond its candidates
 
     def __init__(self, pair: Pair, network: LayerNetwork) -> None:
         self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
@@ -67,7 +66,8 @@ class LayerReader(Drafter):
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
         super().reserve(streams, tokens)
-        shape, slots, weight = self._network.shape, tokens + self._extra_slots, self._network.before
+        shape, weight = self._network.shape, self._network.before
+        slots = tokens + shape.depth  # CTC positions need slots beyond the candidates
         if self._cache.shape[2] <= slots or self._cache.shape[1] != streams:
             heads = shape.attention_heads
             # Keys and values [2, S, slots + 1, heads, d]; padding of short streams is written to the last slot.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -30,16 +30,13 @@ class TextIndex(ABC):
 
 
 class TextDrafter(Drafter):
-    """Base of drafters that search the committed tokens on the host. Subclasses define `_new_index`."""
+    """Base of drafters that search the committed tokens on the host, with an index of `new_index()` for each text."""
 
     reading = "nothing"
 
-    def __init__(self, pair: Pair) -> None:
-        self._device, self._dtype = pair.device, pair.logits_dtype
+    def __init__(self, pair: Pair, new_index: Callable[[], TextIndex]) -> None:
+        self._device, self._dtype, self._new_index = pair.device, pair.logits_dtype, new_index
         self.renew()
-
-    def _new_index(self) -> TextIndex:
-        raise NotImplementedError
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
@@ -79,7 +76,7 @@ class LookupIndex(TextIndex):
     """By context of at most `longest` tokens, the tokens that followed it."""
 
     def __init__(self, longest: int) -> None:
-        self._longest = longest
+        self.longest = longest
         self._last: list[int] = []  # at most `longest` tokens
         self._followers: dict[tuple[int, ...], list[int]] = {}
 
@@ -87,11 +84,11 @@ class LookupIndex(TextIndex):
         """See `TextIndex`."""
         for start in range(len(self._last)):
             self._followers.setdefault(tuple(self._last[start:]), []).append(token)
-        self._last = [*self._last, token][-self._longest :]
+        self._last = [*self._last, token][-self.longest :]
 
     def followers(self, path: Sequence[int]) -> dict[int, float]:
         """See `TextIndex`."""
-        context = [*self._last, *path][-self._longest :]
+        context = [*self._last, *path][-self.longest :]
         for start in range(len(context)):
             if followers := self._followers.get(tuple(context[start:])):
                 last = {token: at for at, token in enumerate(followers)}
@@ -117,8 +114,4 @@ class LookupDrafter(TextDrafter):
     def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
         if type(longest) is not int or longest < 1:  # excludes bool
             raise InputError(f"--drafter lookup: expected for longest a whole number of 1 or more, not {longest!r}")
-        self._longest = longest
-        super().__init__(pair)
-
-    def _new_index(self) -> LookupIndex:
-        return LookupIndex(self._longest)
+        super().__init__(pair, lambda: LookupIndex(longest))

@@ -119,9 +119,8 @@ class LayerNetwork(nn.Module):
         half = self.shape.hidden // self.shape.attention_heads // 2
         speed = 10_000.0 ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
         angle = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * speed
-        cos, sin = angle.cos(), angle.sin()
-        parts = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        return parts[0][:, None].to(dtype), parts[1][:, None].to(dtype)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
     def forward(self, embedded: Tensor, states: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """Return [S, n, H], predicted states of n tokens.

@@ -80,7 +80,7 @@ class DrafterSpec:
         options = dict(self.options)
         if self.path:
             options["path"] = change_path(self.path)
-        value = options.pop(_VALUES.get(self.name), None)
+        value = options.pop(_VALUES.get(self.name, ""), None)
         if self.min_confidence != MIN_CONFIDENCE:
             options["sure"] = f"{self.min_confidence:g}"
         query = "&".join(f"{key}={options[key]}" for key in sorted(options))

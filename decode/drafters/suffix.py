@@ -177,10 +177,7 @@ class SuffixDrafter(TextDrafter):
             if pair.tokenizer is None:
                 raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
             self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
-        super().__init__(pair)
-
-    def _new_index(self) -> SuffixIndex:
-        return SuffixIndex(self._shared)
+        super().__init__(pair, lambda: SuffixIndex(self._shared))
 
     def renew(self) -> None:
         """See `Drafter`; the file stays known."""

@@ -21,7 +21,7 @@ from ...policies.registry import load_policy
 from ...policies.storage import load_policy_folder
 from ...policies.text import read_json
 from ..drafters.spec import change_paths
-from .arguments import generate_arguments
+from .arguments import generate_arguments, refuse
 from .generate import check_draft_model, specstop_generate
 
 POLICY, DRAFTER, FIGURES = "policy", "drafter", "figures.json"
@@ -55,7 +55,7 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
     # `generate` does not pass `assistant_model` and `streamer` to a callable.
     draft = options.pop("assistant_model", None)
     if draft is not None and options.setdefault("draft_model", draft) is not draft:
-        raise InputError("specstop_generate: got both draft_model= and assistant_model=; pass one of them")
+        raise refuse("draft_model", "got both draft_model= and assistant_model=; pass one of them")
     exported = str(figures.get("drafter", "model"))
     check_draft_model(options.get("draft_model"), options.get("drafter", exported), "draft_model= or assistant_model=")
     options.setdefault("drafter", change_paths(exported, lambda path: str(folder / path)))

@@ -26,7 +26,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.errors import InputError
 from ...policies.latency.profile import Profile
 from ...policies.limits import is_within
 from ...policies.registry import PolicySpec, as_policy
@@ -41,7 +40,7 @@ from ..verify.noise import stream_key
 from ..verify.processors import STATELESS
 from ..verify.sampling import UNCHANGED, Shaping
 from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
-from .arguments import check_arguments
+from .arguments import check_arguments, refuse
 from .prefill import Prefill
 
 
@@ -92,10 +91,10 @@ def specstop_generate(
     Raises:
         InputError: a draft model is missing or superfluous, or an argument is not supported (`arguments`).
     """
-    check_draft_model(draft_model, drafter)
+    check_draft_model(draft_model, drafter, "draft_model= (assistant_model= does not reach a callable)")
     check_arguments(model, generation_config, model_kwargs, input_ids)
     if text_streamer is not None and len(input_ids) > 1:
-        raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
+        raise refuse("text_streamer", "a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
     max_length, eos = _limits(stopping_criteria or (), generation_config)
     settings = Settings(
@@ -145,20 +144,14 @@ def _ordinary_tensor(tokens: list[int]) -> Tensor:
         return torch.tensor(tokens)
 
 
-def check_draft_model(
-    draft: PreTrainedModel | None,
-    drafter: str,
-    expected: str = "draft_model= (assistant_model= does not reach a callable)",
-) -> None:
-    """Raise `InputError` if there is no such drafter, or if a draft model is missing or superfluous."""
+def check_draft_model(draft: PreTrainedModel | None, drafter: str, argument: str) -> None:
+    """Raise `InputError` if there is no such drafter, or if a draft model (an `argument`) is missing or superfluous."""
     check_drafter(drafter)
     needed = needs_draft(drafter)
     if needed and draft is None:
-        raise InputError(f"specstop_generate: expected {expected}")
+        raise refuse("draft_model", f"expected {argument}, which the drafter {drafter} reads")
     if not needed and draft is not None:
-        raise InputError(
-            f"specstop_generate: the drafter {drafter} takes no draft model; leave draft_model= or assistant_model= out"
-        )
+        raise refuse("draft_model", f"the drafter {drafter} takes no draft model; leave {argument} out")
 
 
 def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> tuple[int, tuple[int, ...]]:

@@ -132,7 +132,8 @@ class Prefill:
         if not _has_shape(mask, (len(self._ids), slots + 1)):
             expected = f"expected one column for each of the {slots} tokens, including cached ones"
             raise refuse("attention_mask", f"{expected}; leave it out if nothing is masked")
-        return ~mask[:, :-1].to(device).bool()
+        hidden: Tensor = ~mask[:, :-1].to(device).bool()
+        return hidden
 
     def _draft_prompt(self, row: int, hidden: Tensor, states: Tensor | None) -> tuple[list[int], Tensor | None]:
         """Return the unmasked token ids for the drafter and the hidden states of the target for these tokens."""

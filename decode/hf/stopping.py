@@ -42,8 +42,8 @@ class PolicyStoppingCriteria(StoppingCriteria):
         with PolicyStoppingCriteria(policy).riding(draft):
             target.generate(**inputs, assistant_model=draft)
 
-    transformers calls it from depth 1 on, does not pass on rows of the target, and verifies every drafted token: policies that
-    read these rows or hidden states, or leave out drawn tokens, are refused. Scores are processed: they are raw logits under
+    transformers calls it from depth 1 on, without the target's logits, and verifies all drafted tokens: policies that read
+    these logits or hidden states, or leave out drawn tokens, are refused. Scores are processed: they are raw logits under
     greedy decoding, and raw logits divided by the temperature if there is no other processor.
 
     Args:
@@ -57,14 +57,14 @@ class PolicyStoppingCriteria(StoppingCriteria):
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = validate_policy(as_policy(policy))
         self._host, self._layout = PolicyHost(self.policy), Layout(self.policy.features)
-        readable = (*RUN_FEATURES, *TOKEN_FEATURES)
-        missing = [*self.policy.hidden, *(name for name in self._layout.anchor if name not in readable)]
-        if temperature > 0:
-            missing += [name for name in self._layout.node if name.startswith("noisy_")]
+        missing = {*self.policy.hidden, *self._layout.anchor} - {*RUN_FEATURES, *TOKEN_FEATURES}
+        missing |= {name for name in self._layout.node if temperature > 0 and name.startswith("noisy_")}
         if missing:
-            raise PolicyError(f"{self.policy.name}: reads {', '.join(missing)}, which the stock assisted loop has not")
+            raise PolicyError(
+                f"{self.policy.name}: reads {', '.join(sorted(missing))}, which assisted generation has not"
+            )
         if is_trimming(self.policy):
-            raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; the stock assisted loop verifies them all")
+            raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; assisted generation verifies all of them")
         self._temperature, self._drafted = temperature, 0
         self._text: list[int] = []
         self.rounds: list[tuple[int, int]] = []
@@ -72,12 +72,12 @@ class PolicyStoppingCriteria(StoppingCriteria):
     @contextlib.contextmanager
     def riding(self, assistant: PreTrainedModel) -> Iterator[PolicyStoppingCriteria]:
         """Add this criterion to every draft of `assistant`, and disable transformers' stop rules, until the block ends."""
-        stock: Any = assistant.generate
+        original: Any = assistant.generate
 
         def generate(*args: Any, **kwargs: Any) -> Any:
             self._begin(kwargs["input_ids"][0].tolist())
             kwargs["stopping_criteria"] = StoppingCriteriaList([*kwargs.get("stopping_criteria", ()), self])
-            return stock(*args, **kwargs)
+            return original(*args, **kwargs)
 
         setattr(assistant, "generate", generate)  # noqa: B010 - the type checker refuses an assignment to a method
         try:

@@ -12,7 +12,7 @@ from ...decode.drafters.networks import HydraHeads, LayerNetwork, MedusaHeads
 def initialize(network: MedusaHeads | LayerNetwork, output: Tensor) -> None:
     """Initialize a network near the best prediction without training.
 
-    The output layers of heads are the target's, after blocks that pass the state. The layer is near the identity of the state.
+    The output layers of heads are the target's, after blocks that pass the state. A layer is near the identity of the state.
 
     Args:
         network: with random weights.

@@ -141,7 +141,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     assert isinstance(find_drafter("model", pair), ModelDrafter)
     lookup = find_drafter("lookup:7", pair)
     assert isinstance(lookup, LookupDrafter)
-    assert lookup._longest == 7
+    assert lookup._indexes[0].longest == 7
     for name in ("lookup:", "model:3", "medusa", "medusa:", "medusa?x=1", "suffix+modle", ""):
         with pytest.raises(
             InputError, match=r"^drafter: expected model, lookup, .*, ctc-released:PATH, .*, not "

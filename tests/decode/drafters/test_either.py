@@ -108,7 +108,7 @@ def test_the_first_has_options_of_its_own(pair: Pair, tmp_path: Path) -> None:
     assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
     assert (found.carries, len(found._first._file), found._min_confidence) == (True, 3, 0.7)
     assert isinstance(found._other, FallbackDrafter) and isinstance(found._other._first, LookupDrafter)
-    assert (found._other._first._longest, found._other.carries) == (4, False)
+    assert (found._other._first._indexes[0].longest, found._other.carries) == (4, False)
     assert isinstance(find_drafter(f"suffix:{file}", pair), SuffixDrafter)
     assert paths_of(f"suffix:{file}?keep=1+medusa:a+b") == [str(file), "a+b"]
 

@@ -75,11 +75,15 @@ def pair(plain_pair: Pair) -> Pair:
 
 def test_they_are_named_as_policies_are(pair: Pair) -> None:
     made = find_drafter("copycat", pair)
-    assert isinstance(made, LookupDrafter) and made._longest == 2
+    assert isinstance(made, LookupDrafter) and made._indexes[0].longest == 2
     made = find_drafter("copycat?longest=5&share=0.5", pair)
-    assert (made._longest, made.share) == (5, 0.5)
+    assert (made._indexes[0].longest, made.share) == (5, 0.5)
     both = find_drafter("copycat?longest=5&sure=0.7+model", pair)
-    assert isinstance(both, FallbackDrafter) and both._first._longest == 5 and isinstance(both._other, ModelDrafter)
+    assert (
+        isinstance(both, FallbackDrafter)
+        and both._first._indexes[0].longest == 5
+        and isinstance(both._other, ModelDrafter)
+    )
     assert isinstance(find_drafter("suffix+copycat?longest=3", pair)._other, LookupDrafter)
 
 

@@ -212,7 +212,7 @@ def test_a_streamer_gets_what_generate_would_give_it(
     ("options", "message"),
     [
         ({"draft_model": None}, r"expected draft_model= \(assistant_model= does not reach a callable\)"),
-        ({"drafter": "lookup"}, "the drafter lookup takes no draft model; leave draft_model= or assistant_model= out"),
+        ({"drafter": "lookup"}, "the drafter lookup takes no draft model; leave draft_model="),
         ({"num_beams": 3}, "beam search is not speculative; expected num_beams=1"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: a round does not return"),
         ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),
