@@ -131,21 +131,24 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     return [DrafterSpec(text, name, options, float(sure)), *parse_spec(rest)]
 
 
+def _form(name: str) -> str:
+    """Return how a drafter is written, such as `suffix:PATH`."""
+    return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
+
+
 @_as_input_error()
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
-        is_trained, exists = part.name in NETWORKS, part.name in BUILTINS or DRAFTER_PLUGINS.find(part.name)
-        if exists and "" not in part.options and not (is_trained and set(part.options) != {"path"}):
-            continue
-        plugins = sorted(DRAFTER_PLUGINS.usable())
-        names = [*BUILTINS, *plugins]
-        trained = ", ".join(f"{name}:PATH" for name in NETWORKS)
-        more = f", a plugin as NAME?key=value ({', '.join(plugins)})" if plugins else ""
-        raise InputError(
-            f"--drafter: expected model, lookup, lookup:LENGTH, suffix, suffix:FILE, {trained}{more}, or two such as "
-            f"suffix+model, not {part.text!r}{'' if part.name in names else close_match(part.name, names)}"
-        )
+        exists = part.name in BUILTINS or DRAFTER_PLUGINS.find(part.name)
+        lacks_path = part.name in NETWORKS and set(part.options) != {"path"}
+        if not exists or lacks_path or "" in part.options:
+            names = [*BUILTINS, *sorted(DRAFTER_PLUGINS.usable())]
+            match = "" if part.name in names else close_match(part.name, names)
+            raise InputError(
+                f"--drafter: expected one of {', '.join(map(_form, names))}, or two such as suffix+model, not "
+                f"{part.text!r}{match}; options are written NAME?key=value"
+            )
 
 
 @_as_input_error()
@@ -177,11 +180,8 @@ def change_paths(name: str, change: Callable[[str], str]) -> str:
 
 def listed_drafters() -> list[PluginInfo]:
     """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
-    rows = {}
-    for name, build in BUILTINS.items():
-        value = f":{_VALUES[name].upper()}" if name in _VALUES else ""
-        train = f" of `specstop train-drafter --kind {NETWORKS[name]}`" if name in NETWORKS else ""
-        rows[name] = build.__module__, name + value + train
+    trained = " of `specstop train-drafter`"
+    rows = {name: (build.__module__, _form(name) + trained * (name in NETWORKS)) for name, build in BUILTINS.items()}
     return DRAFTER_PLUGINS.listed(rows, _usage)
 
 

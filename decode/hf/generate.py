@@ -26,8 +26,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.latency.profile import Profile
-from ...policies.errors import InputError
 from ...policies.limits import is_within
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy

@@ -144,7 +144,7 @@ def test_drafters_by_name(pair: Pair) -> None:
     assert lookup._indexes[0].longest == 7
     for name in ("lookup:", "model:3", "medusa", "medusa:", "medusa?x=1", "suffix+modle", ""):
         with pytest.raises(
-            InputError, match=r"^drafter: expected model, lookup, .*, ctc-released:PATH, .*, not "
+            InputError, match=r"^drafter: expected one of model, lookup:LONGEST, .*, ctc-released:PATH, .*, not "
         ) as error:
             find_drafter(name, pair)
         assert repr(name.rpartition("+")[2]) in str(error.value)

@@ -195,9 +195,9 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
         ("hydra:nowhere", "drafter: nowhere: expected the folder of a drafter"),
         ("suffix:words.txt", "drafter: suffix:words.txt reads the file words.txt"),
         ("suffix?path=words.txt", "reads the file words.txt"),
-        ("suffix+hydrra:heads", "drafter: expected model, lookup"),
-        ("hydra", "drafter: expected model, lookup"),
-        ("hydra:heads?deep=1", "drafter: expected model, lookup"),
+        ("suffix+hydrra:heads", "drafter: expected one of model, lookup"),
+        ("hydra", "drafter: expected one of model, lookup"),
+        ("hydra:heads?deep=1", "drafter: expected one of model, lookup"),
     ],
 )
 def test_a_drafter_that_cannot_be_exported_is_refused(drafter: str, message: str, tmp_path: Path) -> None:

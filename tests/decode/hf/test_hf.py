@@ -217,7 +217,7 @@ def test_a_streamer_gets_what_generate_would_give_it(
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: a round does not return"),
         ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),
         ({"tree": "x"}, "tree: expected widths"),
-        ({"drafter": "medusa"}, "drafter: expected model, lookup"),
+        ({"drafter": "medusa"}, "drafter: expected one of model, lookup"),
         ({"tree": "3,2", "verification": "block", "do_sample": True}, "block: expected a chain"),
     ],
 )
