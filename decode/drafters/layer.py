@@ -102,7 +102,10 @@ class LayerReader(Drafter):
             parts.append(LayerInput(stream, tokens, states, slots, slots, visible))
             self._texts[stream] = _Stream([], [states[-1:]], end - 1)
         out = self._run(parts)
-        return out[0, -1:] if len(rows) == 1 else out[range(len(rows)), [len(part.tokens) - 1 for part in parts]]
+        if len(rows) == 1:
+            return out[0, -1:]
+        last = upload([range(len(rows)), [len(part.tokens) - 1 for part in parts]], self._device)
+        return out[last[0], last[1]]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._embedding(tokens)
