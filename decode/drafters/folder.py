@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import pydantic
 import safetensors.torch
@@ -21,28 +21,28 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from safetensors import SafetensorError
 from torch import nn
 
+from ...policies.display import markdown_cell
 from ...policies.errors import InputError, SpecstopError
-from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
-from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
-from ...policies.text import markdown_cell
-from ..models.cpu import can_pack, pack
+from ...policies.files import staged_folder, write_atomic, write_json
+from ...policies.safe_loading import CARD_FILE, MAX_TEXT_BYTES, WEIGHTS_FILE, digest, read_files, read_signed_json
+from ..models.engine import pack_weights, packed_refusal
 from ..models.outputs import hidden_width
 from ..models.pair import Pair
 from .networks import KINDS, LayerNetwork, MedusaHeads, Shape
 
-WEIGHTS_FILE: Final = "weights.safetensors"
-DRAFTER_FILE, CARD_FILE = "drafter.json", "README.md"
+DRAFTER_FILE = "drafter.json"
+KEYS = ("kind", "shape", "target", "files", "provenance", "metrics")
 
 
 @validated_dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
 class DrafterFile:
     """The contents of `drafter.json`."""
 
-    schema: Literal[1]
+    schema: int
     kind: Literal["medusa", "hydra", "ctc", "layer"]
     shape: Shape
     target: str
-    files: dict[Literal["weights.safetensors"], str]
+    files: dict[str, str]
     provenance: dict[str, Any]
     metrics: dict[str, Any]
     sha256: str
@@ -80,8 +80,8 @@ class TrainedDrafter:
                 "(specstop train-drafter)"
             )
         network = self.network.to(pair.device, pair.target.dtype).requires_grad_(False).eval()
-        if not can_pack(pair.device, pair.target.dtype):  # it returns the reason why not
-            pack(network)  # in place: this network cannot be saved any more
+        if not packed_refusal(pair.device, pair.target.dtype):
+            pack_weights(network)  # in place: this network cannot be saved any more
         return network
 
 
@@ -124,31 +124,28 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
     try:
         if not (folder / DRAFTER_FILE).exists():
             raise InputError(f"expected the folder of a drafter with the file {DRAFTER_FILE}, which does not exist")
-        raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
+        raw = read_signed_json(folder / DRAFTER_FILE, 1, KEYS)
         header = pydantic.TypeAdapter(DrafterFile).validate_json(json.dumps(raw))
-        check_digest(raw, DRAFTER_FILE)
         if kind not in (None, header.kind):
             raise InputError(f"it is a drafter of the kind {header.kind}; write {header.kind}:{path}")
         with torch.device("meta"):  # nothing is allocated for sizes that the file does not confirm
             network = KINDS[header.kind](header.shape)
         if weights:
-            _load_weights(network, folder, header.files.get(WEIGHTS_FILE, ""))
+            _load_weights(network, folder, header.files)
     except (ValueError, RuntimeError, OSError, SafetensorError) as error:  # `SpecstopError` is a `ValueError`
         reason = error.command_line if isinstance(error, SpecstopError) else " ".join(str(error).split())[:200]
         raise InputError(f"--drafter: {path}: {reason}") from None
-    return TrainedDrafter(header.kind, network, header.target, header.provenance, header.metrics, header.sha256[:16])
+    identity = header.sha256[:16]
+    return TrainedDrafter(header.kind, network, header.target, header.provenance, header.metrics, identity)
 
 
-def _load_weights(network: nn.Module, folder: Path, checksum: str) -> None:
+def _load_weights(network: nn.Module, folder: Path, files: Mapping[str, str]) -> None:
     """Load the weights after validating file names, size, checksum, types and shapes."""
-    check_folder(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE, (CARD_FILE, RUN_FILE))
-    size = MOST_TEXT + sum(
-        4 * math.prod(tensor.shape) for tensor in network.state_dict().values()
-    )  # of header and numbers
-    data = read_plain(folder / WEIGHTS_FILE, size)
-    if hashlib.sha256(data).hexdigest() != checksum:
-        raise InputError(f"{WEIGHTS_FILE} is not the file that {DRAFTER_FILE} was written with (its checksum differs)")
-    network.load_state_dict(safetensors.torch.load(data), assign=True)
+    if set(files) != {WEIGHTS_FILE}:
+        raise InputError(f"expected the weights in {WEIGHTS_FILE} only")
+    size = MAX_TEXT_BYTES + sum(4 * math.prod(x.shape) for x in network.state_dict().values())  # header and numbers
+    weights = read_files(folder, DRAFTER_FILE, files, size)[WEIGHTS_FILE]
+    network.load_state_dict(safetensors.torch.load(weights), assign=True)
     for name, tensor in network.state_dict().items():
         if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
             raise InputError(f"weights: {name}: expected finite numbers of float32")

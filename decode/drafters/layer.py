@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ...policies.contract import Array
-from ..models.attention import without_cudnn
-from ..models.device import upload
+from ..models.device import upload, without_cudnn
 from ..models.pair import Pair
 from ..models.view import layer_view
 from ..round_state import RoundState, Rows
@@ -46,11 +45,7 @@ class LayerReader(Drafter):
     """Runs a layer with a key-value cache: committed tokens with the target's states, candidates with the layer's own.
 
     Slot i of the cache belongs to token i + 1 of a text, which is read with the state of token i. Candidates are overwritten:
-    once accepted they are read again, with the target's states.
-
-    Args:
-        pair: target that the network was trained for.
-        network: layer on the target's device.
+    once accepted they are read again, with the target's states. The network is on the target's device.
     """
 
     layers = (-1,)

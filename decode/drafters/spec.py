@@ -14,17 +14,17 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
+from ...policies.host import plugin_errors
 from ...policies.plugins import (
     DRAFTER_PLUGINS,
     PluginInfo,
     check_options,
-    known_names,
     parameters,
     read_number,
-    read_options,
+    set_option,
     split_first,
+    split_spec,
 )
-from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, Drafter
@@ -113,16 +113,12 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     Raises:
         InputError: an option is not `key=value` or is given twice, or `sure` is not between 0 and 1.
     """
-    first, rest = split_first(text, known_names(text))
-    head, _, query = first.partition("?")
-    name, colon, value = head.partition(":")
+    first, rest = split_first(text)
     where = f"--drafter: {text!r}"
-    options = read_options(query, where)
-    if colon:
+    name, value, options = split_spec(first, where)
+    if value is not None:
         parameter = _VALUES.get(name, "") if value else ""
-        if parameter in options:
-            raise PolicyError(f"{where}: {parameter} is given twice; give it once")
-        options[parameter] = value if parameter == "path" else read_number(value)
+        set_option(options, parameter, value if parameter == "path" else read_number(value), where)
     if rest is None:
         return [DrafterSpec(text, name, options)]
     sure = options.pop("sure", MIN_CONFIDENCE)
@@ -244,7 +240,7 @@ def _build(part: DrafterSpec, pair: Pair) -> Drafter:
     if part.attribute("needs_draft"):
         _ = pair.draft_model  # raises an error if there is none
     build = DRAFTER_PLUGINS.load(point) if point else BUILTINS[part.name]
-    check_options(parameters(build, where), where, part.options, (pair,))
+    check_options(build, where, part.options, pair)
     if point is None:
         return build(pair, **part.options)
     with plugin_errors("--drafter", f"constructing {part.text!r} ({point.value})"):

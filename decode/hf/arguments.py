@@ -15,27 +15,20 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ...policies.errors import InputError
-from ..verify.model_defaults import APPLIED
+from ..verify.sampling import NEUTRAL
 
 
 def _by_name(names_by_reason: Mapping[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in names_by_reason.items() for name in names.split()}
 
 
-SUPPORTED = (
-    frozenset(APPLIED)
-    | _by_name(
-        {
-            "limits, logits processors, stopping criteria or input ids": (
-                "max_length max_new_tokens max_time do_sample temperature watermarking_config num_return_sequences "
-                "return_dict_in_generate pad_token_id bos_token_id eos_token_id stop_strings token_healing disable_compile"
-            ),
-            "no effect on sampling and greedy decoding, also in transformers": (
-                "early_stopping length_penalty decoder_start_token_id max_cache_len transformers_version"
-            ),
-        }
-    ).keys()
-)
+SUPPORTED = {
+    *(NEUTRAL.keys() - {"no_repeat_ngram"}), "no_repeat_ngram_size", "max_length", "max_new_tokens", "max_time", "do_sample",
+    "temperature", "watermarking_config", "num_return_sequences", "return_dict_in_generate", "pad_token_id", "bos_token_id",
+    "eos_token_id", "stop_strings", "token_healing", "disable_compile",
+    # Without effect on sampling and greedy decoding, also in transformers.
+    "early_stopping", "length_penalty", "decoder_start_token_id", "max_cache_len", "transformers_version",
+}  # fmt: skip
 """Supported fields of `GenerationConfig`. transformers raises an error for stop strings and healing without a tokenizer."""
 
 REFUSED = _by_name(
@@ -101,17 +94,7 @@ def refuse(name: str, reason: str) -> InputError:
 
 
 def check_arguments(model: PreTrainedModel, config: GenerationConfig, inputs: Mapping[str, Any], ids: Tensor) -> None:
-    """Raise an error for arguments of `generate` that the loop does not support.
-
-    Args:
-        model: The target.
-        config: Generation config of the call, completed by `generate`.
-        inputs: Other inputs of the model.
-        ids: [B, n] token ids.
-
-    Raises:
-        InputError: An argument is unknown or unsupported, or there are no token ids.
-    """
+    """Raise `InputError` for arguments of `generate` that are unknown or not supported, and if there are no token ids."""
     for name, value in generate_arguments().items():
         if name not in PARAMETERS and value is not None and value is not False:
             raise refuse(name, DROPPED.get(name, _LATER))

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriter
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.registry import load_policy
+from ...policies.safe_loading import read_json
 from ...policies.storage import load_policy_folder
-from ...policies.text import read_json
 from ..drafters.spec import change_paths
 from .arguments import generate_arguments, refuse
 from .generate import check_draft_model, specstop_generate

@@ -26,20 +26,19 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.limits import is_within
+from ...policies.host import with_costs
+from ...policies.limits import LIMITS
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ...policies.validation import with_costs
 from ..drafters.spec import check_drafter, find_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
+from ..verify.conditions import warn_if_unmeasured, warn_if_untrained
 from ..verify.grammar import XGrammarProcessor, is_xgrammar
 from ..verify.noise import stream_key
-from ..verify.processors import STATELESS
-from ..verify.sampling import UNCHANGED, Shaping
-from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
+from ..verify.sampling import STATELESS, UNCHANGED, SamplingParams
 from .arguments import check_arguments, refuse
 from .prefill import Prefill
 
@@ -108,8 +107,8 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=eos)
     rule = with_costs(as_policy(policy), profile)
     settings = settings.for_policy(rule)
-    tell_if_untrained(rule, settings)
-    tell_if_unmeasured(profile, [rule], settings, drafter)
+    warn_if_untrained(rule, settings, config=generation_config)
+    warn_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
     prefill = Prefill(speculator.target.model, input_ids, model_kwargs, getattr(generation_config, "_mask_length", -1))
     if text_streamer is not None:
@@ -163,20 +162,22 @@ def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> t
     return int(limit), tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
 
 
-def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[Shaping, float]:
+def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[SamplingParams, float]:
     """Return the processors and the temperature: 0 for greedy decoding, 1 if the processors contain it."""
     match list(processors or ()):
         # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that
         # the same temperatures are accepted with and without other processors.
-        case [TemperatureLogitsWarper(temperature=value)] if is_sampling and is_within("temperature", value):
+        case [TemperatureLogitsWarper(temperature=value)] if is_sampling and not LIMITS["temperature"].requirement(
+            value
+        ):
             return UNCHANGED, float(value)
         case several:
-            return dataclasses.replace(UNCHANGED, processors=tuple(several)), 1.0 if is_sampling else 0.0
+            return UNCHANGED.with_processors(several), 1.0 if is_sampling else 0.0
 
 
-def _of_row(shaping: Shaping, row: int) -> Shaping:
+def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
     """Return the processors for one row of the batch: some hold a value per row or receive the row number."""
-    return dataclasses.replace(shaping, processors=tuple(_processor_of_row(one, row) for one in shaping.processors))
+    return shaping.with_processors([_processor_of_row(one, row) for one in shaping.processors])
 
 
 def _processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:

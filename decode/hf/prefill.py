@@ -24,16 +24,9 @@ _LOOP_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values"
 
 
 class Prefill:
-    """The first step of `generate` for a batch.
+    """The first step of `generate` for a batch of token ids [B, n], and other `inputs`, which are not modified.
 
-    Args:
-        model: The target, a `PreTrainedModel`.
-        input_ids: [B, n] token ids.
-        inputs: Other model inputs prepared by `generate`. They are not modified, including the cache.
-        mask_length: Number of columns of an attention mask of ones, which `generate` removes; -1 if there was none.
-
-    Raises:
-        InputError: The type of the cache is not supported.
+    `mask_length` is the number of columns of an attention mask of ones, which `generate` removes; -1 if there was none.
     """
 
     def __init__(self, model: Any, input_ids: Tensor, inputs: Mapping[str, Any], mask_length: int = -1) -> None:
@@ -57,8 +50,7 @@ class Prefill:
     def left_padding(self, padded: bool = True) -> list[int] | None:
         """Return the left padding of each row, or None if the prompt is not token ids at positions from 0 after left padding.
 
-        Args:
-            padded: Whether padding has no effect on the logits of the target (`Reading`).
+        `padded` is whether padding has no effect on the logits of the target (`Reading`).
         """
         ids, count, device = self._ids, self._ids.shape[1], self._ids.device
         input_ids, mask, positions = (self.inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
@@ -79,14 +71,7 @@ class Prefill:
 
     @torch.no_grad()
     def read(self, target: CachedModel) -> list[ReadPrompt]:
-        """Read the prompts with the target, and one more token to determine how `generate` continues.
-
-        Returns:
-            One prompt per row.
-
-        Raises:
-            InputError: The attention mask does not cover all tokens.
-        """
+        """Read the prompts of all rows with the target, and one more token to determine how `generate` continues."""
         model: Any = target.model
         out = target.call(**self.inputs, return_dict=True)
         logits, states = target.answer(out, 1)
@@ -149,11 +134,7 @@ class Prefill:
 
 
 def copy_cache(cache: Any) -> DynamicCache:
-    """Return a shallow copy of a cache. Later calls replace the shared tensors instead of modifying them.
-
-    Raises:
-        InputError: The cache has layers that are updated in place.
-    """
+    """Return a shallow copy of a cache; raise `InputError` if its tensors would be updated in place by later calls."""
     types = {type(layer) for layer in getattr(cache, "layers", [])}
     if type(cache) is not DynamicCache or not types <= {DynamicLayer, DynamicSlidingWindowLayer} or cache.offloading:
         raise refuse(

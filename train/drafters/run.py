@@ -18,11 +18,11 @@ from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, Shape, output_scale, scale_output
 from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
-from ...decode.models.placement import own_copy
+from ...decode.models.placement import copy_to_host
+from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
@@ -138,8 +138,8 @@ def check_asked(
 ) -> None:
     """Refuse what `train_drafter` can refuse before models are loaded; see there."""
     check_limits(depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    check_limit("depth", depth, least=1)
-    check_limit("max-new-tokens", max_new_tokens, least=depth + 3)
+    check_limit("depth", depth, low=1)
+    check_limit("max-new-tokens", max_new_tokens, low=depth + 3)
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
     prepare_output_dir(out, overwrite=overwrite, inputs=[options.checkpoints])
@@ -188,7 +188,7 @@ def _fitted(
 def _ends(pair: Pair) -> tuple[Any, Any]:
     """Return copies of the target's embeddings and of what makes its logits, float32 on the CPU, where Lightning begins."""
     modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
-    embedding, output = (own_copy(module).requires_grad_(False) for module in modules)
+    embedding, output = (copy_to_host(module).requires_grad_(False) for module in modules)
     return embedding, scale_output(output, pair.target.config)
 
 
@@ -196,7 +196,7 @@ def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
     network: Any = KINDS[kind](_shape(pair, kind, depth))
     # The output layers of heads compute logits without a factor: they begin in the scale of the target's logits.
-    weight = own_copy(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
+    weight = copy_to_host(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
     initialize(network, weight * output_scale(pair.target.config)[0])
     return network
 

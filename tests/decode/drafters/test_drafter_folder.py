@@ -104,7 +104,7 @@ def weigh(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Non
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no json": (lambda f: (f / DRAFTER_FILE).unlink(), "drafter.json, which does not exist"),
+    "no json": (lambda f: (f / DRAFTER_FILE).unlink(), "drafter.json"),
     "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), "weights.safetensors"),
     "another schema": (lambda f: edit(f, lambda r: r.update(schema=2)), "schema"),
     "a lost key": (lambda f: edit(f, lambda r: r.pop("target")), "target"),
@@ -116,10 +116,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shape of words": (lambda f: edit(f, lambda r: r["shape"].update(depth="3")), "depth"),
     "a lost size": (lambda f: edit(f, lambda r: r["shape"].pop("hidden")), "hidden"),
     "another shape": (lambda f: edit(f, lambda r: r["shape"].update(depth=2)), "blocks.2.bias"),
-    "other weights": (lambda f: (f / WEIGHTS_FILE).write_bytes(b"0" * 64), "weights.safetensors is not the file that"),
+    "other weights": (lambda f: (f / WEIGHTS_FILE).write_bytes(b"0" * 64), "weights.safetensors"),
     "too much": (lambda f: (f / WEIGHTS_FILE).write_bytes(bytes(1 << 25)), "expected at most"),
-    "a pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01."), "that drafter.json does not name"),
-    "code": (lambda f: (f / "drafter.py").write_text("1/0"), "that drafter.json does not name"),
+    "a pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01."), "not listed in drafter.json"),
+    "code": (lambda f: (f / "drafter.py").write_text("1/0"), "not listed in drafter.json"),
     "not finite": (lambda f: weigh(f, lambda t: t["blocks.0.bias"].fill_(torch.nan)), "blocks.0.bias"),
     "half of it": (lambda f: weigh(f, lambda t: t.update({"blocks.0.bias": torch.zeros(16).half()})), "float32"),
 }  # fmt: skip
