@@ -23,7 +23,6 @@ from ..policies.host import PolicyHost, validate_policy
 from ..policies.limits import check_limits
 from ..policies.profile import Profile
 from .drafters import Drafter, find_drafter
-from .drafters.base import carries
 from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
@@ -143,16 +142,14 @@ class Speculator:
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
         self._host.reset()
-        if hasattr(self._drafter, "renew"):
-            self._drafter.renew()
+        self._drafter.renew()
 
     @torch.inference_mode()
     def prepare(self, lengths: Sequence[int]) -> None:
         """Record CUDA graphs for chains in texts of these lengths, so that no timed round does."""
         self._source.reserve(max(lengths))
         self._source.target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
-        if hasattr(self._drafter, "prepare"):
-            self._drafter.prepare(lengths)
+        self._drafter.prepare(lengths)
 
     @property
     def target(self) -> CachedModel:
@@ -167,7 +164,7 @@ class Speculator:
     @property
     def carries(self) -> bool:
         """Whether policy or drafter carry state from text to text. Rounds then depend on the order of texts."""
-        return self.policy.carries or carries(self._drafter)
+        return self.policy.carries or self._drafter.carries
 
     def generate(
         self,

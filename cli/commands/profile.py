@@ -69,7 +69,7 @@ def profile(
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
     from ...collect.facts import facts
-    from ...decode.drafters.spec import drafts_in_turn
+    from ...decode.drafters.spec import parse_spec
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
     from ...decode.settings import Settings
@@ -126,7 +126,7 @@ def profile(
         save_config(saved.parent, saved.name)
     if measured.noise is not None and measured.noise.is_noisy:
         say(f"warning: {measured.noise.text}")
-    if drafts_in_turn(pair.drafter):
+    if len(parse_spec(pair.drafter)) > 1:
         say(
             f"warning: {pair.drafter}: a draft step has one price here, whichever drafts, nearest to that of the one that "
             "drafts most on these prompts; `specstop combine` prices each by a profile of its own"

@@ -70,7 +70,7 @@ def replayed_batch(arrays: Any, policy: Any, profile: Any, batch: int) -> Any:
 
 def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, Any]:
     """Write the folder for `generate(custom_generate=...)` of a policy and return its figures."""
-    from specstop.decode.hf.export import deploy_hf
+    from specstop.train.export.hf import deploy_hf
 
     return deploy_hf(policy, out, drafter=drafter)
 
