@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from ..policies.splitmix import mix
+from ..policies.counter_rng import mix
 from ..policies.typing import Array
 from ..policies.validation import validate_policy
 

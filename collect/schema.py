@@ -179,7 +179,7 @@ class Header:
     def hidden_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a recorded hidden state in a row: [N, H], or [H] for one of the anchor."""
         width = self.hidden[name]
-        return (width,) if HIDDEN_STATES[name].kind is Kind.ANCHOR else (len(self.topology), width)
+        return (width,) if HIDDEN_STATES[name] is Kind.ANCHOR else (len(self.topology), width)
 
     def to_json(self) -> str:
         """Return the header as JSON."""

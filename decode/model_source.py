@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
-from ..policies.history import History
+from ..policies.features import History
 from ..policies.typing import Array
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader

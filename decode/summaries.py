@@ -268,7 +268,7 @@ def read_columns(
     scores: Tensor | None = None,
     best: Sequence[Sequence[float]] | Tensor | None = None,
 ) -> Array:
-    """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path (`Columns.read`).
+    """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path.
 
     Args:
         columns: of the features.
@@ -284,7 +284,7 @@ def read_columns(
         columns.write(summary, drawn, temperature, out)
         return summary.path
     rows, *others = arrays
-    return columns.read(rows, drawn, temperature, out, *others)
+    return summarise_arrays(columns.needs, rows, drawn, temperature, *others, columns.codes, out).path
 
 
 def _arrays(

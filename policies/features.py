@@ -5,7 +5,7 @@
 | ANCHOR | before drafting: read from the target's row that the anchor token was drawn from |
 | PRE | with q_j: a function of the context and the draft's distribution at depth j |
 | POST | with x_j: depends on the drawn token |
-| HISTORY | from earlier rounds (`history`); never stored in a trace |
+| HISTORY | from earlier rounds (`History`); never stored in a trace |
 
 Probability features read the raw logits at temperature 1, whatever the sampling temperature. Only `drawn_prob` reads the
 distribution that is sampled from, and the `noisy_*` features read that distribution plus Gumbel noise. At temperature 0
@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from .arguments import as_list
 from .contract import StopPolicy
 from .errors import PolicyError, close_match
-from .history import History, history_columns
 from .kernels import on_first_use
 from .typing import Array
 
@@ -41,16 +40,19 @@ BOUND = 30.0
 """Noisy margins are clipped to +-BOUND. Where only one token can be drawn the margin is infinite, a value that no head has
 seen in training. Under shared noise a margin of 30 occurs once in 1e13 draws."""
 
+PAST_WEIGHT = 0.8
+"""Weight of earlier rounds in the running means."""
+
 MAX_HALF = float(np.finfo(np.float16).max)
 NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
 
-kernels = on_first_use("features")
+feature_kernels, round_kernels = on_first_use("features"), on_first_use("rounds")
 
 # Definitions
 
 
 class Code(enum.IntEnum):
-    """Formula of a column in `kernels.features.write_columns`; `PROBABILITY + k` is the probability of rank k."""
+    """Formula of a column in `kernels.features`; `PROBABILITY + k` is the probability of rank k."""
 
     MARGIN = 0
     LARGEST = 1
@@ -97,13 +99,7 @@ class Needs:
     noisy: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(
-            max(self.ranks, other.ranks),
-            self.spread or other.spread,
-            self.sampled or other.sampled,
-            self.path or other.path,
-            self.noisy or other.noisy,
-        )
+        return Needs(*map(max, astuple(self), astuple(other)))
 
 
 NOTHING, LARGEST, NOISY = Needs(), Needs(1), Needs(noisy=True)
@@ -166,8 +162,9 @@ _ALL = (
             code=Code.PARENT_TOKEN),
     Feature("depth", Kind.POST, "j", 0.0, _INF, code=Code.DEPTH),
     Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, _INF, code=Code.RANK),
-    Feature("mean_accepted", Kind.HISTORY, "running mean of min(A, k), weight 0.8 on the past", 0.0, _INF),
-    Feature("mean_full", Kind.HISTORY, "running mean of full acceptance, weight 0.8 on the past", 0.0, 1.0),
+    # In the order of `History.record`.
+    Feature("mean_accepted", Kind.HISTORY, f"running mean of min(A, k), weight {PAST_WEIGHT} on the past", 0.0, _INF),
+    Feature("mean_full", Kind.HISTORY, f"running mean of full acceptance, weight {PAST_WEIGHT} on the past", 0.0, 1.0),
     Feature("last_accepted", Kind.HISTORY, "min(A, k) of the last round", 0.0, _INF),
     Feature("last_verified", Kind.HISTORY, "k of the last round", 0.0, _INF),
 )  # fmt: skip
@@ -192,6 +189,15 @@ RUN_FEATURES = ("temperature",)
 ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR and f.name not in RUN_FEATURES)
 """Recorded once per anchor."""
 
+HISTORY_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.HISTORY)
+
+DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
+HIDDEN_STATES = {
+    DRAFT_HIDDEN: Kind.PRE,  # the state that q_j is computed from; 0 at depth 0
+    TARGET_HIDDEN: Kind.ANCHOR,  # the state of the row that the anchor was drawn from
+}
+"""The last hidden states of the models, by name: when each is known."""
+
 
 def feature(name: str) -> Feature:
     """Return the feature called `name`; raise `PolicyError` if there is none."""
@@ -203,49 +209,26 @@ def feature(name: str) -> Feature:
         ) from None
 
 
-@dataclass(frozen=True)
-class HiddenState:
-    """A named hidden state."""
-
-    name: str
-    kind: Kind
-    definition: str
-
-
-DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
-_DRAFT = "the draft's last hidden state, from which q_j is computed; 0 at depth 0"
-_TARGET = "the target's last hidden state of the row that the anchor was drawn from"
-HIDDEN_STATES: dict[str, HiddenState] = {
-    DRAFT_HIDDEN: HiddenState(DRAFT_HIDDEN, Kind.PRE, _DRAFT),
-    TARGET_HIDDEN: HiddenState(TARGET_HIDDEN, Kind.ANCHOR, _TARGET),
-}
-
-
-def check_hidden(names: Iterable[str], who: str = "") -> tuple[str, ...]:
-    """Return the names of hidden states, each once, in the order of `HIDDEN_STATES`; raise `PolicyError` if unknown."""
+def check_hidden(names: Iterable[str], where: str = "") -> tuple[str, ...]:
+    """Return names of hidden states, each once, in the order of `HIDDEN_STATES`; raise `PolicyError` if one is unknown."""
     requested = as_list(names)
     for name in requested:
         if name not in HIDDEN_STATES:
             raise PolicyError(
-                f"{who and who + ': '}unknown hidden state {name!r}{close_match(name, HIDDEN_STATES)}; "
+                f"{where and where + ': '}unknown hidden state {name!r}{close_match(name, HIDDEN_STATES)}; "
                 f"known: {', '.join(HIDDEN_STATES)}"
             )
     return tuple(name for name in HIDDEN_STATES if name in requested)
 
 
 def check_sizes(policy: StopPolicy, widths: Mapping[str, int]) -> None:
-    """Raise `PolicyError` if the hidden states of a policy (`sizes`) have another size than `widths`, both by name."""
+    """Raise `PolicyError` if a policy reads hidden states (`sizes`) of another width than the models' (`widths`)."""
     for name, size in getattr(policy, "sizes", {}).items():
         if widths.get(name, size) != size:
             raise PolicyError(
-                f"{policy.name}: reads {name} of {size} numbers, but here it has {widths[name]}: the policy was made for "
-                "another model; use it with its own pair"
+                f"{policy.name}: reads {name} of {size} numbers, but this model's has {widths[name]}: the policy was trained "
+                "for another model; use it with its own pair"
             )
-
-
-def round_to_half(states: Array) -> Array:
-    """Return hidden states [..., H] as a policy reads them: float32 rounded to float16, clipped to its range."""
-    return np.clip(np.asarray(states, dtype=np.float32), -MAX_HALF, MAX_HALF).astype(np.float16).astype(np.float32)
 
 
 # Computation
@@ -273,10 +256,10 @@ class DrawnTokens:
 
 @dataclass(slots=True)
 class RowSummary:
-    """Everything that features need of R rows of logits and B tokens drawn from them.
+    """Everything that features need of R rows of logits and B tokens drawn from them; what is not needed is not set.
 
     Attributes:
-        top: [R, TOP] float32, largest raw logits, descending; only the ranks that are needed are set.
+        top: [R, TOP] float32, largest raw logits, descending.
         stats: [R, 2] float64, log sum exp(logit - largest), and entropy in nats.
         noisy: [R, m] float32, largest noisy scores, descending; the drawn tokens come first.
         numbers: [B, 4] float64, log-probability of each token at temperature 1 and in the distribution that is sampled from,
@@ -294,8 +277,7 @@ class RowSummary:
         return np.ascontiguousarray(self.numbers[:, 2])
 
 
-_EMPTY, _NO_COLUMNS = np.zeros(0), np.zeros((0, 2), dtype=np.int64)
-_NO_TOP, _NO_STATS, _NO_NUMBERS = np.zeros((0, TOP), dtype=np.float32), np.zeros((0, 2)), np.zeros((0, 4))
+_EMPTY, _NO_ROWS, _NO_CODES = np.zeros(0), np.zeros((0, 1), dtype=np.float32), np.zeros((0, 2), dtype=np.int64)
 
 
 def summarise(
@@ -306,6 +288,8 @@ def summarise(
     sampled: Array | None = None,
     scores: Array | None = None,
     best: Array | None = None,
+    codes: Array = _NO_CODES,
+    out: Array = _NO_ROWS,
 ) -> RowSummary:
     """Summarise rows of logits on the host in one pass.
 
@@ -313,61 +297,46 @@ def summarise(
         needs: of all features that will be computed.
         logits: [R, V] float32, raw.
         drawn: tokens drawn from these rows.
-        temperature: of the sampling; 0 = greedy.
+        temperature: sampling temperature; 0 = greedy.
         sampled: [R, V] log-weights of the distribution that is sampled from; None = softmax(logits / T).
         scores: [R, V] log q / T + g (the logits if greedy), whose largest entries `match` takes; None in other modes.
-        best: [R, m] largest scores, if they are known already.
+        best: [R, m] largest scores, if they are already known.
+        codes, out: `Columns.codes` of features to write to `out` [B, .] float32 in the same pass.
 
     Raises:
         PolicyError: noisy scores are needed but missing.
     """
-    rows = len(logits)
-    arrays = np.empty((rows, TOP), np.float32), np.empty((rows, 2)), np.empty((len(drawn.ids), 4))
-    noisy = _read_rows(needs, logits, drawn, temperature, sampled, scores, best, *arrays, _NO_COLUMNS, logits)
-    return RowSummary(arrays[0], arrays[1], noisy, arrays[2])
-
-
-def _read_rows(
-    needs: Needs, logits: Array, drawn: DrawnTokens, temperature: float, sampled: Array | None, scores: Array | None,
-    best: Array | None, top: Array, stats: Array, numbers: Array, codes: Array, out: Array,
-) -> Array:  # fmt: skip
-    """Fill the arrays of a `RowSummary`, write columns, and return the noisy scores; the arrays may be empty: not needed."""
-    ids, ranks, most, noisy = drawn.ids, needs.ranks, 0, top if best is None else best
+    ids, ranks, noisy_count = drawn.ids, needs.ranks, 0
     if needs.noisy and best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
         # Margins are to the best token that was not drawn. A single token has no siblings.
-        most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
-        if scores is logits and most <= TOP:  # greedy: one ranking for both
-            ranks, most = max(ranks, most), 0
-        else:
-            noisy = np.empty((len(logits), most), np.float32)
+        noisy_count = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
+        if scores is logits and noisy_count <= TOP:  # greedy: one ranking for both
+            ranks, noisy_count = max(ranks, noisy_count), 0
     scale = 0.0  # the distribution is softmax(logits)
     if needs.sampled and sampled is not None:
         scale = 1.0
     elif needs.sampled and temperature not in (0.0, 1.0):
         scale = 1.0 / temperature
-    # Compiled code takes no None: arrays that stand for nothing are empty or not read.
-    kernels().read_rows(
+    # Compiled code takes no None: the arrays passed instead are empty or not read.
+    arrays = feature_kernels().read_rows(
         logits,
         ranks,
         needs.spread,
         logits if scores is None else scores,
-        most,
+        noisy_count,
+        _NO_ROWS if best is None else best,
         logits if sampled is None else sampled,
         scale,
         ids,
         _EMPTY if drawn.parent_path is None else drawn.parent_path,
         _EMPTY if drawn.lead is None else drawn.lead,
-        top,
-        stats,
-        noisy,
-        numbers,
         codes,
         temperature,
         out,
     )
-    return noisy
+    return RowSummary(*arrays)
 
 
 class Columns:
@@ -389,31 +358,9 @@ class Columns:
         cells = zip([FEATURES[name].code for name in names], range(len(names)) if at is None else at, strict=True)
         self.codes = np.array(list(cells), dtype=np.int64).reshape(-1, 2)
 
-    def read(
-        self,
-        logits: Array,
-        drawn: DrawnTokens,
-        temperature: float,
-        out: Array,
-        sampled: Array | None = None,
-        scores: Array | None = None,
-        best: Array | None = None,
-    ) -> Array:
-        """Write the columns to `out` [B, .] float32; arguments as of `summarise`.
-
-        Returns:
-            [B] float64 log-probability of each path, empty if no feature needs it.
-        """
-        # Scratch arrays are allocated in compiled code, which is faster.
-        numbers = np.empty((len(drawn.ids), 4)) if self.needs.path else _NO_NUMBERS
-        _read_rows(
-            self.needs, logits, drawn, temperature, sampled, scores, best, _NO_TOP, _NO_STATS, numbers, self.codes, out
-        )  # fmt: skip
-        return np.ascontiguousarray(numbers[:, 2])
-
     def write(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array) -> None:
         """Write the columns of summarised rows to `out` [B, .] float32."""
-        kernels().write_columns(
+        feature_kernels().write_columns(
             self.codes, summary.top, summary.stats, summary.noisy, drawn.ids, summary.numbers, temperature, out
         )
 
@@ -435,24 +382,47 @@ class Layout:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        kinds = [feature(name).kind for name in names]
+        def at(*kinds: Kind) -> list[int]:
+            return [i for i, name in enumerate(names) if feature(name).kind in kinds]
+
         self.names = tuple(names)
-        self.node_at = [i for i, kind in enumerate(kinds) if kind in (Kind.PRE, Kind.POST)]
-        self.anchor_at = [i for i, kind in enumerate(kinds) if kind is Kind.ANCHOR]
-        self.history_at = [i for i, kind in enumerate(kinds) if kind is Kind.HISTORY]
+        self.anchor_at, self.node_at, self.history_at = at(Kind.ANCHOR), at(Kind.PRE, Kind.POST), at(Kind.HISTORY)
         self.anchor, self.node, self.history = (
-            tuple(names[i] for i in at) for at in (self.anchor_at, self.node_at, self.history_at)
+            tuple(names[i] for i in places) for places in (self.anchor_at, self.node_at, self.history_at)
         )
         self.anchor_columns, self.node_columns = Columns(self.anchor, self.anchor_at), Columns(self.node, self.node_at)
-        self._record_columns = history_columns(self.history)
 
-    def write_history(self, history: History, out: Array) -> None:
-        """Write the HISTORY columns of `out` [S, F]."""
-        if self.history:
-            out[:, self.history_at] = history.record.take(self._record_columns, 1)
 
-    def base(self, anchor: Array, history: Array) -> Array:
-        """Return [S, F] float32 with ANCHOR [S, .] and HISTORY [S, .] columns, the others 0, as at depth 0."""
-        out = np.zeros((len(anchor), len(self.names)), dtype=np.float32)
-        out[:, self.anchor_at], out[:, self.history_at] = anchor, history
-        return out
+@dataclass(frozen=True, slots=True)
+class History:
+    """Running record of earlier rounds of S streams, from which HISTORY features are read.
+
+    Attributes:
+        record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the running means, 1 - 0.8^n after n rounds.
+    """
+
+    record: Array
+
+    @staticmethod
+    def start(streams: int) -> History:
+        """Return the history of fresh sequences."""
+        return History(np.zeros((streams, len(HISTORY_FEATURES) + 1)))
+
+    def after(self, accepted: Array, verified: Array, active: Array | None = None, cut: Array | None = None) -> History:
+        """Return the history after a round.
+
+        Args:
+            accepted, verified: [S] int64, min(A, k) and k.
+            active: [S] bool, streams that had a round; None = all.
+            cut: [S] bool, rounds cut by EOS or a length limit, which do not count; None = none.
+        """
+        streams, after = len(self.record), np.empty(self.record.shape)
+        active = np.ones(streams, dtype=np.bool_) if active is None else active
+        cut = np.zeros(streams, dtype=np.bool_) if cut is None else cut
+        round_kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
+        return History(after)
+
+    def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:
+        """Return the named features [S, len(names)] float32."""
+        values: Array = self.record.take([HISTORY_FEATURES.index(name) for name in names], 1).astype(np.float32)
+        return values

@@ -10,7 +10,7 @@ import numpy as np
 
 from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyFailure, SpecstopWarning
-from .history import History
+from .features import History
 from .latency.profile import Profile
 from .state import empty, join, put, take
 from .typing import Array

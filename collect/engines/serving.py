@@ -31,9 +31,9 @@ import pyarrow.parquet as pq
 from ...decode.engines.drafting import Heard, Observer, Options, Sent
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
+from ...policies.counter_rng import mix
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import disk_text, prepare_output_dir, staged_folder
-from ...policies.splitmix import mix
 from ...policies.typing import Array
 from ..digests import policy_digest
 from ..explore import exploring

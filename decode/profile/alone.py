@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
-from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features import DRAFT_HIDDEN, HISTORY_FEATURES, TARGET_HIDDEN
 from ...policies.host import PolicyHost
 from ...policies.latency.estimate import DECISIONS
 from ...policies.latency.measurements import Key, Measurements

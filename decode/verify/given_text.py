@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...policies.splitmix import GOLDEN, signed
+from ...policies.counter_rng import GOLDEN, signed
 from .noise import choice_uniforms, mix_one
 from .rejection import block_chance, block_weight, ratio
 

@@ -55,7 +55,7 @@ class ResNetHead(Head):
         of_states = []
         for name in self.sizes:
             scaled = t[f"enter.{name}"].astype(np.float64) / t[f"scale.{name}"]
-            if first and HIDDEN_STATES[name].kind is not Kind.ANCHOR:
+            if first and HIDDEN_STATES[name] is not Kind.ANCHOR:
                 scaled = np.zeros_like(scaled)  # not known: counts as its mean
             bias = bias - scaled @ t[f"mean.{name}"]
             of_states.append(scaled.astype(np.float32))

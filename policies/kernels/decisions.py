@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import copy_row, exact, kernel
+from .compiled import copy_row, kernel, kernel_part
 
 
-@exact
+@kernel_part
 def _calibrated(score: Any, pieces: Any) -> Any:
     """Return the value of a map at a score; see `calibration.Calibrator.pieces`."""
     if pieces.shape[0] == 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from .compiled import kernel, kernel_part
 
 # Probabilities are clipped to these before their log-odds are taken, in single precision as in an ONNX export (`onnx`).
 MIN_PROBABILITY = float(np.float32(1e-6))
@@ -19,7 +19,7 @@ _MIN_EXPONENT = -700.0  # e^700 is finite in double precision, e^710 is not
 _ONE = np.uint64(1)
 
 
-@exact
+@kernel_part
 def _clipped(value: Any, low: Any, high: Any) -> Any:
     """Return the value within [low, high]; NaN stays NaN, which `min` and `max` do not guarantee."""
     if value < low:
@@ -27,7 +27,7 @@ def _clipped(value: Any, low: Any, high: Any) -> Any:
     return high if value > high else value
 
 
-@exact
+@kernel_part
 def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
     """Write the F' columns of a row to `x`."""
     width = row.shape[0]
@@ -41,7 +41,7 @@ def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
         x[width + i] = np.log(p / (1.0 - p))
 
 
-@exact
+@kernel_part
 def _silu(z: Any) -> Any:
     return 0.0 if z < _MIN_EXPONENT else z / (1.0 + np.exp(-z))
 
@@ -91,7 +91,7 @@ def add_silu(x: Any, z: Any) -> None:
             x[r, i] += np.float32(_silu(np.float64(z[r, i])))
 
 
-@exact
+@kernel_part
 def _sum_of_leaves(leaf: Any, depth: Any, node: Any, first: Any, last: Any) -> Any:
     leaves, total = 1 << depth, 0.0
     for tree in range(first, last):
@@ -138,7 +138,7 @@ def score_trees(
         out[r, 1] = base[1] + _sum_of_leaves(leaf, depth, node, trees // 2, trees)
 
 
-@exact
+@kernel_part
 def _crossed_values(row: Any, depth: Any, columns: Any, edges: Any, values: Any) -> None:
     """Write the values that combinations are made of: token ids, ranges of scalars, the depth."""
     for i in range(columns.shape[0]):
@@ -154,7 +154,7 @@ def _crossed_values(row: Any, depth: Any, columns: Any, edges: Any, values: Any)
             values[i] = below
 
 
-@exact
+@kernel_part
 def _hash(values: Any, strides: Any, cross: Any, size: Any) -> Any:
     total = 0
     for i in range(values.shape[0]):

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ...policies.batch_rules import BatchStop, for_batches
-from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.features import DRAFT_HIDDEN, HISTORY_FEATURES, TARGET_HIDDEN
 from ...policies.heads.base import NO_HIDDEN, Head, Hidden
-from ...policies.history import HISTORY_FEATURES
 from ...policies.latency.profile import Profile
 from ...policies.latency.tables import Price
 from ...policies.learned import LearnedPolicy, TrainingMetadata

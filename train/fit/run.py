@@ -13,8 +13,8 @@ from ...policies import kernels
 from ...policies.arguments import as_list
 from ...policies.batch_rules import BatchStop
 from ...policies.errors import InputError, TraceError
+from ...policies.features import HISTORY_FEATURES
 from ...policies.heads.base import Head
-from ...policies.history import HISTORY_FEATURES
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits

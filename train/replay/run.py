@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features import HISTORY_FEATURES
 from ...policies.host import PolicyHost
 from ...policies.latency.profile import Profile
 from ...policies.typing import Array

@@ -94,5 +94,5 @@ def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Ten
     states = []
     for name, (mean, scale) in moments.items():
         state = (rows.hidden[name].float() - mean) / scale
-        states.append(state if HIDDEN_STATES[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
+        states.append(state if HIDDEN_STATES[name] is Kind.ANCHOR else torch.where(first, 0.0, state))
     return flagged_columns(basis, rows.features, rows.depth), *states, rows.labels, rows.known
