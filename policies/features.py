@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -277,7 +278,7 @@ class RowSummary:
         return np.ascontiguousarray(self.numbers[:, 2])
 
 
-_EMPTY, _NO_ROWS, _NO_CODES = np.zeros(0), np.zeros((0, 1), dtype=np.float32), np.zeros((0, 2), dtype=np.int64)
+_EMPTY, _NO_SCORES = np.zeros(0), np.zeros((0, 1), dtype=np.float32)
 
 
 def summarise(
@@ -288,8 +289,6 @@ def summarise(
     sampled: Array | None = None,
     scores: Array | None = None,
     best: Array | None = None,
-    codes: Array = _NO_CODES,
-    out: Array = _NO_ROWS,
 ) -> RowSummary:
     """Summarise rows of logits on the host in one pass.
 
@@ -301,12 +300,25 @@ def summarise(
         sampled: [R, V] log-weights of the distribution that is sampled from; None = softmax(logits / T).
         scores: [R, V] log q / T + g (the logits if greedy), whose largest entries `match` takes; None in other modes.
         best: [R, m] largest scores, if they are already known.
-        codes, out: `Columns.codes` of features to write to `out` [B, .] float32 in the same pass.
 
     Raises:
         PolicyError: noisy scores are needed but missing.
     """
-    ids, ranks, noisy_count = drawn.ids, needs.ranks, 0
+    arguments = _kernel_arguments(needs, logits, drawn, temperature, sampled, scores, best)
+    return RowSummary(*feature_kernels().summarise_rows(*arguments))
+
+
+def _kernel_arguments(
+    needs: Needs,
+    logits: Array,
+    drawn: DrawnTokens,
+    temperature: float,
+    sampled: Array | None,
+    scores: Array | None,
+    best: Array | None,
+) -> tuple[Any, ...]:
+    """Return the arguments of `kernels.features.summarise_rows`; arrays that are None become empty or are not read."""
+    ids, ranks, noisy_count, scale = drawn.ids, needs.ranks, 0, 0.0
     if needs.noisy and best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
@@ -314,29 +326,15 @@ def summarise(
         noisy_count = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
         if scores is logits and noisy_count <= TOP:  # greedy: one ranking for both
             ranks, noisy_count = max(ranks, noisy_count), 0
-    scale = 0.0  # the distribution is softmax(logits)
     if needs.sampled and sampled is not None:
         scale = 1.0
     elif needs.sampled and temperature not in (0.0, 1.0):
         scale = 1.0 / temperature
-    # Compiled code takes no None: the arrays passed instead are empty or not read.
-    arrays = feature_kernels().read_rows(
-        logits,
-        ranks,
-        needs.spread,
-        logits if scores is None else scores,
-        noisy_count,
-        _NO_ROWS if best is None else best,
-        logits if sampled is None else sampled,
-        scale,
-        ids,
-        _EMPTY if drawn.parent_path is None else drawn.parent_path,
+    return (
+        logits, ranks, needs.spread, logits if scores is None else scores, noisy_count, _NO_SCORES if best is None else best,
+        logits if sampled is None else sampled, scale, ids, _EMPTY if drawn.parent_path is None else drawn.parent_path,
         _EMPTY if drawn.lead is None else drawn.lead,
-        codes,
-        temperature,
-        out,
-    )
-    return RowSummary(*arrays)
+    )  # fmt: skip
 
 
 class Columns:
@@ -357,6 +355,21 @@ class Columns:
             self.needs |= feature(name).needs
         cells = zip([FEATURES[name].code for name in names], range(len(names)) if at is None else at, strict=True)
         self.codes = np.array(list(cells), dtype=np.int64).reshape(-1, 2)
+
+    def read(
+        self,
+        logits: Array,
+        drawn: DrawnTokens,
+        temperature: float,
+        out: Array,
+        sampled: Array | None = None,
+        scores: Array | None = None,
+        best: Array | None = None,
+    ) -> Array:
+        """Write the columns to `out` [B, .] float32 and return the log-probabilities [B] of paths; see `summarise`."""
+        arguments = _kernel_arguments(self.needs, logits, drawn, temperature, sampled, scores, best)
+        path: Array = feature_kernels().read_columns(*arguments, self.codes, temperature, out)
+        return path
 
     def write(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array) -> None:
         """Write the columns of summarised rows to `out` [B, .] float32."""
@@ -398,7 +411,8 @@ class History:
     """Running record of earlier rounds of S streams, from which HISTORY features are read.
 
     Attributes:
-        record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the running means, 1 - 0.8^n after n rounds.
+        record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the means, 1 - 0.8^n after
+            n rounds.
     """
 
     record: Array

@@ -77,8 +77,8 @@ def _rank(row: Any, count: Any, best: Any) -> None:
 @kernel_part
 def _spread(row: Any, largest: Any, scale: Any) -> Any:
     """Return the sums over a row of e^d and of e^d d, d = (entry - largest) scale."""
-    # Each position in a block has its own sums, which fixes the order of additions and still vectorises: an order chosen by the
-    # compiler differed between kernels, and between compiled and cached ones. Single precision within a position, double across.
+    # Each position in a block has its own sums: this fixes the order of additions and still vectorises. An order chosen by the
+    # compiler differed between kernels, and between compiled and cached ones.
     sums, weighted = np.zeros(_BLOCK, np.float32), np.zeros(_BLOCK, np.float32)
     whole = row.shape[0] - row.shape[0] % _BLOCK
     for start in range(0, whole, _BLOCK):
@@ -164,26 +164,11 @@ def write_columns(
             out[b, codes[f, 1]] = value
 
 
-@kernel(
-    "Tuple((float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1]))(float32[:,::1], int64, boolean, "
-    "float32[:,::1], int64, float32[:,::1], float32[:,::1], float64, int64[:,::1], float64[::1], float64[::1], "
-    "int64[:,::1], float64, float32[:,::1])"
-)
-def read_rows(
-    logits: Any, ranks: int, spread: bool, scores: Any, noisy_count: int, best: Any, sampled: Any, scale: float, ids: Any,
-    parent_path: Any, lead: Any, codes: Any, temperature: float, out: Any,
+@kernel_part
+def _summary(
+    logits: Any, ranks: Any, spread: Any, scores: Any, noisy_count: Any, best: Any, sampled: Any, scale: Any, ids: Any,
+    parent_path: Any, lead: Any,
 ) -> Any:  # fmt: skip
-    """Return the arrays of a `features.RowSummary`, and write columns.
-
-    Args:
-        logits: [R, V], raw.
-        ranks: number of largest logits; 0 = raw logits are not read.
-        spread: whether log-sum-exp, entropy and log-probabilities are needed.
-        scores, noisy_count: [R, V] noisy scores and the number of largest ones; 0 = `best` [R, m], or `top` if it is empty.
-        sampled, scale: the distribution that is sampled from is softmax(scale sampled), [R, V]; scale 0 = softmax(logits).
-        ids, parent_path, lead: see `features.DrawnTokens`; empty = 0 and infinite.
-        codes, temperature, out: see `write_columns`.
-    """
     rows = logits.shape[0]
     top, stats, numbers = np.empty((rows, TOP), np.float32), np.empty((rows, 2)), np.empty((ids.shape[0], 4))
     noisy = best if best.shape[0] else top
@@ -215,5 +200,41 @@ def read_rows(
                 last_row, largest = r, _max_of_row(sampled[r])
                 norm = np.log(_spread(sampled[r], largest, np.float32(scale))[0])
             numbers[b, 1] = np.float64(sampled[r, token] - largest) * scale - norm  # log-weights need not be normalised
-    write_columns(codes, top, stats, noisy, ids, numbers, temperature, out)
     return top, stats, noisy, numbers
+
+
+_ROWS = (
+    "float32[:,::1], int64, boolean, float32[:,::1], int64, float32[:,::1], float32[:,::1], float64, int64[:,::1], "
+    "float64[::1], float64[::1]"
+)
+
+
+@kernel(f"Tuple((float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1]))({_ROWS})")
+def summarise_rows(
+    logits: Any, ranks: int, spread: bool, scores: Any, noisy_count: int, best: Any, sampled: Any, scale: float, ids: Any,
+    parent_path: Any, lead: Any,
+) -> Any:  # fmt: skip
+    """Return the arrays of a `features.RowSummary`.
+
+    Args:
+        logits: [R, V], raw.
+        ranks: number of largest logits; 0 = raw logits are not read.
+        spread: whether log-sum-exp, entropy and log-probabilities are needed.
+        scores, noisy_count: [R, V] noisy scores and the number of largest ones; 0 = `best` [R, m], or `top` if it is empty.
+        sampled, scale: the distribution that is sampled from is softmax(scale sampled), [R, V]; scale 0 = softmax(logits).
+        ids, parent_path, lead: see `features.DrawnTokens`; empty = 0 and infinite.
+    """
+    return _summary(logits, ranks, spread, scores, noisy_count, best, sampled, scale, ids, parent_path, lead)
+
+
+@kernel(f"float64[::1]({_ROWS}, int64[:,::1], float64, float32[:,::1])")
+def read_columns(
+    logits: Any, ranks: int, spread: bool, scores: Any, noisy_count: int, best: Any, sampled: Any, scale: float, ids: Any,
+    parent_path: Any, lead: Any, codes: Any, temperature: float, out: Any,
+) -> Any:  # fmt: skip
+    """Summarise rows and write columns in one call, which saves 1 us; return the log-probabilities [B] of paths."""
+    top, stats, noisy, numbers = _summary(
+        logits, ranks, spread, scores, noisy_count, best, sampled, scale, ids, parent_path, lead
+    )
+    write_columns(codes, top, stats, noisy, ids, numbers, temperature, out)
+    return numbers[:, 2].copy()
