@@ -25,10 +25,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..decode.topology import Topology
 from ..decode.verify.given_text import GIVEN_TEXT
-from ..policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 from ..policies.errors import TraceError
 from ..policies.features import HIDDEN_STATES, Kind
 from ..policies.text import HALF, is_text, strict_loads
+from ..policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 from .store.header_fields import (
     MOST,
     AnchorFeatures,

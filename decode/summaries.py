@@ -284,7 +284,7 @@ def read_columns(
         columns.write(summary, drawn, temperature, out)
         return summary.path
     rows, *others = arrays
-    return summarise_arrays(columns.needs, rows, drawn, temperature, *others, columns.codes, out).path
+    return columns.read(rows, drawn, temperature, out, *others)
 
 
 def _arrays(

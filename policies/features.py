@@ -22,6 +22,8 @@ Two forwards of one text differ by about 1e-5, which moves a few numbers to the 
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -52,24 +54,12 @@ feature_kernels, round_kernels = on_first_use("features"), on_first_use("rounds"
 # Definitions
 
 
-class Code(enum.IntEnum):
-    """Formula of a column in `kernels.features`; `PROBABILITY + k` is the probability of rank k."""
-
-    MARGIN = 0
-    LARGEST = 1
-    ENTROPY = 2
-    TOKEN_PROBABILITY = 3
-    SAMPLED_PROBABILITY = 4
-    PATH = 5
-    NOISY_MARGIN = 6
-    NOISY_SCORE = 7
-    NOISY_LEAD = 8
-    TOKEN = 9
-    PARENT_TOKEN = 10
-    DEPTH = 11
-    RANK = 12
-    TEMPERATURE = 13
-    PROBABILITY = 16
+# Formula of a column in `kernels.features`; `PROBABILITY + k` is the probability of rank k.
+Code = enum.IntEnum(
+    "Code",
+    "MARGIN LARGEST ENTROPY TOKEN_PROBABILITY SAMPLED_PROBABILITY PATH NOISY_MARGIN NOISY_SCORE NOISY_LEAD TOKEN "
+    "PARENT_TOKEN DEPTH RANK TEMPERATURE PROBABILITY",
+)
 
 
 class Kind(enum.Enum):
@@ -103,23 +93,31 @@ class Needs:
         return Needs(*map(max, astuple(self), astuple(other)))
 
 
-NOTHING, LARGEST, NOISY = Needs(), Needs(1), Needs(noisy=True)
-PROBABILITY = Needs(1, spread=True)  # log-sum-exp is computed relative to the largest logit
+NOISY, PROBABILITY = Needs(noisy=True), Needs(1, spread=True)  # log-sum-exp is computed relative to the largest logit
 SAMPLED, PATH = Needs(1, spread=True, sampled=True), Needs(1, spread=True, path=True)
-_SECOND, _TOP = Needs(2, spread=True), Needs(TOP, spread=True)
+_NEEDS = {
+    **dict.fromkeys((Code.ENTROPY, Code.TOKEN_PROBABILITY), PROBABILITY),
+    **dict.fromkeys((Code.NOISY_MARGIN, Code.NOISY_SCORE, Code.NOISY_LEAD), NOISY),
+    **{Code.PROBABILITY + rank: Needs(rank + 1, spread=True) for rank in range(TOP)},
+    **{Code.MARGIN: Needs(2, spread=True), Code.LARGEST: Needs(1), Code.SAMPLED_PROBABILITY: SAMPLED, Code.PATH: PATH},
+}
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A named scalar with its definition, its range and how it is computed; HISTORY features have no `code`."""
+    """A named scalar: when it is known, its definition, its range, and its `Code` (HISTORY features have none)."""
 
     name: str
     kind: Kind
     definition: str
     low: float
     high: float
-    needs: Needs = NOTHING
-    code: int = -1
+    code: int = 0
+
+    @property
+    def needs(self) -> Needs:
+        """What is computed of rows of logits."""
+        return _NEEDS.get(self.code, Needs())
 
     @property
     def is_probability(self) -> bool:
@@ -127,47 +125,40 @@ class Feature:
         return self.low == 0.0 and self.high == 1.0
 
 
-def _ranked(rank: int) -> Feature:
-    needs = PROBABILITY if rank == 1 else _SECOND if rank == 2 else _TOP
-    definition = f"probability of the draft's {'best token' if rank == 1 else f'token of rank {rank}'}"
-    return Feature(f"top{rank}", Kind.PRE, definition, 0.0, 1.0, needs, Code.PROBABILITY + rank - 1)
-
-
-_INF = float("inf")
+_INF, _BEST = float("inf"), "of the draft's best token"
+_NOISE, _PAST = "log q / T + g of x_j", f"weight {PAST_WEIGHT} on the past"
+_ANCHOR, _PRE, _POST, _HISTORY = Kind
 _ALL = (
-    Feature("anchor_entropy", Kind.ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0.0, _INF,
-            PROBABILITY, Code.ENTROPY),
-    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, PROBABILITY, Code.PROBABILITY),
-    Feature("anchor_margin", Kind.ANCHOR, "largest minus second probability in that row", 0.0, 1.0, _SECOND, Code.MARGIN),
-    Feature("anchor_prob", Kind.ANCHOR, "probability of the anchor token in that row", 0.0, 1.0, PROBABILITY,
-            Code.TOKEN_PROBABILITY),
-    Feature("anchor_token", Kind.ANCHOR, "id of the anchor token", 0.0, _INF, code=Code.TOKEN),
-    Feature("before_token", Kind.ANCHOR, "id of the token before the anchor", -1.0, _INF, code=Code.PARENT_TOKEN),
-    Feature("temperature", Kind.ANCHOR, "temperature of the sampling, 0 = greedy: the same for a whole run", 0.0, _INF,
-            code=Code.TEMPERATURE),
-    *(_ranked(rank) for rank in range(1, TOP + 1)),
-    Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0, _SECOND, Code.MARGIN),
-    Feature("top1_logit", Kind.PRE, "raw logit of the draft's best token", -_INF, _INF, LARGEST, Code.LARGEST),
-    Feature("entropy", Kind.PRE, "entropy of q_j, nats", 0.0, _INF, PROBABILITY, Code.ENTROPY),
-    Feature("drawn_prob", Kind.POST, "probability of x_j in the distribution it was drawn from", 0.0, 1.0, SAMPLED,
-            Code.SAMPLED_PROBABILITY),
-    Feature("path_logprob", Kind.POST, "log-probability of x_1..x_j", -_INF, 0.0, PATH, Code.PATH),
-    Feature("noisy_margin", Kind.POST, f"log q / T + g of x_j minus that of the best token not drawn, at most {BOUND:.0f}",
-            0.0, BOUND, NOISY, Code.NOISY_MARGIN),
-    Feature("noisy_score", Kind.POST, "log q / T + g of x_j", -_INF, _INF, NOISY, Code.NOISY_SCORE),
-    Feature("noisy_lead", Kind.POST,
-            f"log q / T + g of x_j minus that of the best other token, drawn or not, within +-{BOUND:.0f}", -BOUND, BOUND,
-            NOISY, Code.NOISY_LEAD),
-    Feature("drawn_token", Kind.POST, "id of x_j", 0.0, _INF, code=Code.TOKEN),
-    Feature("above_token", Kind.POST, "id of the token that x_j comes after: x_{j-1}, or the anchor", -1.0, _INF,
-            code=Code.PARENT_TOKEN),
-    Feature("depth", Kind.POST, "j", 0.0, _INF, code=Code.DEPTH),
-    Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, _INF, code=Code.RANK),
+    Feature("anchor_entropy", _ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0, _INF,
+            Code.ENTROPY),
+    Feature("anchor_top1", _ANCHOR, "largest probability in that row", 0, 1, Code.PROBABILITY),
+    Feature("anchor_margin", _ANCHOR, "largest minus second probability in that row", 0, 1, Code.MARGIN),
+    Feature("anchor_prob", _ANCHOR, "probability of the anchor token in that row", 0, 1, Code.TOKEN_PROBABILITY),
+    Feature("anchor_token", _ANCHOR, "id of the anchor token", 0, _INF, Code.TOKEN),
+    Feature("before_token", _ANCHOR, "id of the token before the anchor", -1, _INF, Code.PARENT_TOKEN),
+    Feature("temperature", _ANCHOR, "sampling temperature, 0 = greedy: constant in a run", 0, _INF, Code.TEMPERATURE),
+    Feature("top1", _PRE, f"probability {_BEST}", 0, 1, Code.PROBABILITY),
+    *(Feature(f"top{rank + 1}", _PRE, f"probability of the draft's token of rank {rank + 1}", 0, 1, Code.PROBABILITY + rank)
+      for rank in range(1, TOP)),
+    Feature("margin", _PRE, "largest minus second probability of q_j", 0, 1, Code.MARGIN),
+    Feature("top1_logit", _PRE, f"raw logit {_BEST}", -_INF, _INF, Code.LARGEST),
+    Feature("entropy", _PRE, "entropy of q_j, nats", 0, _INF, Code.ENTROPY),
+    Feature("drawn_prob", _POST, "probability of x_j in the distribution it was drawn from", 0, 1, Code.SAMPLED_PROBABILITY),
+    Feature("path_logprob", _POST, "log-probability of x_1..x_j", -_INF, 0, Code.PATH),
+    Feature("noisy_margin", _POST, f"{_NOISE} minus that of the best token not drawn, at most {BOUND:.0f}", 0, BOUND,
+            Code.NOISY_MARGIN),
+    Feature("noisy_score", _POST, _NOISE, -_INF, _INF, Code.NOISY_SCORE),
+    Feature("noisy_lead", _POST, f"{_NOISE} minus that of the best other token, drawn or not, within +-{BOUND:.0f}", -BOUND,
+            BOUND, Code.NOISY_LEAD),
+    Feature("drawn_token", _POST, "id of x_j", 0, _INF, Code.TOKEN),
+    Feature("above_token", _POST, "id of the token that x_j follows: x_{j-1}, or the anchor", -1, _INF, Code.PARENT_TOKEN),
+    Feature("depth", _POST, "j", 0, _INF, Code.DEPTH),
+    Feature("branch_rank", _POST, "rank of x_j among its siblings, 0 in a chain", 0, _INF, Code.RANK),
     # In the order of `History.record`.
-    Feature("mean_accepted", Kind.HISTORY, f"running mean of min(A, k), weight {PAST_WEIGHT} on the past", 0.0, _INF),
-    Feature("mean_full", Kind.HISTORY, f"running mean of full acceptance, weight {PAST_WEIGHT} on the past", 0.0, 1.0),
-    Feature("last_accepted", Kind.HISTORY, "min(A, k) of the last round", 0.0, _INF),
-    Feature("last_verified", Kind.HISTORY, "k of the last round", 0.0, _INF),
+    Feature("mean_accepted", _HISTORY, f"running mean of min(A, k), {_PAST}", 0, _INF),
+    Feature("mean_full", _HISTORY, f"running mean of full acceptance, {_PAST}", 0, 1),
+    Feature("last_accepted", _HISTORY, "min(A, k) of the last round", 0, _INF),
+    Feature("last_verified", _HISTORY, "k of the last round", 0, _INF),
 )  # fmt: skip
 
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
@@ -309,14 +300,9 @@ def summarise(
 
 
 def _kernel_arguments(
-    needs: Needs,
-    logits: Array,
-    drawn: DrawnTokens,
-    temperature: float,
-    sampled: Array | None,
-    scores: Array | None,
-    best: Array | None,
-) -> tuple[Any, ...]:
+    needs: Needs, logits: Array, drawn: DrawnTokens, temperature: float, sampled: Array | None = None,
+    scores: Array | None = None, best: Array | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of `kernels.features.summarise_rows`; arrays that are None become empty or are not read."""
     ids, ranks, noisy_count, scale = drawn.ids, needs.ranks, 0, 0.0
     if needs.noisy and best is None:
@@ -350,24 +336,17 @@ class Columns:
     """
 
     def __init__(self, names: Sequence[str], at: Sequence[int] | None = None) -> None:
-        self.names, self.needs = tuple(names), NOTHING
-        for name in names:
-            self.needs |= feature(name).needs
-        cells = zip([FEATURES[name].code for name in names], range(len(names)) if at is None else at, strict=True)
+        features = [feature(name) for name in names]
+        self.names, self.needs = tuple(names), functools.reduce(operator.or_, (f.needs for f in features), Needs())
+        cells = zip([f.code for f in features], range(len(names)) if at is None else at, strict=True)
         self.codes = np.array(list(cells), dtype=np.int64).reshape(-1, 2)
 
-    def read(
-        self,
-        logits: Array,
-        drawn: DrawnTokens,
-        temperature: float,
-        out: Array,
-        sampled: Array | None = None,
-        scores: Array | None = None,
-        best: Array | None = None,
-    ) -> Array:
-        """Write the columns to `out` [B, .] float32 and return the log-probabilities [B] of paths; see `summarise`."""
-        arguments = _kernel_arguments(self.needs, logits, drawn, temperature, sampled, scores, best)
+    def read(self, logits: Array, drawn: DrawnTokens, temperature: float, out: Array, *rows: Array | None) -> Array:
+        """Write the columns to `out` [B, .] float32 and return the log-probabilities [B] of paths.
+
+        Saves 1 us over `summarise` and `write`; `rows` are `sampled`, `scores` and `best` of `summarise`.
+        """
+        arguments = _kernel_arguments(self.needs, logits, drawn, temperature, *rows)
         path: Array = feature_kernels().read_columns(*arguments, self.codes, temperature, out)
         return path
 

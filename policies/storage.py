@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 
 from .batch_rules import BatchPolicy, BatchStop
 from .calibration import Calibrator, PathCalibrator, SurvivalMaps
-from .conditions import sampling_text
 from .contract import Array
 from .errors import PolicyError
 from .features import feature
@@ -42,6 +41,7 @@ from .safe_loading import (
     read_plain,
 )
 from .text import markdown_cell
+from .training_metadata import sampling_text
 from .tree_rules import TreeRule
 
 POLICY_SCHEMA = 2

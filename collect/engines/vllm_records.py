@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
 from ...policies.limits import MOST_ROWS
 from ...policies.text import HALF, is_text, strict_loads
+from ...policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.typing import Array
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines

@@ -18,7 +18,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from ...policies.conditions import sampling_text
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
@@ -26,6 +25,7 @@ from ...policies.learned import LearnedPolicy
 from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage import load_policy_folder, save_policy
 from ...policies.text import read_json
+from ...policies.training_metadata import sampling_text
 from ..drafters.folder import TrainedDrafter, save_drafter
 from ..drafters.spec import (
     BUILTINS as DRAFTERS,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...policies.conditions import Conditions, warn_other_conditions, warn_other_profile
 from ...policies.contract import StopPolicy
 from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.training_metadata import Conditions, warn_other_conditions, warn_other_profile
 from ..models.pair import Pair
 from ..settings import Settings
 from .modes import resolve_mode

@@ -77,8 +77,8 @@ def _rank(row: Any, count: Any, best: Any) -> None:
 @kernel_part
 def _spread(row: Any, largest: Any, scale: Any) -> Any:
     """Return the sums over a row of e^d and of e^d d, d = (entry - largest) scale."""
-    # Each position in a block has its own sums: this fixes the order of additions and still vectorises. An order chosen by the
-    # compiler differed between kernels, and between compiled and cached ones.
+    # Each position in a block has its own sums: this fixes the order of additions and still vectorises. An order chosen by
+    # the compiler differed between kernels, and between compiled and cached ones.
     sums, weighted = np.zeros(_BLOCK, np.float32), np.zeros(_BLOCK, np.float32)
     whole = row.shape[0] - row.shape[0] % _BLOCK
     for start in range(0, whole, _BLOCK):

@@ -25,9 +25,9 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.model_defaults import APPLIED, INERT, LEFT_OUT, REFUSED, SAMPLING
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.conditions import Conditions
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
+from specstop.policies.training_metadata import Conditions
 from transformers import GenerationConfig
 
 GREEDY: dict[str, Any] = {

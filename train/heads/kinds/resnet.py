@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....policies.features import HIDDEN_STATES, Kind
 from ....policies.heads.base import Basis
-from ....policies.heads.resnet import ResNetHead
+from ....policies.heads.residual import ResNetHead
 from ..basis import fit_basis, flagged_columns
 from ..exported import exported
 from ..fitting import FitTask

@@ -10,7 +10,6 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
-from ....policies.conditions import other_conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
@@ -18,6 +17,7 @@ from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
 from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
+from ....policies.training_metadata import other_conditions
 from ....policies.validation import with_costs
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
