@@ -281,7 +281,7 @@ def read_columns(
     if arrays is None:
         ranked = _ranked(columns.needs, best)
         summary = on_device(columns.needs, logits, drawn, temperature, sampled, scores, ranked)
-        columns.write(summary, drawn, temperature, out)
+        columns(summary, drawn, temperature, out)
         return summary.path
     rows, *others = arrays
     return columns.read(rows, drawn, temperature, out, *others)

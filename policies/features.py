@@ -7,16 +7,12 @@
 | POST | with x_j: depends on the drawn token |
 | HISTORY | from earlier rounds (`History`); never stored in a trace |
 
-Probability features read the raw logits at temperature 1, whatever the sampling temperature. Only `drawn_prob` reads the
-distribution that is sampled from, and the `noisy_*` features read that distribution plus Gumbel noise. At temperature 0
-`drawn_prob` reads temperature 1 and the `noisy_*` features read the raw logits.
-
-A filter such as top-k removes other tokens from the draft's distribution than from the target's. A removed token therefore
-counts in a noisy margin with its log-weight without noise. Otherwise a nucleus of one token would have an infinite margin,
-which predicts acceptance where there is none.
+Probabilities are of the raw logits at temperature 1. Only `drawn_prob` reads the distribution that is sampled from, and the
+`noisy_*` features that distribution plus Gumbel noise; at temperature 0 both read the raw logits. A token that a filter such
+as top-k removes counts in a noisy margin with its log-weight without noise: otherwise a nucleus of one token would have an
+infinite margin, which predicts acceptance where there is none.
 
 Hidden states are the input of the output layer (transformers' `hidden_states[-1]`), rounded to float16, live as in a trace.
-Two forwards of one text differ by about 1e-5, which moves a few numbers to the neighbouring float16.
 """
 
 from __future__ import annotations
@@ -344,22 +340,18 @@ class Columns:
     def read(self, logits: Array, drawn: DrawnTokens, temperature: float, out: Array, *rows: Array | None) -> Array:
         """Write the columns to `out` [B, .] float32 and return the log-probabilities [B] of paths.
 
-        Saves 1 us over `summarise` and `write`; `rows` are `sampled`, `scores` and `best` of `summarise`.
+        Saves 1 us over `summarise` and `__call__`; `rows` are `sampled`, `scores` and `best` of `summarise`.
         """
         arguments = _kernel_arguments(self.needs, logits, drawn, temperature, *rows)
         path: Array = feature_kernels().read_columns(*arguments, self.codes, temperature, out)
         return path
 
-    def write(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array) -> None:
-        """Write the columns of summarised rows to `out` [B, .] float32."""
+    def __call__(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array | None = None) -> Array:
+        """Return the columns [B, F] float32 of summarised rows, or write them to `out` [B, .]."""
+        out = np.empty((len(drawn.ids), len(self.codes)), dtype=np.float32) if out is None else out
         feature_kernels().write_columns(
             self.codes, summary.top, summary.stats, summary.noisy, drawn.ids, summary.numbers, temperature, out
         )
-
-    def __call__(self, summary: RowSummary, drawn: DrawnTokens, temperature: float) -> Array:
-        """Return [B, F] float32."""
-        out = np.empty((len(drawn.ids), len(self.codes)), dtype=np.float32)
-        self.write(summary, drawn, temperature, out)
         return out
 
 

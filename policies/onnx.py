@@ -54,7 +54,7 @@ class _Graph:
 
 
 def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
-    """Write the model and return `path`, `bytes` and `difference`, that of onnxruntime on random rows (None: not installed).
+    """Write the model and return `path`, `bytes` and `difference` (None if onnxruntime is not installed).
 
     Raises:
         PolicyError: onnx is not installed, the head has no ONNX form, or the difference is too large.

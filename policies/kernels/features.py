@@ -106,41 +106,6 @@ def _probability(top: Any, norm: Any, rank: Any) -> Any:
     return np.exp(np.float64(top[rank]) - np.float64(top[0]) - norm)
 
 
-@kernel_part
-def _value(code: Any, r: Any, b: Any, top: Any, stats: Any, noisy: Any, ids: Any, numbers: Any) -> Any:
-    """Return a feature of token b, which was drawn from row r."""
-    rank = ids[b, 3]
-    if code >= Code.PROBABILITY:
-        return _probability(top[r], stats[r, 0], code - Code.PROBABILITY)
-    if code == Code.MARGIN:
-        return _probability(top[r], stats[r, 0], 0) - _probability(top[r], stats[r, 0], 1)
-    if code == Code.LARGEST:
-        return np.float64(top[r, 0])
-    if code == Code.ENTROPY:
-        return stats[r, 1]
-    if code == Code.TOKEN_PROBABILITY:
-        return np.exp(numbers[b, 0])
-    if code == Code.SAMPLED_PROBABILITY:
-        return np.exp(numbers[b, 1])
-    if code == Code.PATH:
-        return numbers[b, 2]
-    if code == Code.NOISY_SCORE:
-        return np.float64(noisy[r, rank])
-    if code == Code.NOISY_MARGIN or code == Code.NOISY_LEAD:
-        other = min(ids[b, 4], noisy.shape[1] - 1)  # the best token that was not drawn
-        if code == Code.NOISY_LEAD:  # the best other token
-            other = 0 if rank > 0 else 1
-        ahead = np.float64(noisy[r, rank]) - np.float64(noisy[r, other])
-        return min(max(min(ahead, numbers[b, 3]), -BOUND), BOUND)
-    if code == Code.TOKEN:
-        return np.float64(ids[b, 1])
-    if code == Code.PARENT_TOKEN:
-        return np.float64(ids[b, 2])
-    if code == Code.DEPTH:
-        return np.float64(ids[b, 5])
-    return np.float64(rank)  # `Code.RANK`
-
-
 @kernel(
     "void(int64[:,::1], float32[:,::1], float64[:,::1], float32[:,::1], int64[:,::1], float64[:,::1], float64, "
     "float32[:,::1])"
@@ -150,17 +115,43 @@ def write_columns(
 ) -> None:
     """Write F features of B tokens to `out` [B, .].
 
-    Args:
-        codes: [F, 2], `Code` and column of each feature.
-        top, stats, noisy, numbers: see `features.RowSummary`.
-        ids: [B, 6], see `features.DrawnTokens`.
-        temperature: sampling temperature.
+    `codes` [F, 2] are the `Code` and the column of each feature; see also `features.RowSummary` and `features.DrawnTokens`.
     """
     for b in range(ids.shape[0]):
+        r, rank = ids[b, 0], ids[b, 3]
         for f in range(codes.shape[0]):
-            code, value = codes[f, 0], temperature
-            if code != Code.TEMPERATURE:
-                value = _value(code, ids[b, 0], b, top, stats, noisy, ids, numbers)
+            code = codes[f, 0]
+            if code >= Code.PROBABILITY:
+                value = _probability(top[r], stats[r, 0], code - Code.PROBABILITY)
+            elif code == Code.MARGIN:
+                value = _probability(top[r], stats[r, 0], 0) - _probability(top[r], stats[r, 0], 1)
+            elif code == Code.LARGEST:
+                value = np.float64(top[r, 0])
+            elif code == Code.ENTROPY:
+                value = stats[r, 1]
+            elif code == Code.TOKEN_PROBABILITY:
+                value = np.exp(numbers[b, 0])
+            elif code == Code.SAMPLED_PROBABILITY:
+                value = np.exp(numbers[b, 1])
+            elif code == Code.PATH:
+                value = numbers[b, 2]
+            elif code == Code.NOISY_SCORE:
+                value = np.float64(noisy[r, rank])
+            elif code == Code.NOISY_MARGIN or code == Code.NOISY_LEAD:
+                # Of the best token that was not drawn, or the best other one.
+                other = min(ids[b, 4], noisy.shape[1] - 1) if code == Code.NOISY_MARGIN else 0 if rank > 0 else 1
+                margin = np.float64(noisy[r, rank]) - np.float64(noisy[r, other])
+                value = min(max(min(margin, numbers[b, 3]), -BOUND), BOUND)
+            elif code == Code.TOKEN:
+                value = np.float64(ids[b, 1])
+            elif code == Code.PARENT_TOKEN:
+                value = np.float64(ids[b, 2])
+            elif code == Code.DEPTH:
+                value = np.float64(ids[b, 5])
+            elif code == Code.RANK:
+                value = np.float64(rank)
+            else:
+                value = temperature
             out[b, codes[f, 1]] = value
 
 

@@ -302,7 +302,7 @@ def replaced(kind: str, name: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_wrong_names_shapes_or_numbers_are_refused(kind: str, name: str, value: Any) -> None:
-    with pytest.raises(PolicyError, match=f"{name}|feature"):
+    with pytest.raises(PolicyError, match=f"{name}|feature|weight"):
         build_head(kind, NAMES, replaced(kind, name, value))
 
 

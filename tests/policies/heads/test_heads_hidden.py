@@ -216,7 +216,7 @@ WRONG: dict[str, Any] = {
     "scale.draft_hidden": replaced(BOTH, scale__draft_hidden=zeros(DRAFT)),
     "enter.draft_hidden": replaced(BOTH, enter__draft_hidden=draw(4, DRAFT)),
     "block.weight": replaced(BOTH, block__weight=draw(2, 6, 5)),
-    "block.weight of": replaced(BOTH, block__weight=np.array(1.0, dtype=np.float32)),
+    "block.weight as": replaced(BOTH, block__weight=np.array(1.0, dtype=np.float32)),
     "block.bias": replaced(BOTH, block__bias=draw(3, 6)),
     "leave.weight": replaced(BOTH, leave__weight=draw(1, 6)),
     "scalar features": resnet((), {}),
