@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from .contract import Array
 from .kernels import on_first_use
-from .typing import Array
 
 GOLDEN = 0x9E3779B97F4A7C15
 

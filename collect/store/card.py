@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ...policies.text import markdown, markdown_cell, printable
+from ...policies.display import markdown, markdown_cell, printable
 from ...policies.training_metadata import shaping_text
 from ..schema import Header
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..contract import Array
 from ..errors import PolicyError
-from ..typing import Array
 from .base import Head
 from .layers import HardHead, LinearHead, MLPHead, SoftHead
 from .residual import ResNetHead, SpecDecHead

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
 from ..features import DRAFT_HIDDEN, TOP
-from ..typing import Array
 from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, Shapes, basis_shapes, size_of
 
 HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))

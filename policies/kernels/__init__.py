@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-from ..progress import Progress, silent
+from ..display import Progress, silent
 
 _QUIET_S = 2.0  # reading compiled kernels takes less; compiling them takes longer and is reported
 

@@ -19,9 +19,9 @@ from ....collect.work import stream_name
 from ....decode.topology import Topology
 from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list
+from ....policies.contract import Array
 from ....policies.errors import TraceError
 from ....policies.features import HISTORY_FEATURES, RUN_FEATURES, SIBLING_FEATURES, Layout
-from ....policies.typing import Array
 from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredHidden
 

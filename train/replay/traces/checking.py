@@ -10,10 +10,10 @@ from ....decode.verify.modes import check_mode, find_mode
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
-from ....policies.latency.profile import Profile
+from ....policies.host import validate_policy
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.training_metadata import warn_other_profile
-from ....policies.validation import validate_policy
 from .arrays import TraceArrays
 
 

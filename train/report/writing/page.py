@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ....policies.text import printable
+from ....policies.display import printable
 from ....policies.training_metadata import sampling_text
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path
