@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
-from ..policies.history import History
+from ..policies.features import History
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer

@@ -268,7 +268,7 @@ def read_columns(
     scores: Tensor | None = None,
     best: Sequence[Sequence[float]] | Tensor | None = None,
 ) -> Array:
-    """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path (`Columns.read`).
+    """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path.
 
     Args:
         columns: of the features.
@@ -281,7 +281,7 @@ def read_columns(
     if arrays is None:
         ranked = _ranked(columns.needs, best)
         summary = on_device(columns.needs, logits, drawn, temperature, sampled, scores, ranked)
-        columns.write(summary, drawn, temperature, out)
+        columns(summary, drawn, temperature, out)
         return summary.path
     rows, *others = arrays
     return columns.read(rows, drawn, temperature, out, *others)
