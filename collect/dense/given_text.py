@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...decode.verify.modes import block_chance, block_weight, ratio
 from ...decode.verify.noise import mix_one, uniform, uniform_at
-from ...decode.verify.rejection import block_chance, block_weight, ratio
 from ...policies.splitmix import GOLDEN, signed
 
 OFF_TEXT = -1
