@@ -27,9 +27,9 @@ from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
+from ..policies.host import with_costs
 from ..policies.limits import check_limits
 from ..policies.profile import Profile
-from ..policies.validation import with_costs
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring
@@ -242,7 +242,7 @@ class LiveCollector:
         requests = [Request(one.tokens, one.key) for one in batch]
         texts = self._speculator.run(requests, on_end=end)
         if failure := next((text.failure for text in texts if text.failure is not None), None):
-            raise failure.as_error("rounds of another policy are not recorded under its name")
+            raise failure
         chunks: list[Mapping[str, Any]] = []
         for number, one in enumerate(batch):
             if rows := made[number]:

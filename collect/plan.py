@@ -115,8 +115,8 @@ def plan_run(
         depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
         explore=explore, mix=mix, batch=batch, draws=draws,
     )  # fmt: skip
-    check_limit("depth", depth, least=1)
-    check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
+    check_limit("depth", depth, low=1)
+    check_limit("max-new-tokens", max_new_tokens, low=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
     given = tuple(prompts)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..decode.models.pair import Pair
 from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
+from ..policies.display import Progress, shown
 from ..policies.profile import Profile
-from ..policies.progress import Progress, shown
 from ..policies.registry import PolicySpec
 from .dense.completions import Completions
 from .plan import plan_run

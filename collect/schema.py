@@ -27,7 +27,7 @@ from ..decode.topology import Topology
 from ..policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 from ..policies.errors import TraceError
 from ..policies.features import HIDDEN_STATES, Kind
-from ..policies.text import HALF, is_text, strict_loads
+from ..policies.safe_loading import SURROGATE, is_text, strict_loads
 from .store.header_fields import (
     MOST,
     AnchorFeatures,
@@ -222,12 +222,12 @@ class Header:
         try:
             if len(text) > _MOST_BYTES:
                 raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {len(text)}")
-            raw = strict_loads(text, _refuse_constant)
-            text = json.dumps(raw, ensure_ascii=False)
+            raw = strict_loads(text)
+            text = json.dumps(raw, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
         if not is_text(text):
-            raise TraceError(f"{where}: the header has {HALF}")
+            raise TraceError(f"{where}: the header has {SURROGATE}")
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
@@ -270,10 +270,6 @@ class Header:
         ):
             if wrong:
                 raise ValueError(text)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"expected a finite number, got {name}")
 
 
 @cache

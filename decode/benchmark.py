@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ..policies.arguments import check_token_ids
-from ..policies.errors import InputError
+from ..policies.display import Progress, shown, silent
+from ..policies.errors import InputError, PolicyFailure
 from ..policies.fixed import FixedLength
+from ..policies.host import with_costs
 from ..policies.profile import Profile
-from ..policies.progress import Progress, shown, silent
 from ..policies.registry import PolicySpec, as_policies
-from ..policies.validation import Failure, with_costs
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
@@ -97,7 +97,7 @@ class BenchLine:
     ties: int = 0
     wrong: int = 0
     recordings: int = 0
-    failure: Failure | None = None
+    failure: PolicyFailure | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the line as plain values; `low` and `high` are the interval. Speeds of a failed policy are None."""

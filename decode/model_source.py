@@ -12,19 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, StopPolicy
+from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.history import History
-from ..policies.typing import Array
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
+from .models.attention import Part, TreeRows
 from .models.cuda import open_cache
 from .models.device import upload
-from .models.long_rope import readable
 from .models.outputs import FiniteRows, check_rows
-from .models.packing import Part, TreeRows
 from .models.pair import Pair
+from .models.view import readable
 from .round_state import DraftScores, RoundState, Rows
 from .settings import Settings
 from .texts import Anchor, Request, Text

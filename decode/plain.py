@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..policies.arguments import check_token_ids
+from .models.attention import Part
 from .models.cuda import open_cache
 from .models.device import download
 from .models.outputs import broken, hidden_width, stored
-from .models.packing import Part
 from .models.pair import Pair
 from .settings import shaping_of
 from .verify.noise import gumbel, target_tokens

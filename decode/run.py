@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..policies.arguments import as_list
 from ..policies.errors import InputError, SpecstopWarning
+from ..policies.host import with_costs
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
-from ..policies.validation import with_costs
 from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair

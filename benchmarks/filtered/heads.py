@@ -16,9 +16,9 @@ from specstop.decode import Generation, Pair, SamplingParams, Settings, Speculat
 from specstop.decode.profile import add_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy
+from specstop.policies.display import Progress
 from specstop.policies.errors import SpecstopError
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.progress import Progress
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 

@@ -12,11 +12,10 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode import Pair, SamplingParams, Settings, Speculator, stream_key
 from specstop.policies import DraftStep, FixedLength, StopPolicy
-from specstop.policies.contract import State
+from specstop.policies.contract import Array, State
 from specstop.policies.costs import CostTable
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 

@@ -14,7 +14,7 @@ from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
 from ..loop import Request
-from ..models.attention import without_cudnn
+from ..models.device import without_cudnn
 from ..models.pair import Pair
 from ..models.view import open_view
 from ..plain import cut_at
@@ -109,11 +109,11 @@ class Assisted:
         # The models are called as in our loop: in evaluation mode, and on a GPU without cuDNN's attention.
         target, guard = open_view(self._pair.target)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(guard)
+            stack.enter_context(guard())
             stack.enter_context(without_cudnn(device))
             if self._setting.tokens:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
-                stack.enter_context(guard)
+                stack.enter_context(guard())
                 stack.enter_context(self._configured(options["assistant_model"]))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

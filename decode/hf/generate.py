@@ -27,10 +27,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
-from ...policies.limits import is_within
+from ...policies.host import with_costs
+from ...policies.limits import LIMITS
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ...policies.validation import with_costs
 from ..drafters.spec import check_drafter, find_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
@@ -193,7 +193,7 @@ def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Sa
     if (
         len(made) == 1
         and isinstance(made[0], TemperatureLogitsWarper)
-        and is_within("temperature", made[0].temperature)
+        and not LIMITS["temperature"].requirement(made[0].temperature)
     ):
         return UNCHANGED, float(made[0].temperature)
     return UNCHANGED.with_processors(made), 1.0

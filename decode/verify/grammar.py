@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from ...policies.contract import Array
 from ...policies.errors import InputError
-from ...policies.text import strict_loads
-from ...policies.typing import Array
+from ...policies.safe_loading import strict_loads
 from .processors import PerText
 
 BACKENDS = ("llguidance", "xgrammar")

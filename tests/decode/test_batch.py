@@ -20,11 +20,10 @@ from specstop.decode.records import Generation
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 
 MODES = [
     ("match", None), ("match", "3,2,1"), ("rejection", None), ("rejection", "2,2"), ("rejection_replace", "2,2"),

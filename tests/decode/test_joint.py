@@ -11,12 +11,11 @@ from oracle import Law, oracle_pair
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.tetris import Tetris
-from specstop.policies.typing import Array
 
 LEAVES = 60
 REFUSED = "tetris:1: excludes drawn tokens and reads path_logprob, which would bias the output under rejection"

@@ -22,7 +22,7 @@ from specstop.decode.topology import Topology
 from specstop.decode.verify import modes
 from specstop.decode.verify.modes import Block, Rejection, RejectionReplace
 from specstop.decode.verify.noise import Choices, Purpose
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.typing import Array
 from torch import Tensor
 

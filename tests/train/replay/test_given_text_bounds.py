@@ -11,10 +11,9 @@ import pytest
 import torch
 from drawn_law import drawn_traces, profile
 from random_stops import ByTokens
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.tree_rules import Gain
-from specstop.policies.typing import Array
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from text_law import Case
