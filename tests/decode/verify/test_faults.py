@@ -23,7 +23,6 @@ from specstop.decode.verify import modes
 from specstop.decode.verify.modes import Block, Rejection, RejectionReplace
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.typing import Array
 from torch import Tensor
 
 SEEN = 1e-3
