@@ -23,8 +23,8 @@ from ..decode.round_state import RoundState
 from ..decode.settings import Settings
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
+from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import find_mode, resolve_mode
-from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.host import with_costs
@@ -198,7 +198,7 @@ class LiveCollector:
         check_limits(explore=explore)
         settings = settings.for_pair(pair)
         policy = with_costs(policy, profile)
-        tell_if_unmeasured(profile, [policy], settings, pair.drafter)
+        warn_if_unmeasured(profile, [policy], settings, pair.drafter)
         self.tree = settings.topology
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)

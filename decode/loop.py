@@ -28,7 +28,7 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import ask_for_states, hidden_width
+from .models.outputs import hidden_width, request_states
 from .models.pair import Pair
 from .records import Generation, Round
 from .round_state import RoundState
@@ -36,7 +36,7 @@ from .rounds import play_round
 from .settings import Settings, shaping_of
 from .texts import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
-from .verify.noise import Source
+from .verify.noise import KeyedSource
 
 OnCommit = Callable[[int, list[int]], None]
 """Called with a request's number and its new tokens."""
@@ -85,7 +85,7 @@ class Speculator:
         policy: StopPolicy,
         settings: Settings | None = None,
         profile: Profile | None = None,
-        source: Callable[[int, int], Source] | None = None,
+        source: Callable[[int, int], KeyedSource] | None = None,
         drafter: Drafter | None = None,
         hooks: Sequence[Hook] = (),
         hidden: Sequence[str] = (),
@@ -136,7 +136,7 @@ class Speculator:
     def _widths(self, names: Sequence[str], user: str) -> dict[str, int]:
         """Return the width of each hidden state, and let its owner keep it."""
         return {
-            name: ask_for_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
+            name: request_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
             for name in names
         }
 

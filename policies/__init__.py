@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from .fixed import Confidence as Confidence, FeatureThreshold as FeatureThreshold, FixedLength as FixedLength
     from .kernels.compiled import (
         argsort_desc as argsort_desc,
+        copy_row as copy_row,
         kernel as kernel,
         kernel_part as kernel_part,
         known_depths as known_depths,
+        sigmoid as sigmoid,
     )
     from .learned import LearnedPolicy as LearnedPolicy
     from .profile import Profile as Profile
@@ -78,7 +80,7 @@ __getattr__, __all__ = attach(
         "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
         "fixed": "Confidence FeatureThreshold FixedLength",
-        "kernels.compiled": "argsort_desc kernel kernel_part known_depths",
+        "kernels.compiled": "argsort_desc copy_row kernel kernel_part known_depths sigmoid",
         "learned": "LearnedPolicy",
         "profile": "Profile",
         "registry": "load_policy",

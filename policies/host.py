@@ -206,7 +206,7 @@ class PolicyHost:
         price = profile.decision(self.policy.cost_name)
         if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no price by batch
             active = (x[round.active] for x in (round.context, round.drafted, round.verified, round.decisions))
-            return np.full(len(round.active), profile.batch_seconds(*active, price))
+            return np.full(len(round.active), profile.batch_seconds(*active, decision=price))
         columns = round.context, round.drafted, round.verified, round.backlog, round.decisions
         seconds: Array = profile.round_seconds(*columns, price, round.fed_by_step)
         return seconds

@@ -220,7 +220,7 @@ def measure_vllm(
     """
     sizes = sorted({1, *batch})
     check_limits(depth=depth, temperature=temperature, batch=sizes[-1])
-    check_limit("depth", depth, least=1)
+    check_limit("depth", depth, low=1)
     run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
     cases = {f"requests {n}": partial(run.play, n) for n in sizes}
     measured = measure({**cases, **run.deciding()}, effort, progress=progress)

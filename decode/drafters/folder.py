@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from ...policies.display import markdown_cell
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import staged_folder, write_atomic, write_json
-from ...policies.safe_loading import CARD_FILE, MAX_TEXT_BYTES, WEIGHTS_FILE, digest, read_files, read_signed_json
-from ..models.cpu import can_pack, pack
+from ...policies.safe_loading import (
+    CARD_FILE,
+    MAX_TEXT_BYTES,
+    WEIGHTS_FILE,
+    digest,
+    read_files,
+    read_signed_json,
+)
+from ..models.engine import pack_weights, packed_refusal
 from ..models.outputs import hidden_width
 from ..models.pair import Pair
 from .heads.networks import CTCNetwork, HydraHeads, LayerNetwork, MedusaHeads, Shape
@@ -73,8 +80,8 @@ class TrainedDrafter:
                 "(specstop train-drafter)"
             )
         network = self.network.to(pair.device, pair.target.dtype).requires_grad_(False).eval()
-        if not can_pack(pair.device, pair.target.dtype):  # it returns the reason why not
-            pack(network)  # in place: this network cannot be saved any more
+        if not packed_refusal(pair.device, pair.target.dtype):
+            pack_weights(network)  # in place: this network cannot be saved any more
         return network
 
 

@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 from ...policies.errors import PairError
 from ..drafters.base import Drafter
 from ..drafters.spec import find_drafter, needs_draft
+from ..models.attention import Part
 from ..models.cuda import open_cache
 from ..models.engine import choose_engine, speed_up
 from ..models.loading import load_model, load_tokenizer, open_checkpoint
-from ..models.long_rope import readable
-from ..models.packing import Part
 from ..models.pair import Pair
 from ..models.self_check import check_model
-from ..models.view import READS_ALL, Reading
+from ..models.view import READS_ALL, Reading, readable
 from ..round_state import RoundState
 from ..topology import chain
 from .drafting import DraftRows

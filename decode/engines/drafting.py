@@ -322,7 +322,7 @@ class Drafting:
             seconds = np.zeros(len(drafts))
             if self._profile is not None and self.policy.reads_seconds:
                 price = self._profile.decision(self.policy.cost_name)
-                seconds = self._profile.round_seconds(*columns, price, None)
+                seconds = self._profile.round_seconds(*columns, decision=price)
         self.host.load_rows(rows)
         self.host.observe(
             RoundOutcome(np.ones(len(drafts), dtype=bool), columns[1], columns[2], accepted, cut, seconds)

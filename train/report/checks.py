@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.store.folder import Trace, open_trace
-from ...decode.verify.sampling import Shaping
+from ...decode.verify.sampling import SamplingParams
 from ...policies.conditions import shaping_text, warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
@@ -34,7 +34,7 @@ def check_together(
     traces: Trace,
     train_traces: Trace | None,
     policies: Sequence[StopPolicy],
-    shaping: Shaping | None,
+    shaping: SamplingParams | None,
     batches: bool,
 ) -> None:
     """Refuse policies and traces that cannot be evaluated together; warn of training traces of other rounds."""

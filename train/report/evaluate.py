@@ -12,7 +12,7 @@ import torch
 from ...collect.store.card import replay_text
 from ...collect.store.folder import Trace
 from ...decode.verify.modes import MODES, describe
-from ...decode.verify.sampling import Shaping
+from ...decode.verify.sampling import SamplingParams
 from ...policies import kernels
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
@@ -71,7 +71,7 @@ def evaluate(
     detailed: bool | None = None,
     sweep: bool | None = None,
     transfer: Transfer | None = None,
-    shaping: Shaping | None = None,
+    shaping: SamplingParams | None = None,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
     cluster: str = "auto",

@@ -13,7 +13,7 @@ from specstop.collect.run import collect
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.packing import Part
+from specstop.decode.models.attention import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.round_state import RoundState

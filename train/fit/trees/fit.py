@@ -89,7 +89,7 @@ def fit_tree(
         # Priced where the best static tree is played, whose rounds are about as wide as the policy's own.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
-        policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
+        policy = policy.with_rule(dataclasses.replace(policy.rule, rate=rate, **seconds))
         # As the next pass is fitted: on prompts played by heads that have not seen them, under one rule.
         rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
         policy, rate = solve_tree(policy, arrays, profile, rates=rates)
