@@ -327,7 +327,7 @@ _TYPES: Mapping[str, tuple[type, str]] = {
 """Type and description of the plain attributes of a policy."""
 
 
-def _is_valid(value: Any, kind: type) -> bool:
+def _is_valid(value: Any, kind: Any) -> bool:
     if type(value) is not kind:
         return False
     return value.isprintable() and bool(value.strip()) if isinstance(value, str) else value >= 0
