@@ -96,8 +96,8 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
         feeding = alive
         if source.asks_ended:
             feeding = _without_ended(round, alive, going)
-        if not tree.all_extend[depth]:
-            feeding = feeding & tree.extends[depth]
+        if (leaves := tree.leaves[depth]) is not None:
+            feeding = feeding & ~leaves
         if not np.count_nonzero(feeding):
             break
         round.fed[:, level] = feeding
