@@ -31,8 +31,7 @@ class Hook:
 class Timer:
     """Seconds by phase of a round: draft, verify, policy.
 
-    On CUDA a lap is the time between two events of the CUDA stream. The host does not wait, and its work while the device is
-    busy is not counted.
+    On CUDA a lap is the time between two events, for which the host does not wait.
 
     Args:
         device: device to time; None = no timing.

@@ -68,22 +68,20 @@ class Text:
     Attributes:
         tokens: committed, prompt included. The last one is the anchor of the next round.
         prompt: number of prompt tokens.
-        key: random key of the stream.
         source: source of its random numbers.
         sampler: processes its logits.
         anchor: the row from which the last token was drawn.
-        round: number of the next round, from 1; the prompt is 0.
+        rounds: number of rounds begun.
         ended: whether the text is complete.
         shift: number of cache slots of the target that the prompt uses, minus its number of tokens.
     """
 
     tokens: list[int]
     prompt: int
-    key: int
     source: Source
     sampler: Sampler
     anchor: Anchor
-    round: int = 0
+    rounds: int = 0
     ended: bool = False
     shift: int = 0
 
@@ -91,6 +89,11 @@ class Text:
     def generated(self) -> int:
         """Tokens committed after the prompt."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def slot(self) -> int:
+        """Slot of the target's cache for the anchor."""
+        return len(self.tokens) - 1 + self.shift
 
     def extend(
         self, new: Sequence[int], limit: int, eos: Collection[int], stops: Sequence[StoppingCriteria] = ()

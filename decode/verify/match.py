@@ -48,7 +48,7 @@ class Match(Verification):
         if not choices_of(round, rows[0][0]).greedy:
             each = [_noise_at(round, stream, sent) for stream, sent in rows]
             noise = each[0] if len(each) == 1 else torch.cat(each)
-        own, accepted, first = own_tokens(sampled, noise).tolist(), [], 0
+        own, accepted, first = round.fetch(own_tokens(sampled, noise)), [], 0
         for stream, sent in rows:
             accepted.append(_follow(round, stream, sent, own[first : first + len(sent)]))
             first += len(sent)

@@ -249,6 +249,11 @@ class Sampler:
         self._first_truncating = truncating[0] if truncating else len(self._processors)
         self._reads_tokens = not all(type(processor) in _TOKEN_INDEPENDENT for processor in self._processors)
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a processor reads the tokens of prefixes."""
+        return self._grammar is not None or self._reads_tokens
+
     def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
         """Return [R, V] processed logits.
 
@@ -260,7 +265,7 @@ class Sampler:
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
         texts = None
-        if self._grammar is not None or self._reads_tokens:
+        if self.reads_tokens:
             texts = [None if prefix is None else [*self.padding, *prefix] for prefix in prefixes()]
         if self._grammar is not None and texts is not None:
             logits = self._grammar.masked(texts, logits)
