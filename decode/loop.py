@@ -252,6 +252,8 @@ class Speculator:
                 request = replace(request, shaping=shaping)
             text = self._source.open(stream, request)
             running[stream] = _Running(number, text, self._timer.now() - begin)
+            for hook in self._hooks:
+                hook.on_text_begin(stream, text)
             streams.append(stream)
             keys.append(request.key)
         if streams:

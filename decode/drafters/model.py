@@ -105,7 +105,10 @@ class ModelDrafter(Drafter):
 
     def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
         """Return what the draft reads of a stream: rows, after the backlog at depth 0."""
-        own, tokens = self._texts[stream], round.tokens[stream, rows].tolist()
+        own = self._texts[stream]
+        if round.device_tokens is not None:  # a chain, the tokens of which the host does not know
+            return Part(stream, round.device_tokens[stream, depth : depth + 1], 1)
+        tokens = round.tokens[stream, rows].tolist()
         if depth == 0:
             own.round, own.fed = round, []
             tokens = own.text[self._model.lengths[stream] :] + tokens

@@ -17,7 +17,6 @@ from ..loop import Request
 from ..models.attention import without_cudnn
 from ..models.pair import Pair
 from ..models.view import open_view
-from ..plain import cut_at
 from ..records import Generation
 from ..settings import Settings
 from ..verify.model_defaults import APPLIED, SAMPLING
@@ -120,7 +119,7 @@ class Assisted:
             out: Any = target.generate(ids, attention_mask=mask, **options)
             texts = out[:, longest:].tolist()  # waits for the device
             seconds = time.perf_counter() - begin
-        cut = [tuple(cut_at(text, eos)) for text in texts]
+        cut = [tuple(text[: next((n for n, token in enumerate(text, 1) if token in eos), None)]) for text in texts]
         share = seconds / len(prompts)
         return [Generation(text, (), len(prompt), 0.0, share) for text, prompt in zip(cut, prompts, strict=True)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -291,46 +290,6 @@ class Sampler:
             else:
                 logits = processor(ids, logits)
         return logits
-
-
-class BatchSampler:
-    """Samplers of texts that are decoded side by side. Texts with prompts of one length share a sampler if they can.
-
-    Args:
-        shaping, temperature, eos, device: see `Shaping.build`.
-        prompts: token ids of each prompt.
-    """
-
-    def __init__(
-        self,
-        shaping: Shaping,
-        temperature: float,
-        prompts: Sequence[Sequence[int]],
-        eos: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        per_text = any(isinstance(processor, PerText) for processor in shaping.processors)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            key = (row,) if per_text else tuple(prompt) if shaping.reads_prompt else (len(prompt),)
-            groups.setdefault(key, []).append(row)
-        self._parts = []
-        for _, rows in sorted(groups.items()):
-            prompt = prompts[rows[0]]
-            self._parts.append(
-                (rows, Sampler(shaping.build(temperature, len(prompt), eos, device, prompt), temperature))
-            )
-        self.constrained = self._parts[0][1].constrained
-
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [B, V] processed logits, one row per text; see `Sampler`."""
-        if not self._parts[0][1].reads_prefix:
-            return self._parts[0][1](logits, prefixes)
-        texts = cache(prefixes)
-        out = torch.empty_like(logits)
-        for rows, sampler in self._parts:
-            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
-        return out
 
 
 def require_token(scores: Tensor) -> None:
