@@ -18,7 +18,7 @@ from ..decode.verify.rejection import Block
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from .dense.collector import dense_rows
 from .dense.completions import Completions, completion_rows
 from .dense.memory import budget_mib

@@ -26,8 +26,8 @@ from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
+from ..policies.profile import Profile
 from ..policies.validation import with_costs
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features

@@ -18,8 +18,8 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from ..policies.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond

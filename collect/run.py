@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..decode.models.pair import Pair
 from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from ..policies.progress import Progress, shown
 from ..policies.registry import PolicySpec
 from .dense.completions import Completions

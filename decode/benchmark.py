@@ -13,7 +13,7 @@ import torch
 from ..policies.arguments import check_token_ids
 from ..policies.errors import InputError
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from ..policies.progress import Progress, shown, silent
 from ..policies.registry import PolicySpec, as_policies
 from ..policies.validation import Failure, with_costs

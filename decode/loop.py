@@ -20,8 +20,8 @@ from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limits
+from ..policies.profile import Profile
 from ..policies.validation import Failure, validate_policy
 from .drafters import Drafter, find_drafter
 from .drafters.base import carries

@@ -77,8 +77,8 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
     nearest = tree.deepest if limit is None else int(limit.min())  # no length limit applies above this depth
     first, deepest, selects = host.first, tree.deepest, host.selects
     if (length := host.fixed_length(alive)) is not None:
-        round.has_fixed_length = True
         first, deepest, selects = deepest, min(length, deepest), False
+    round.has_fixed_length = first >= deepest and not selects
     for depth in range(deepest):
         level, below = tree.spans[depth], tree.spans[depth + 1]
         if limit is not None and depth >= nearest:

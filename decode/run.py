@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..policies.arguments import as_list
 from ..policies.errors import InputError, SpecstopWarning
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from ..policies.validation import with_costs
 from .drafters import find_drafter, with_drafter

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         State as State,
         StopPolicy as StopPolicy,
     )
+    from .costs import CostTable as CostTable
     from .counter_rng import keyed_normal as keyed_normal, keyed_uniform as keyed_uniform
     from .errors import (
         InputError as InputError,
@@ -36,9 +37,8 @@ if TYPE_CHECKING:
         kernel_part as kernel_part,
         known_depths as known_depths,
     )
-    from .latency.profile import Profile as Profile
-    from .latency.tables import CostTable as CostTable
     from .learned import LearnedPolicy as LearnedPolicy
+    from .profile import Profile as Profile
     from .registry import load_policy as load_policy
     from .storage import (
         from_pretrained as from_pretrained,
@@ -54,13 +54,13 @@ __getattr__, __all__ = attach(
         "arguments": "validate_int validate_number",
         "batches": "Batches CostGrid",
         "contract": "Array DraftStep DraftTree RoundOutcome State StopPolicy",
+        "costs": "CostTable",
         "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
         "fixed": "Confidence FeatureThreshold FixedLength",
         "kernels.compiled": "argsort_desc kernel kernel_part known_depths",
-        "latency.profile": "Profile",
-        "latency.tables": "CostTable",
         "learned": "LearnedPolicy",
+        "profile": "Profile",
         "registry": "load_policy",
         "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
         "tree_rules": "append_level node_values",

@@ -12,8 +12,8 @@ from .batches import Batches, CostGrid
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
-from .latency.profile import Profile
 from .learned import LearnedPolicy
+from .profile import Profile
 from .rules import BatchRule, Rule
 
 kernels = on_first_use("batches")

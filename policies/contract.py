@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .typing import Array as Array
 
 if TYPE_CHECKING:
-    from .latency.profile import Profile
+    from .profile import Profile
 
 State = Any
 """What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S.

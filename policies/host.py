@@ -11,7 +11,7 @@ import numpy as np
 from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyFailure, SpecstopWarning
 from .history import History
-from .latency.profile import Profile
+from .profile import Profile
 from .state import empty, join, put, take
 from .typing import Array
 from .validation import Failure, is_trusted, plugin_errors
@@ -255,9 +255,9 @@ class PolicyHost:
     def _modelled_seconds(self, profile: Profile, played: FinishedRound) -> Array:
         price = profile.decision(self.policy.cost_name)
         if self.batch > 1 and profile.batch is not None and played.fed_by_step is None:  # trees have no price by batch
-            columns = played.context, played.drafted, played.verified, played.backlog, played.decisions
-            context, drafted, verified, backlog, decisions = (column[played.active] for column in columns)
-            shared = profile.batch.shared_s(context, drafted, verified, backlog, decisions) + price.together(decisions)
+            columns = played.context, played.drafted, played.verified, played.decisions
+            context, drafted, verified, decisions = (column[played.active] for column in columns)
+            shared = profile.batch_seconds(context, drafted, verified, decisions, price)
             return np.full(len(played.active), shared)
         return profile.round_seconds(
             played.context, played.drafted, played.verified, played.backlog, played.decisions, price, played.fed_by_step

@@ -12,9 +12,9 @@ from .arguments import as_list
 from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, close_match
-from .latency.profile import Profile
 from .learned import LearnedPolicy
 from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, read_options
+from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
 from .validation import plugin_errors, validate_policy
 

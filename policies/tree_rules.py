@@ -12,9 +12,9 @@ import numpy as np
 
 from .arguments import validate_int, validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .costs import extend
 from .errors import PolicyError
 from .kernels import on_first_use
-from .latency.robust_fits import extended
 from .rules import Rule
 
 UNSEEN = 0.5
@@ -98,7 +98,7 @@ class Gain(StopPolicy):
         self.power = validate_number("gain", "power", power, 0.0)
         self.follow = validate_number("gain", "follow", follow, 0.0)
         self.max_depth = validate_int("gain", "max_depth", max_depth)
-        self.draft_prices = tuple(draft_prices) or (step, step + row)  # `extended` goes on along the line
+        self.draft_prices = tuple(draft_prices) or (step, step + row)  # `extend` goes on along the line
         self.target_prices = tuple(target_prices) or (0.0, verify)
         ends = self.target_prices
         # A node's share on average: while drafting nobody knows how many will be verified, thus at which step of the table.
@@ -112,14 +112,14 @@ class Gain(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and remember the paths' probabilities."""
         levels, kept = append_level(state, step, self.power * step.features[:, :, 0]), np.zeros_like(step.alive)
-        table = extended(self.draft_prices, kept.shape[1])
+        table = extend(self.draft_prices, kept.shape[1])
         kernels().keep_worth(levels[-1], step.alive, self.follow, self.verify, table, kept)
         return kept, levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
         values, kept = node_values(state, tree), np.zeros_like(tree.drawn)
-        table = extended(self.target_prices, kept.shape[1] + 1)
+        table = extend(self.target_prices, kept.shape[1] + 1)
         kernels().keep_worth(values, tree.drawn, 1.0, 0.0, table[1:] - table[0], kept)  # verifying none is paid anyway
         return kept
 
@@ -265,7 +265,10 @@ class TreeRule(Rule):
             mean_parent = np.concatenate([self._tree[depth - 1][1], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a price of its own (`opening_s`).
-        rows, steps = extended(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
+        rows, steps = (
+            extend(self.draft_s, branches)[:, None],
+            np.arange(1, levels + 1),
+        )  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         # The root is read in any case: there is nothing that could have been refused.
@@ -274,7 +277,7 @@ class TreeRule(Rule):
     def verify_costs(self, nodes: int) -> Array:
         """Return [N + 1], what verifying 0..N nodes costs in tokens."""
         if nodes not in self._costs:
-            seconds = extended(self.verify_s, nodes + 1)
+            seconds = extend(self.verify_s, nodes + 1)
             self._costs[nodes] = (seconds - seconds[0]) * self.rate  # the anchor is verified in any case
         return self._costs[nodes]
 

@@ -15,7 +15,7 @@ from typing import Any
 from .contract import StopPolicy
 from .errors import PolicyError, PolicyFailure, SpecstopError, close_match
 from .features import FEATURES, HIDDEN_STATES
-from .latency.profile import Profile
+from .profile import Profile
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _FOLDER = f"{Path(__file__).parents[1]}{os.sep}"

@@ -13,8 +13,8 @@ from specstop.collect.run import collect
 from specstop.decode import Pair, Settings, Shaping, Speculator, stream_key
 from specstop.policies import DraftStep, FixedLength, StopPolicy
 from specstop.policies.contract import State
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.typing import Array
 from specstop.train.replay.run import replay

@@ -62,7 +62,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...decode.benchmark import MIN_TURNS, bench as run, texts_per_turn

@@ -197,7 +197,7 @@ def collect(
 
     Under torchrun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it; srun sets neither.
     """
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...collect.estimates import estimate

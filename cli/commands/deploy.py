@@ -110,7 +110,7 @@ def _deploy(
         from ...decode.hf.export import deploy_hf
 
         return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
     from ...train.report.checks import load_traces
 
     assert traces is not None and profile is not None

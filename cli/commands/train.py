@@ -113,7 +113,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Fit a stop head on traces and save it as a policy folder."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
     fit = training.fit_options(device=device, out_of_core=out_of_core, params=_params(param))

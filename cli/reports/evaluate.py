@@ -79,7 +79,7 @@ def evaluate(
 
     Filters are those that the traces were sampled with; traces sampled otherwise than --top-p and the like say are refused.
     """
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
     costs = Profile.load(profile)  # report an invalid profile before torch is imported

@@ -22,29 +22,16 @@ from torch import Tensor
 from ...decode.engines.drafting import Heard, Observer, Options, Sent, Spent
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
-from ...decode.profile.batches import BatchScript
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
-from ...decode.profile.script import TWICE, shuffled
+from ...decode.profile.scripts import TWICE, BatchScript, shuffled
 from ...policies.contract import DraftStep, State, StopPolicy
+from ...policies.estimate import BATCH_DRAFTS, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
-from ...policies.latency.estimate import (
-    BATCH_DRAFTS,
-    BATCH_FIRST,
-    BATCH_OUTSIDE,
-    BATCH_VERIFY,
-    CONTEXTS,
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PREFILL,
-    VERIFY,
-)
-from ...policies.latency.measurements import Key, Measurements
-from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
+from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.typing import Array
 from .through_vllm import start_vllm
@@ -147,8 +134,7 @@ class StepTimer:
         if self.policy is not None:
             asked = [sent.decisions for sent in drafts]
             if any(asked):
-                counts = (asked[0],) if count == 1 else (max(asked), sum(asked))
-                self.timed[Key(DECISIONS, self.policy, counts)].append(step.asked_s)
+                self.timed[Key(DECISIONS, self.policy, (max(asked),))].append(step.asked_s)
             return
         drafting, tokens = [sent for sent in drafts if sent.drafted], sum(sent.drafted for sent in drafts)
         rest, outside, later = (
@@ -159,14 +145,11 @@ class StepTimer:
             self.timed[Key(what, self.side, counts)].append(value)
 
         self.contexts[self.side].append(statistics.fmean(sent.context for sent in drafts))
-        add(BATCH_VERIFY, (count, count + tokens), rest)
-        add(BATCH_OUTSIDE, (count, tokens), outside)
+        add(BATCH_VERIFY, (count, count + tokens), rest + outside)
         read, steps = sum(sent.backlog for sent in drafting), max((sent.drafted for sent in drafting), default=0) - 1
-        # A draft that begins a text reads it in a call of its own: with others beside it several calls are timed as one.
-        if drafting and (count == 1 or not step.began):
-            add(BATCH_FIRST, (len(drafting), read), step.first_s)
-        if steps > 0:
-            add(BATCH_DRAFTS, (len(drafting), steps), later)
+        # A draft that begins a text reads all of it.
+        if drafting and not step.began:
+            add(BATCH_DRAFTS, (len(drafting), steps + 1), step.model_s)
         if count == 1:
             add(VERIFY, (tokens,), rest)
             add(OUTSIDE, (tokens,), outside)
@@ -298,7 +281,7 @@ class _Run:
         return {
             f"{policy.cost_name}, {streams} requests": partial(self._decide, policy, streams)
             for policy in self._policies
-            for streams in sorted({1, self._rows})
+            for streams in (self._rows if 1 in policy.unasked else 1,)
         }
 
     def _decide(self, policy: StopPolicy, streams: int, number: int) -> Seconds:

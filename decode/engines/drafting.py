@@ -25,7 +25,7 @@ from ...policies.features import DrawnTokens, Layout
 from ...policies.fixed import FixedLength
 from ...policies.history import History
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from ...policies.validation import error_text
 from ..feature_reader import FeatureReader

@@ -21,7 +21,7 @@ import torch
 from ...policies import kernels
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.registry import load_policy
 from ...policies.typing import Array
 from ...policies.validation import with_costs

@@ -27,8 +27,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
-from ...policies.latency.profile import Profile
 from ...policies.limits import is_within
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
 from ...policies.validation import with_costs
 from ..drafters.spec import check_drafter, find_drafter, needs_draft

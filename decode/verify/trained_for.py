@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ...policies.conditions import Conditions, warn_other_conditions, warn_other_profile
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ..models.pair import Pair
 from ..settings import Settings
 from .modes import resolve_mode

@@ -126,7 +126,7 @@ def draft_on(
         gains: [S, B] survival that the next token after each branch is expected to have.
         trims: of what was drafted the best is sent, else all.
         depth: draft steps taken so far.
-        drafts: [3, R] seconds of the first draft step of a round, the second, and each later one, by rows.
+        drafts: [2, R] seconds of the first draft step of a round and of each later one, by rows.
         verify: [R, T] seconds of a verification by streams and tokens in all.
         rates: [R] tokens that a second is worth, by streams.
         ahead: [L] share of the next token's survival that the token 0, 1, ... after it is expected to have.
@@ -156,7 +156,7 @@ def draft_on(
                     _placed(grown, have, found[r] * ahead[step])
                     have += 1
                     # Gains fall, so the best r + 1 branches are the first ones; all steps read r + 1 rows.
-                    seconds += drafts[min(depth + step, 2), r + 1]
+                    seconds += drafts[min(depth + step, 1), r + 1]
                 worth = _worth(grown, have, streams, trims, rate, verify) - rate * seconds
                 if worth > best:
                     best, take = worth, r + 1

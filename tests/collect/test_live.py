@@ -22,7 +22,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.run import replay

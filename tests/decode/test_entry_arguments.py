@@ -25,8 +25,8 @@ from specstop.decode.verify.sampling import Shaping
 from specstop.policies.errors import InputError, PairError, PolicyError, SpecstopWarning, TraceError, with_parameters
 from specstop.policies.features import check_hidden
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate

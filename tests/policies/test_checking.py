@@ -18,7 +18,7 @@ from specstop.policies.contract import DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import FEATURES
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.typing import Array
 from specstop.policies.validation import validate_policy, with_costs

@@ -58,8 +58,8 @@ def test_a_time_that_is_none_would_be_seen(
     profiles: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any number taken for seconds."""
-    monkeypatch.setattr("specstop.policies.latency.entries.check_number", lambda value, *limits: float(value))
-    monkeypatch.setattr("specstop.policies.latency.profile.check_values", lambda raw: None)
+    monkeypatch.setattr("specstop.policies.entries.check_number", lambda value, *limits: float(value))
+    monkeypatch.setattr("specstop.policies.profile.check_values", lambda raw: None)
     monkeypatch.setattr(profiles, "DAMAGES", (profiles.scale,))
     _, faults = profiles.attack(20, 7, tmp_path)
     assert any("seconds of" in fault for fault in faults)

@@ -30,8 +30,8 @@ from ...policies import kernels
 from ...policies.contract import StopPolicy
 from ...policies.files import check_separate, prepare_output_dir, replace_folder, sha256, staging_path, write_json
 from ...policies.fixed import Confidence, FixedLength
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.storage import load_policy_folder
 from ...policies.text import read_json

@@ -15,9 +15,9 @@ from ...policies.batch_rules import BatchStop
 from ...policies.errors import InputError, TraceError
 from ...policies.heads.base import Head
 from ...policies.history import HISTORY_FEATURES
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown, silent
 from ...policies.storage import save_policy
 from ..heads.crossfit import (

@@ -17,7 +17,7 @@ from ...policies.calibration import Calibrator, SurvivalMaps
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.progress import Progress, silent
 from ...policies.safe_loading import digest
 from ...policies.typing import Array

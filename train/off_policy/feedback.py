@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from ..replay.traces.arrays import TraceArrays
 from .estimators import ESTIMATORS, Terms

@@ -23,7 +23,7 @@ from ...decode.rounds import draft
 from ...policies.contract import DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from ..replay.rounds import RecordedRounds, likelihood_ratios
 from ..replay.traces.arrays import TraceArrays

@@ -18,7 +18,7 @@ from ...policies.contract import DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.history import History
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from .source import TraceSource
 from .traces.arrays import TraceArrays

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from .log import Rounds
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...decode.round_state import RoundState
 from ...policies.fixed import FixedLength
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from .log import Rounds
 from .seconds import prompt_seconds

@@ -14,7 +14,7 @@ from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from .log import Rounds
 from .source import TraceSource

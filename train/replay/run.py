@@ -17,7 +17,7 @@ from ...decode.rounds import play_round
 from ...policies.contract import StopPolicy
 from ...policies.history import HISTORY_FEATURES
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.typing import Array
 from .source import TraceSource
 from .stacking import stacked

@@ -13,7 +13,7 @@ from ...decode.verify.sampling import Shaping
 from ...policies.conditions import shaping_text, warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.validation import Failure, is_trusted, validate_policy
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds

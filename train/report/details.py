@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ...policies.progress import Progress
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import Regret, judge, planned_rounds

@@ -18,8 +18,8 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence

@@ -13,7 +13,7 @@ from commands import COMPACT, cli, model_options
 from specstop.cli.app import app
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.verify.sampling import Shaping
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")
 FILTERS = ["--top-p", 0.8, "--repetition-penalty", 1.2]

@@ -19,7 +19,7 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.history import HISTORY_FEATURES
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -26,7 +26,7 @@ from specstop.decode.verify.trained_for import tell_if_untrained
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.off_policy.estimate import estimate_offline

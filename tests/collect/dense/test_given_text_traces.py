@@ -24,7 +24,7 @@ from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 

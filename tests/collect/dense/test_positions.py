@@ -27,7 +27,7 @@ from specstop.decode.verify.sampling import Shaping
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -23,7 +23,7 @@ from specstop.decode.verify.noise import gumbel, gumbel_given, stream_key
 from specstop.decode.verify.sampling import Shaping
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from torch import Tensor

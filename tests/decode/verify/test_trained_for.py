@@ -13,7 +13,7 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.trained_for import tell_if_unmeasured
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 
 

@@ -17,8 +17,8 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TreeGain
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
@@ -181,7 +181,7 @@ def _rate(arrays: TraceArrays, mine: torch.Tensor, rounds: object, free: Profile
         ).numpy()
         price = profile.decision("confidence")
         seconds += float((free if by_first else profile).round_seconds(*values, price)[0])
-        seconds += 0.0 if by_first or not drafted else float(free.first_draft_s(values[0])[0])  # asked in vain
+        seconds += 0.0 if by_first or not drafted else float(free.first_draft_s(1, values[0])[0])  # asked in vain
         left = int(arrays.text_tokens[sequence]) - anchor
         committed = min(accepted + 1, left)
         unread = unread + committed if by_first or not drafted else committed - min(accepted, drafted - 1)

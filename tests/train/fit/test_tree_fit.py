@@ -27,9 +27,8 @@ from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned import TreeGain
+from specstop.policies.profile import Profile
 from specstop.policies.progress import silent
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
@@ -229,7 +228,7 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
 
 def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Profile) -> None:
     arrays = trace_arrays(forest[0.0])
-    seconds = tree_seconds(arrays, profile, Price(5e-5))
+    seconds = tree_seconds(arrays, profile, 5e-5)
     context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
     one = np.ones(1, dtype=np.int64)
 
@@ -246,7 +245,7 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
 def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
     arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
     assert arrays.tree.is_chain
-    seconds = tree_seconds(arrays, profile, Price())
+    seconds = tree_seconds(arrays, profile, 0.0)
     costs = np.diff(profile.chain_costs(typical_context(arrays), 0.0, depth=3)).tolist()
     for length in (2, 3):  # padded to the cheaper size
         more = seconds["verify_s"][length] - seconds["verify_s"][length - 1]

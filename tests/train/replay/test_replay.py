@@ -21,8 +21,8 @@ from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads.tokens import TokenHead
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived
 from specstop.policies.typing import Array
 from specstop.train.replay.run import Replayed, replay

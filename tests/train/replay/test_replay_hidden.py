@@ -25,8 +25,8 @@ from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import NO_HIDDEN, Head
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.policies.typing import Array
 from specstop.train.heads.rows import fit_rows, visits

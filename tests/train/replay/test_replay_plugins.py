@@ -10,7 +10,7 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyFailure
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.typing import Array
 from specstop.train.replay.run import Replayed, replay

@@ -20,7 +20,7 @@ from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.typing import Array
 from specstop.train.replay import run
 from specstop.train.replay.run import Replayed, replay

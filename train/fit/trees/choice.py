@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....policies.latency.profile import Profile
 from ....policies.learned import TreeGain
+from ....policies.profile import Profile
 from ....policies.progress import Progress, silent
 from ...heads.crossfit import Folds
 from ...replay.bounds.static_tree import best_static_tree, likeliest_nodes

@@ -10,8 +10,8 @@ from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
-from ....policies.latency.profile import Profile
 from ....policies.learned import TrainingMetadata, TreeGain
+from ....policies.profile import Profile
 from ....policies.progress import Progress, silent
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ....collect.store.folder import Trace
 from ....policies.errors import InputError
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ....policies.progress import Progress
 from ....policies.storage import save_policy
 from ...heads.crossfit import prompt_folds

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ....policies.latency.profile import Profile
-from ....policies.latency.tables import Price
 from ....policies.learned import TreeGain
+from ....policies.profile import Profile
 from ....policies.tree_rules import MOST_NODES
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates
@@ -26,13 +25,13 @@ SETTLED = 3e-3
 ROUNDS = 4
 
 
-def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[str, Any]:
+def tree_seconds(arrays: TraceArrays, profile: Profile, price: float) -> dict[str, Any]:
     """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
 
     Args:
         arrays: a trace of trees, or of chains, whose rounds cost less.
         profile: what rounds cost.
-        price: of decisions.
+        price: seconds of a decision.
     """
     tree = arrays.tree
     outside = None if tree.is_chain else profile.tree_outside_s
@@ -41,19 +40,19 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[st
     # A branch that is fed draws this many tokens on average, each of which takes time outside the models.
     below = tree.nodes / max(branches, 1)
     between = partial(profile.between, typical_context(arrays))
-    (opening,) = between(lambda table: table.draft_s[:1])
+    opening = float(between(lambda table: table.draft_s[:1])[0])
     if tree.is_chain:
         # Chains are filled up to a size that is clearly cheaper, and cost what that does.
         padded = profile.padded()[: tree.nodes + 1]
-        drafts = between(lambda table: [table.later_s])
-        verify = between(lambda table: [table.verify_s[n] for n in padded])
+        drafts = between(lambda table: [table.later_s]).tolist()
+        verify = between(lambda table: [table.verify_s[n] for n in padded]).tolist()
     else:
-        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:])
-        verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
+        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:]).tolist()
+        verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES))).tolist()
     # What a round costs whatever it does is left out: the rule compares going on with stopping.
     return {
-        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price.opening + price.each,
-        "draft_s": [s + per_step + per_token * below * rows + price.each for rows, s in enumerate(drafts, 1)],
+        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price,
+        "draft_s": [s + per_step + per_token * below * rows + price for rows, s in enumerate(drafts, 1)],
         "verify_s": verify,
     }
 

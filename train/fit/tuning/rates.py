@@ -11,8 +11,8 @@ import numpy as np
 from ....policies.contract import StopPolicy
 from ....policies.errors import PolicyError
 from ....policies.fixed import Confidence, FixedLength
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy, TreeGain
+from ....policies.profile import Profile
 from ....policies.rules import Derived
 from ....policies.typing import Array
 from ...replay.run import Replayed, replay

@@ -25,8 +25,8 @@ from ....collect.store.folder import Trace
 from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, SpecstopError
-from ....policies.latency.profile import Profile
 from ....policies.limits import check_limits
+from ....policies.profile import Profile
 from ....policies.progress import Progress, shown, silent
 from ....policies.registry import load_policy
 from ...heads.fitting import FitOptions

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ....policies.errors import TraceError
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ....policies.typing import Array
 from ..known_lengths import draft_bound
 from ..run import replay

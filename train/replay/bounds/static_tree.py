@@ -17,7 +17,7 @@ from ....decode.topology import Topology
 from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ....policies.typing import Array
 from ..run import Replayed, replay
 from ..traces.arrays import TraceArrays, typical_context

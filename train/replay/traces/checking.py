@@ -11,8 +11,8 @@ from ....policies import conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.validation import validate_policy
 from .arrays import TraceArrays
 

@@ -14,8 +14,8 @@ from ....policies.batch_rules import BatchStop
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
 from ....policies.validation import with_costs
@@ -46,7 +46,7 @@ def cost_ratio(profile: Profile, context: float) -> float:
             f"--profile: expected draft and target steps that take time, not {draft:g} s and {target:g} s; "
             "a sweep over their ratio needs both"
         )
-    return draft / target
+    return float(draft / target)
 
 
 def with_cost_ratio(profile: Profile, ratio: float, context: float) -> Profile:

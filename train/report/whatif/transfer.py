@@ -14,8 +14,8 @@ from ....policies.conditions import other_conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
 from ....policies.validation import with_costs
