@@ -8,7 +8,7 @@ mode accepts a path, which is committed with one more token of the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost
 from ..policies.limits import check_limits
 from ..policies.profile import Profile
-from ..policies.validation import Failure, validate_policy
+from ..policies.validation import validate_policy
 from .drafters import Drafter, find_drafter
 from .drafters.base import carries
 from .drift_monitor import make_monitor
@@ -41,31 +41,6 @@ from .verify.noise import Source
 
 OnCommit = Callable[[int, list[int]], None]
 """Called with a request's number and its new tokens."""
-
-
-@dataclass
-class _Running:
-    """A request that is being decoded.
-
-    Attributes:
-        number: index of the request.
-        text: its text.
-        prefill_s: seconds of reading the prompt.
-        shown: tokens that `on_commit` has received.
-        rounds: records of its rounds.
-    """
-
-    number: int
-    text: Text
-    prefill_s: float
-    shown: int = 0
-    rounds: list[Round] = field(default_factory=list)
-
-    def generation(self, failure: Failure | None) -> Generation:
-        """Return the result."""
-        text, seconds = self.text, self.prefill_s + sum(record.seconds for record in self.rounds)
-        tokens = tuple(text.tokens[text.prompt :])
-        return Generation(tokens, tuple(self.rounds), text.prompt, self.prefill_s, seconds, failure=failure)
 
 
 class Speculator:
@@ -213,37 +188,35 @@ class Speculator:
             InputError: a prompt is empty, or too long for the models together with the new tokens.
             PairError: a model returns logits that are not finite.
         """
-        source = self._source
         self._host.restart()
         check_token_ids([getattr(request, "prompt", request) for request in requests])
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
         self.pair.check_prompts(request.prompt for request in requests)
         longest = max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens
-        source.reserve(longest, requests)
+        self._source.reserve(longest, requests)
+        texts = self._source.texts
         done: dict[int, Generation] = {}
-        running: dict[int, _Running] = {}
         waiting = list(enumerate(requests))[::-1]  # popped from the end
-        while waiting or running:
-            self._refill(running, waiting)
-            self._flush(running, on_commit)
-            # The first token may already have ended every text.
-            if any(not request.text.ended for request in running.values()):
-                self._play(running)
-                self._flush(running, on_commit)
-            for stream in [stream for stream, request in running.items() if request.text.ended]:
-                request = running.pop(stream)
-                source.texts[stream] = None
-                done[request.number] = request.generation(self._host.failure)
-                if on_end:
-                    on_end(request.number, done[request.number], stream)
+        while len(done) < len(requests):
+            self._refill(waiting)
+            _flush(texts, on_commit)
+            if any(text is not None and not text.ended for text in texts):  # the first token may end a text
+                self._play()
+                _flush(texts, on_commit)
+            for stream, text in enumerate(texts):
+                if text is not None and text.ended:
+                    texts[stream] = None
+                    done[text.number] = text.generation(self._host.failure)
+                    if on_end:
+                        on_end(text.number, done[text.number], stream)
         return [done[number] for number in range(len(requests))]
 
-    def _refill(self, running: dict[int, _Running], waiting: list[tuple[int, Request]]) -> None:
+    def _refill(self, waiting: list[tuple[int, Request]]) -> None:
         """Begin waiting texts in free streams."""
         streams, keys = [], []
         for stream in range(self.batch):
-            if stream in running or not waiting:
+            if self._source.texts[stream] is not None or not waiting:
                 continue
             number, request = waiting.pop()
             begin = self._timer.now()
@@ -251,7 +224,7 @@ class Speculator:
                 shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
                 request = replace(request, shaping=shaping)
             text = self._source.open(stream, request)
-            running[stream] = _Running(number, text, self._timer.now() - begin)
+            text.number, text.prefill_s = number, self._timer.now() - begin
             for hook in self._hooks:
                 hook.on_text_begin(stream, text)
             streams.append(stream)
@@ -259,26 +232,27 @@ class Speculator:
         if streams:
             self._host.refill(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
 
-    @staticmethod
-    def _flush(running: dict[int, _Running], on_commit: OnCommit | None) -> None:
-        """Pass new tokens to `on_commit`."""
-        for request in running.values() if on_commit else ():
-            tokens = request.text.tokens[request.text.prompt + request.shown :]
-            request.shown += len(tokens)
-            if tokens and on_commit:
-                on_commit(request.number, tokens)
-
-    def _play(self, running: dict[int, _Running]) -> None:
-        """Play a round of all running texts, record it and call the hooks."""
+    def _play(self) -> None:
+        """Play a round of all texts, record it and call the hooks."""
         self._timer.restart()
         round = play_round(self._source, self._host)
         seconds = self._timer.elapsed()
         round.records = round_records(round, self._timer.laps, seconds)
         round.policy_state = self._host.state
         for stream, record in round.records.items():
-            running[stream].rounds.append(record)
+            text = round.texts[stream]
+            assert text is not None
+            text.records.append(record)
         for hook in self._hooks:
             hook.on_round_end(round)
+
+
+def _flush(texts: Sequence[Text | None], on_commit: OnCommit | None) -> None:
+    """Pass new tokens to `on_commit`."""
+    for text in texts if on_commit else ():
+        if on_commit and text is not None and text.generated > text.shown:
+            new, text.shown = text.tokens[text.prompt + text.shown :], text.generated
+            on_commit(text.number, new)
 
 
 def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: float) -> dict[int, Round]:

@@ -150,7 +150,7 @@ class ModelSource:
             else KeyedSource(request.key, self.pair.vocabulary, window, self.pair.logits_dtype, device)
         )
         sampler = Sampler(processors, self._temperature, padding)
-        text = Text(prompt, len(prompt), source, sampler, Anchor(logits, 0, hidden), shift=shift)
+        text = Text(prompt, len(prompt), source, sampler, Anchor(logits, 0, hidden), shift)
         self.texts[stream] = text
         sampled = sampler(logits, lambda: [prompt])[0]
         if sampler.constrained:
@@ -181,8 +181,7 @@ class ModelSource:
                 continue
             length = len(text.tokens)
             active[stream], context[stream] = True, length
-            text.rounds += 1
-            choices[stream] = Choices(text.source, text.rounds, length - 1, greedy)
+            choices[stream] = Choices(text.source, len(text.records) + 1, length - 1, greedy)
             allowed = self.settings.max_new_tokens - text.generated - 1  # the target adds one token
             allowed = min([allowed, *(rope.allowed(length - 1, allowed) for rope in self.pair.ropes)])
             if allowed < deepest:

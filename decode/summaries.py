@@ -35,14 +35,9 @@ Best = Sequence[Sequence[float]] | Tensor
 
 
 def summarise(
-    needs: Needs,
-    logits: Tensor,
-    drawn: DrawnTokens,
-    temperature: float,
-    sampled: Tensor | None = None,
-    scores: Tensor | None = None,
-    best: Best | None = None,
-) -> RowSummary:
+    needs: Needs, logits: Tensor, drawn: DrawnTokens, temperature: float, sampled: Tensor | None = None,
+    scores: Tensor | None = None, best: Best | None = None,
+) -> RowSummary:  # fmt: skip
     """Summarise rows of logits on their device; see `policies.features.summarise`.
 
     Args:
@@ -59,23 +54,12 @@ def summarise(
 
 
 def read_columns(
-    columns: Columns,
-    logits: Tensor,
-    drawn: DrawnTokens,
-    temperature: float,
-    out: Array,
-    sampled: Tensor | None = None,
-    scores: Tensor | None = None,
-    best: Best | None = None,
-) -> Array:
+    columns: Columns, logits: Tensor, drawn: DrawnTokens, temperature: float, out: Array, sampled: Tensor | None = None,
+    scores: Tensor | None = None, best: Best | None = None,
+) -> Array:  # fmt: skip
     """Write the columns of drawn tokens to `out` [B, .] float32; return the log-probability of each path (`Columns.read`).
 
-    Args:
-        columns: of the features.
-        logits, drawn, temperature, sampled, scores, best: see `summarise`.
-
-    Raises:
-        PolicyError: noisy scores are needed but missing.
+    Other arguments and errors are those of `summarise`.
     """
     if logits.is_cpu:
         rows, *others = _host_arrays(columns.needs, logits, sampled, scores, best)
@@ -127,14 +111,9 @@ def _array(values: Tensor) -> Array:
 
 
 def summarise_on_device(
-    needs: Needs,
-    logits: Tensor,
-    drawn: DrawnTokens,
-    temperature: float,
-    sampled: Tensor | None = None,
-    scores: Tensor | None = None,
-    best: Best | None = None,
-) -> RowSummary:
+    needs: Needs, logits: Tensor, drawn: DrawnTokens, temperature: float, sampled: Tensor | None = None,
+    scores: Tensor | None = None, best: Best | None = None,
+) -> RowSummary:  # fmt: skip
     """Summarise rows of logits by operations on their device and one copy to the host; see `summarise`."""
     known, count = _best_array(needs, best), 0
     if needs.noisy and known is None:

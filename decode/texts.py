@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from ..policies.validation import Failure
 from .models.cache import ReadPrompt
+from .records import Generation, Round
 from .verify.noise import Source
 from .verify.sampling import Sampler, Shaping
 
@@ -71,9 +73,12 @@ class Text:
         source: source of its random numbers.
         sampler: processes its logits.
         anchor: the row from which the last token was drawn.
-        rounds: number of rounds begun.
-        ended: whether the text is complete.
         shift: number of cache slots of the target that the prompt uses, minus its number of tokens.
+        ended: whether the text is complete.
+        number: index of its request.
+        prefill_s: seconds of reading the prompt.
+        shown: number of generated tokens that were streamed.
+        records: of its rounds.
     """
 
     tokens: list[int]
@@ -81,9 +86,12 @@ class Text:
     source: Source
     sampler: Sampler
     anchor: Anchor
-    rounds: int = 0
-    ended: bool = False
     shift: int = 0
+    ended: bool = False
+    number: int = 0
+    prefill_s: float = 0.0
+    shown: int = 0
+    records: list[Round] = field(default_factory=list)
 
     @property
     def generated(self) -> int:
@@ -113,6 +121,11 @@ class Text:
             if self.ended:
                 break
         return len(self.tokens) - before
+
+    def generation(self, failure: Failure | None) -> Generation:
+        """Return the result; `failure` is that of the policy."""
+        tokens, seconds = tuple(self.tokens[self.prompt :]), self.prefill_s + sum(one.seconds for one in self.records)
+        return Generation(tokens, tuple(self.records), self.prompt, self.prefill_s, seconds, failure=failure)
 
     def _stops(self, stops: Sequence[StoppingCriteria]) -> bool:
         ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor.rows.device)
