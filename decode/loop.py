@@ -19,17 +19,16 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
-from ..policies.host import PolicyHost
+from ..policies.host import PolicyHost, validate_policy
 from ..policies.limits import check_limits
 from ..policies.profile import Profile
-from ..policies.validation import validate_policy
 from .drafters import Drafter, find_drafter
 from .drafters.base import carries
 from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import ask_for_states, hidden_width
+from .models.outputs import hidden_width, request_states
 from .models.pair import Pair
 from .records import Generation, Round
 from .round_state import RoundState
@@ -37,7 +36,7 @@ from .rounds import play_round
 from .settings import Settings, shaping_of
 from .texts import Request as Request, Text
 from .verify.modes import check_mode, find_mode, resolve_mode
-from .verify.noise import Source
+from .verify.noise import KeyedSource
 
 OnCommit = Callable[[int, list[int]], None]
 """Called with a request's number and its new tokens."""
@@ -70,7 +69,7 @@ class Speculator:
         policy: StopPolicy,
         settings: Settings | None = None,
         profile: Profile | None = None,
-        source: Callable[[int, int], Source] | None = None,
+        source: Callable[[int, int], KeyedSource] | None = None,
         drafter: Drafter | None = None,
         hooks: Sequence[Hook] = (),
         hidden: Sequence[str] = (),
@@ -90,7 +89,7 @@ class Speculator:
         self._drafter, self._hooks = drafter or find_drafter(pair.drafter, pair), tuple(hooks)
         names = check_hidden((*policy.hidden, *hidden), policy.name)
         widths = {
-            name: ask_for_states(self._drafter, policy.name) if name == DRAFT_HIDDEN else hidden_width(pair.target)
+            name: request_states(self._drafter, policy.name) if name == DRAFT_HIDDEN else hidden_width(pair.target)
             for name in names
         }
         check_sizes(policy, widths)

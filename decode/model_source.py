@@ -12,27 +12,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, StopPolicy
+from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.history import History
-from ..policies.typing import Array
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
+from .models.attention import Part, TreeRows
 from .models.cuda import open_cache
 from .models.device import upload
-from .models.long_rope import readable
 from .models.outputs import FiniteRows, check_rows
-from .models.packing import Part, TreeRows
 from .models.pair import Pair
+from .models.view import readable
 from .round_state import DraftScores, RoundState, Rows
 from .settings import Settings
 from .texts import Anchor, Request, Text
 from .topology import Topology
 from .verify.base import Verification
 from .verify.modes import is_trimming
-from .verify.noise import Choices, KeyedSource, Source
-from .verify.sampling import Sampler, require_token
+from .verify.noise import Choices, KeyedSource
+from .verify.sampler import Sampler, require_token
 
 
 class ModelSource:
@@ -67,7 +66,7 @@ class ModelSource:
         timer: Timer,
         keeps: tuple[bool, bool],
         padded: Sequence[int] = (),
-        open_source: Callable[[int, int], Source] | None = None,
+        open_source: Callable[[int, int], KeyedSource] | None = None,
         streams: int = 1,
         hooks: Sequence[Hook] = (),
     ) -> None:
@@ -131,7 +130,7 @@ class ModelSource:
         device, prompt, read = self.pair.device, list(request.prompt), request.read
         padding = list(request.padding)
         shaping, with_padding = request.shaping or self.settings.shaping, [*padding, *prompt]
-        processors = shaping.build(self._temperature, len(with_padding), tuple(self.eos), device, with_padding)
+        processors = shaping.build(self._temperature, with_padding, tuple(self.eos), device)
         if read is None:
             self.target.roll_back(0, stream)
             logits = self.target.read(upload([prompt], device), rows=1, stream=stream)[0]

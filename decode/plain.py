@@ -19,7 +19,7 @@ from .models.pair import Pair
 from .round_state import RoundState
 from .settings import Settings
 from .texts import Text
-from .verify.sampling import MODEL_DEFAULTS, Shaping
+from .verify.sampling import MODEL_DEFAULTS, SamplingParams
 
 
 @dataclass
@@ -64,7 +64,7 @@ def plain_texts(
     ignore_eos: bool = False,
     hidden: bool = False,
     noise: bool = False,
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 

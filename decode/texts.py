@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from ..policies.validation import Failure
+from ..policies.errors import PolicyFailure
 from .models.cache import ReadPrompt
 from .records import Generation, Round
-from .verify.noise import Source
-from .verify.sampling import Sampler, Shaping
+from .verify.noise import KeyedSource
+from .verify.sampler import Sampler
+from .verify.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Request:
     prompt: Sequence[int]
     key: int = 0
     padding: Sequence[int] = ()
-    shaping: Shaping | None = None
+    shaping: SamplingParams | None = None
     read: ReadPrompt | None = None
 
     @property
@@ -83,7 +84,7 @@ class Text:
 
     tokens: list[int]
     prompt: int
-    source: Source
+    source: KeyedSource
     sampler: Sampler
     anchor: Anchor
     shift: int = 0
@@ -122,7 +123,7 @@ class Text:
                 break
         return len(self.tokens) - before
 
-    def generation(self, failure: Failure | None) -> Generation:
+    def generation(self, failure: PolicyFailure | None) -> Generation:
         """Return the result; `failure` is that of the policy."""
         tokens, seconds = tuple(self.tokens[self.prompt :]), self.prefill_s + sum(one.seconds for one in self.records)
         return Generation(tokens, tuple(self.records), self.prompt, self.prefill_s, seconds, failure=failure)

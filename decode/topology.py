@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..policies.contract import Array
 from ..policies.errors import InputError
-from ..policies.limits import MOST_ROWS
-from ..policies.typing import Array
+from ..policies.limits import MAX_ROWS
 
 NAMED = {
     "medusa-63": (
@@ -147,8 +147,8 @@ def from_widths(widths: Sequence[int]) -> Topology:
         levels.append([width] * rows)
         rows *= width
         size += rows
-        if size > MOST_ROWS:
-            raise InputError(f"tree: more than {MOST_ROWS} tokens; use smaller widths")
+        if size > MAX_ROWS:
+            raise InputError(f"tree: more than {MAX_ROWS} tokens; use smaller widths")
     return from_counts(levels)
 
 
@@ -167,8 +167,8 @@ def from_parents(parents: Sequence[int]) -> Topology:
 
     Nodes are renumbered breadth-first, siblings in the order of the list.
     """
-    if len(parents) >= MOST_ROWS:
-        raise InputError(f"tree: more than {MOST_ROWS} tokens")
+    if len(parents) >= MAX_ROWS:
+        raise InputError(f"tree: more than {MAX_ROWS} tokens")
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last one is of the anchor, node -1
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -192,8 +192,8 @@ def parse_tree(text: str) -> Topology:
     compact = text.replace(" ", "")
     if form := re.fullmatch(r"(?:chain:|fork:(\d+)x)(-?\d+)", compact):
         width, depth = int(form[1] or 1), int(form[2])
-        if not 1 <= depth < MOST_ROWS:
-            raise InputError(f"tree: expected a depth between 1 and {MOST_ROWS - 1}, not {depth}")
+        if not 1 <= depth < MAX_ROWS:
+            raise InputError(f"tree: expected a depth between 1 and {MAX_ROWS - 1}, not {depth}")
         return from_widths([width, *[1] * (depth - 1)])
     if re.fullmatch(r"(parents:)?[+-]?\d+(,[+-]?\d+)*", compact):
         kind, _, numbers = compact.rpartition(":")

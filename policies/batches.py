@@ -1,4 +1,4 @@
-"""The streams that share a verification, and what their steps cost as tables."""
+"""The streams that share a verification, and tables of what their steps cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batches:
 
     Attributes:
         members: [M] int64, the streams with a round, batch after batch, each sorted by key.
-        starts: [G + 1] int64, where each batch begins.
+        starts: [G + 1] int64, index of the first member of each batch.
         largest: streams of the largest batch.
     """
 
@@ -58,25 +58,16 @@ class Batches:
         return out
 
     def best(self, values: Array, offered: Array, budgets: Array) -> Array:
-        """Return [S, N] bool, the `budgets` [G] largest of the offered values of each batch.
+        """Return [S, N] bool, the `budgets` [G] largest of the offered values [S, N] float64 of each batch.
 
-        Args:
-            values: [S, N] float64, none above its parent's.
-            offered: [S, N] bool.
-            budgets: [G] int64.
+        No value may be above its parent's.
         """
         sent = np.zeros_like(offered)
         kernels().send_best(np.ascontiguousarray(values), offered, self.members, self.starts, budgets, sent)
         return sent
 
     def best_budgets(
-        self,
-        values: Array,
-        offered: Array,
-        verify: Array,
-        rates: Array,
-        sent: Array | None = None,
-        spent: Array | None = None,
+        self, values: Array, offered: Array, verify: Array, rates: Array, spent: Array | None = None
     ) -> Array:
         """Return [G] int64, how many of the largest offered values of each batch to send; the smallest of equal ones.
 
@@ -84,13 +75,11 @@ class Batches:
             values, offered: see `best`.
             verify: [R, T] seconds; see `CostGrid`.
             rates: [R] tokens that a second is worth, by streams; 0 = maximise the tokens per second of this round.
-            sent: [G] int64, tokens that are sent in any case, beside the anchors.
-            spent: [G] float64, seconds of the round beside the verification.
+            spent: [G] float64, seconds of the round before the verification.
         """
         budgets = np.zeros(len(self.sizes), dtype=np.int64)
-        sent, spent = (budgets if sent is None else sent), (np.zeros(len(budgets)) if spent is None else spent)
-        groups = self.members, self.starts
-        kernels().best_budgets(values, offered, *groups, sent.copy(), spent, verify, rates, budgets)
+        spent = np.zeros(len(budgets)) if spent is None else spent
+        kernels().best_budgets(values, offered, self.members, self.starts, spent, verify, rates, budgets)
         return budgets
 
 
@@ -110,7 +99,7 @@ class LinearCosts:
 
     Attributes:
         draft: of a draft step.
-        token: of each token beyond the first: in a draft step as a share of it, in a verification as it is.
+        token: of each token beyond the first, as a share of a draft step, or of a verification.
     """
 
     draft: float = 0.1
@@ -171,22 +160,17 @@ class CostGrid:
 
     def fit(self, streams: int, nodes: int) -> CostGrid:
         """Extend the tables to so many streams, each with up to so many drafted tokens, and return self."""
-        rows = len(self.verify) or 16
-        while rows <= streams:
-            rows *= 2
-        tokens = rows * (nodes + 1) + 1
-        if rows > len(self.verify) or tokens > self.verify.shape[1]:
-            self._make(rows, max(tokens, self.verify.shape[1]))
+        rows = max(len(self.verify), 16, 1 << streams.bit_length())
+        tokens = max(rows * (nodes + 1) + 1, self.verify.shape[1])
+        if (rows, tokens) != self.verify.shape:
+            costs, count = self.costs, np.arange(rows)
+            # No streams cost as one does, and fewer tokens than anchors as the anchors.
+            batch, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
+            verify = costs.verify_s(batch, np.maximum(sent, batch), self.context)
+            drafts = np.stack([of(count, self.context) for of in (costs.first_draft_s, costs.draft_s)])
+            self.drafts = np.ascontiguousarray(drafts + self.decision * (count > 0), dtype=np.float64)
+            self.verify = np.ascontiguousarray(verify, dtype=np.float64)
         return self
-
-    def _make(self, rows: int, tokens: int) -> None:
-        count = np.arange(rows)
-        # No streams cost as one does, and fewer tokens than anchors as the anchors.
-        streams, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
-        verify = self.costs.verify_s(streams, np.maximum(sent, streams), self.context)
-        drafts = np.stack([of(count, self.context) for of in (self.costs.first_draft_s, self.costs.draft_s)])
-        self.drafts = np.ascontiguousarray(drafts + self.decision * (count > 0), dtype=np.float64)
-        self.verify = np.ascontiguousarray(verify, dtype=np.float64)
 
     def drafting_s(self, streams: Array, steps: Array) -> Array:
         """Return the seconds of so many draft steps of so many streams, broadcast."""

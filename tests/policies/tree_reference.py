@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -249,4 +250,4 @@ def random_policy(seed: int, parent: Array) -> TreeGain:
         "first": int(chance.integers(0, 3)),
     }
     policy = make_tree_policy()
-    return policy.with_rule(policy.rule.changed(**changes))
+    return policy.with_rule(dataclasses.replace(policy.rule, **changes))

@@ -12,7 +12,7 @@ import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.batch_rules import BatchPolicy, BatchStop, for_batches
 from specstop.policies.batches import Batches, CostGrid, LinearCosts
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.batches import best_budgets, draft_on
 from specstop.policies.learned import build_rule
@@ -24,7 +24,6 @@ from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule
 from specstop.policies.storage import save_policy
 from specstop.policies.testing import TreePolicyTests
-from specstop.policies.typing import Array
 
 
 class TestBest(TreePolicyTests):
@@ -42,7 +41,7 @@ class TestLearnsSoon(TreePolicyTests):
 
     def make(self) -> StopPolicy:
         policy = AdaptiveVerification(5)
-        policy.FIT = np.array((2, 1e-3, 50.0))
+        policy.interval = 2
         return policy
 
 
@@ -150,7 +149,7 @@ def test_adaptive_verification_spends_the_budget_of_the_round_before_on_the_best
     state = policy.observe(outcome([2, 2], [1, 0]), asked(policy, before))
     # The last depth, too, was shown here; the loop asks no policy there.
     old = np.cumprod(confidences(before), 1)
-    assert np.allclose(state.stale, confidences(before))
+    assert np.allclose(state.previous, confidences(before))
     ranked = sorted(old.flatten(), reverse=True)
     rates = [(2 + sum(ranked[:m])) / (0.05 * 2 + STEPPED[1 + m]) for m in range(5)]
     budget = rates.index(max(rates))
@@ -169,7 +168,7 @@ def test_adaptive_verification_spends_the_budget_of_the_round_before_on_the_best
 
 def test_adaptive_verification_learns_as_newton_does() -> None:
     rng, policy = np.random.default_rng(3), AdaptiveVerification(3)
-    policy.FIT = np.array((4, 1e-3, 50.0))
+    policy.interval = 4
     state = policy.start(2, np.arange(2))
     rows, labels = [], []
     for _ in range(4):

@@ -58,7 +58,7 @@ def test_nodes_of_heads_are_chosen_live_as_replay_says(
     made = train(trace, costs, rule="gain", out=tmp_path / "policy", passes=1)
     policy = load_policy_folder(tmp_path / "policy")
     assert isinstance(policy, TreeGain) and policy.metadata.pair == alone.fingerprint
-    policy = policy.with_rule(policy.rule.changed(rate=0.5 * policy.rule.rate))  # so that it verifies more
+    policy = policy.with_rule(dataclasses.replace(policy.rule, rate=0.5 * policy.rule.rate))  # so that it verifies more
     arrays = trace_arrays(trace)
     played = replay(arrays, policy, profile)
     speculator = Speculator(alone, policy, Settings(0.0, NEW, tree=TREE), profile)

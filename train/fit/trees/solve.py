@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ....policies.learned import TreeGain
 from ....policies.profile import Profile
-from ....policies.tree_rules import MOST_NODES
+from ....policies.tree_rules import PRICED_NODES
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates
 
@@ -48,7 +49,7 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: float) -> dict[st
         verify = between(lambda table: [table.verify_s[n] for n in padded]).tolist()
     else:
         drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:]).tolist()
-        verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES))).tolist()
+        verify = between(lambda table: table.tree_verify(min(tree.nodes, PRICED_NODES))).tolist()
     # What a round costs whatever it does is left out: the rule compares going on with stopping.
     return {
         "opening_s": opening + per_step + per_token * len(tree.children[0]) + price,
@@ -86,10 +87,10 @@ def solve_tree(
     def settled(**changes: Any) -> None:
         nonlocal best, best_rate
         # A saved policy comes with a floor; the rate is solved without, and a floor is chosen last.
-        rule = best.rule.changed(floor=0.0)
+        rule = dataclasses.replace(best.rule, floor=0.0)
         rho = best_rate or rule.rate
         for _ in range(ROUNDS):
-            candidate = policy.with_rule(rule.changed(rate=rho, **seconds, **changes))
+            candidate = policy.with_rule(dataclasses.replace(rule, rate=rho, **seconds, **changes))
             (rate,) = rates([candidate])
             if rate > best_rate:
                 best, best_rate = candidate, rate
@@ -105,7 +106,7 @@ def solve_tree(
             settled(first=first, ahead=best.rule.ahead)
     # From the highest on, which reads the fewest branches: the first one that does no harm is taken.
     for floor in FLOORS:
-        candidate = policy.with_rule(best.rule.changed(floor=floor))
+        candidate = policy.with_rule(dataclasses.replace(best.rule, floor=floor))
         (rate,) = rates([candidate])
         if rate >= (1.0 - UNHARMED) * best_rate:
             return candidate, rate
