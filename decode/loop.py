@@ -28,8 +28,9 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import hidden_width, request_states
+from .models.outputs import request_states
 from .models.pair import Pair
+from .models.view import hidden_width
 from .records import Generation, Round
 from .round_state import RoundState
 from .rounds import play_round
@@ -271,5 +272,6 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
         round.context - prompts, round.context, round.drafted, round.verified, round.accepted, round.committed,
         round.decisions, round.backlog, round.cut, round.verified if tree.is_chain else (round.sent * tree.depths).max(1),
     )  # fmt: skip
-    rows = list(zip(*(column.tolist() for column in columns), strict=True))
-    return {stream: Round(*rows[stream][:-1], *shares, len(streams), rows[stream][-1]) for stream in streams}
+    *values, deepest = (column.tolist() for column in columns)
+    together = len(streams)
+    return {s: Round._make([*(column[s] for column in values), *shares, together, deepest[s]]) for s in streams}

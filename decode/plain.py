@@ -14,8 +14,9 @@ from ..policies.fixed import FixedLength
 from .drafters import Drafter
 from .hooks import Hook
 from .loop import Request, Speculator
-from .models.outputs import hidden_width, stored
+from .models.outputs import stored
 from .models.pair import Pair
+from .models.view import hidden_width
 from .round_state import RoundState
 from .settings import Settings
 from .texts import Text

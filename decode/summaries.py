@@ -178,9 +178,10 @@ class Reading:
                 torch.is_inference_mode_enabled(),
             )
             with _LOCK:
-                recording = RECORDINGS[key] = RECORDINGS.pop(key, None) or RecordedReading(
+                recording = RECORDINGS.pop(key) if key in RECORDINGS else RecordedReading(
                     self, size, logits.shape[-1], sampled is not None, scores is not None, device
-                )
+                )  # fmt: skip
+                RECORDINGS[key] = recording
                 if len(RECORDINGS) > MAX_RECORDINGS:
                     del RECORDINGS[next(iter(RECORDINGS))]  # the least recently used
                 values = recording.run(logits, sampled, scores, at)
@@ -275,9 +276,9 @@ class RecordedReading(Recorded[Tensor]):
                 buffer[: len(values), : values.shape[1]] = values
         self._host_at[: len(at)] = torch.from_numpy(at)
         self._at.copy_(self._host_at, non_blocking=True)  # not written to again before the result is on the host
-        rows, *others = self._inputs
+        rows, weights, noise = self._inputs
         assert rows is not None
-        return self.answer(recorder(self._device), lambda: self._reading.compute(rows, *others, self._at)).cpu()
+        return self.answer(recorder(self._device), lambda: self._reading.compute(rows, weights, noise, self._at)).cpu()
 
 
 RECORDINGS: dict[object, RecordedReading] = {}
