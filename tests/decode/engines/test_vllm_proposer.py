@@ -136,7 +136,7 @@ def test_a_rule_that_reads_noise_is_refused_whatever_the_temperature() -> None:
         ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature: expected"),
         ({"specstop": {"draft": "d", "rows": True}}, "rows: expected a whole number, not True"),
         ({"specstop": {"draft": "d", "rows": 0}}, "rows: expected 1 to 1024 requests, not 0"),
-        ({"specstop": {"draft": "d", "fallback": -1}}, "fallback: expected 0 or more"),
+        ({"specstop": {"draft": "d", "fallback": -1}}, "fallback: expected a whole number"),
     ],
 )
 def test_settings_that_are_wrong_are_named(raw: Any, message: str) -> None:
