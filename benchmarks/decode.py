@@ -26,8 +26,8 @@ from specstop.collect.prompts.read import encode, read_prompts
 from specstop.decode import Generation, Pair, Settings, Speculator, Topology, load_pair, parse_tree, stream_key
 from specstop.decode.benchmark import bench_line, run_alternating, speed_ratio
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
+from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packing import TreeRows
 from specstop.decode.topology import chain
 from specstop.policies import FixedLength
 from specstop.train.demo.pair import shipped_pair
@@ -202,10 +202,10 @@ class Bare:
             self._draft.read(ids[:, self._draft.length : context], rows=1)
         for level in shape.levels[1:depth]:
             rows = [row for row in level if shape.children[row]]
-            self._draft.read_tree(tokens[: len(rows)], TreeRows(shape, base, fed, rows))
+            self._draft.read_parts([Part(0, tokens[: len(rows)], tree=TreeRows(shape, base, fed, rows))])
             fed += rows
         rows = list(range(1 + verified))
-        self._target.read_tree(tokens[: len(rows)], TreeRows(shape, base, [], rows))
+        self._target.read_parts([Part(0, tokens[: len(rows)], tree=TreeRows(shape, base, [], rows))])
 
 
 def memory(pair: Pair, prompt: list[int], bars: Bars) -> dict[str, float]:

@@ -41,14 +41,15 @@ from specstop.decode import (
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
 from specstop.decode.models import view as view_module
+from specstop.decode.models.attention import Part
 from specstop.decode.models.cuda import KEPT, open_cache
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
 from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.display import silent
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import Confidence
-from specstop.policies.progress import silent
 from torch.profiler import ProfilerActivity, profile
 
 LENGTHS = (2, 4, 6, 8)
@@ -252,7 +253,7 @@ def costs(pair: Pair, prompts: Sequence[list[int]], size: Size, path: Path | Non
         progress=silent,
     )  # fmt: skip
     assert profile.batch is not None
-    recordings = sum(len(m.calls) + len(m.unchecked) for kept in KEPT.values() for m in kept)
+    recordings = sum(len(m.calls) for kept in KEPT.values() for m in kept)
     print(f"\ncosts, ms, at {profile.low.context:.0f} tokens; {recordings} recordings are kept")
     alone = {0: list(enumerate(profile.low.verify_s, 1))}
     for streams, points in {**alone, **profile.batch.low.verify_s}.items():
@@ -299,7 +300,7 @@ def argmaxes(model: Any, tokens: torch.Tensor, step: int) -> torch.Tensor:
     cache = open_cache(model, tokens.shape[1], model.config.vocab_size)
     cache.read(tokens[:, :16], 1)
     read = range(16, tokens.shape[1], step)
-    return torch.cat([cache.read(tokens[:, at : at + step])[0].argmax(-1) for at in read])
+    return torch.cat([cache.read_parts([Part(0, tokens[0, at : at + step])]).argmax(-1) for at in read])
 
 
 if __name__ == "__main__":

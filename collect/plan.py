@@ -13,7 +13,7 @@ from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
-from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
+from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
@@ -61,7 +61,7 @@ def plan_run(
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..policies.batches import CostGrid
-from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.fixed import FixedLength
 from ..policies.learned import LearnedPolicy, TreeGain
 from ..policies.profile import Profile
-from ..policies.typing import Array
 
 MODES = ("off", "warn", "fallback")
 WINDOW, MIN_ROUNDS = 200, 60

@@ -1,13 +1,15 @@
-"""What a stop policy is: features, rules, heads, baselines, the folder on disk, plugins.
+"""Stop policies: features, rules, heads, baselines, the policy folder, plugins.
 
-Names are imported when they are first used: errors and file helpers must not cost the import of torch.
+Names are imported when they are first used: an error class or a file helper must not cost the import of numba.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .lazy import attach
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import validate_int as validate_int, validate_number as validate_number
@@ -49,6 +51,24 @@ if TYPE_CHECKING:
         save_pretrained as save_pretrained,
     )
     from .tree_rules import append_level as append_level, node_values as node_values
+
+
+def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+    """Return `__getattr__` and `__all__` of a package from its public names, separated by spaces, by module.
+
+    With EAGER_IMPORT in the environment all names are imported at once, for documentation tools.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f".{module_of[name]}", package), name)
+
+    if os.environ.get("EAGER_IMPORT"):
+        vars(sys.modules[package]).update({name: find(name) for name in module_of})
+    return find, sorted(module_of)
+
 
 __getattr__, __all__ = attach(
     __name__,

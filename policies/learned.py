@@ -11,14 +11,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from .calibration import NO_PIECES, Calibrator, PathCalibrator, SurvivalMaps
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError
 from .features import Kind, feature
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
 from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
 from .tree_rules import TreeRule, kernels as tree_kernels
-from .typing import Array
 
 kernels = on_first_use("decisions")
 

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .errors import PolicyError, SpecstopWarning
-from .validation import error_text, plugin_errors
+from .host import error_text, plugin_errors
 
 SWITCH = "SPECSTOP_PLUGINS"
 """Environment variable; 0 turns the discovery of plugins off."""

@@ -19,8 +19,7 @@ from .estimate import check_measurements, decision_prices, estimate
 from .files import write_atomic
 from .limits import LIMITS
 from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge
-from .safe_loading import check_values, digest
-from .text import read_json
+from .safe_loading import check_values, digest, read_json
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'
@@ -45,7 +44,7 @@ class Profile(Costs):
         facts: device, dtype, threads, versions, noise: for readers.
         measurements: what the costs were estimated from; empty for costs that were not measured.
         source: the file it was read from, if any.
-        shaping: what else changed the distribution that was sampled from (`decode.Shaping.facts`).
+        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
         verification: the mode whose rounds of chains were timed; "" = unknown.
     """
 

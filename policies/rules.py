@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from .contract import Array
 from .costs import MAX_STREAMS
 from .errors import PolicyError
-from .typing import Array
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
 """Values that a rule compares with its threshold; see `kernels.decisions.decide`."""

@@ -82,7 +82,7 @@ def decisions_timed_briefly() -> None:
     """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
     from specstop.decode.profile import decisions
     from specstop.decode.profile.measuring import Effort
-    from specstop.policies.progress import silent
+    from specstop.policies.display import silent
 
     decisions.EFFORT, decisions.ROUNDS, decisions.SCRATCH = Effort(repetitions=2), 2, 64
     decisions.loop_decisions.__defaults__ = (

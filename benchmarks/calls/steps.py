@@ -13,9 +13,11 @@ from unittest import mock
 import torch
 from bars import Bars
 from specstop.decode.models import attention as attention_module
-from specstop.decode.models.cache import CachedModel, token_bytes
+from specstop.decode.models.attention import Part
+from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import KEPT, open_cache
 from specstop.decode.models.device import Compiled
+from specstop.decode.models.view import token_bytes
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def calls(model: Any, context: int, size: Size) -> dict[int, float]:
 
         def call(count: int = count) -> None:
             cache.roll_back(context)
-            cache.read(tokens[:, :count])
+            cache.read_parts([Part(0, tokens[0, :count])])
 
         found[count] = waited(call, size.device, size.repeats)
     return found

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...policies.display import Progress
 from ...policies.errors import InputError
 from ...policies.files import RUN_FILE, prepare_output_dir, staging_path
-from ...policies.progress import Progress
 from ..common import say_defaults
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars

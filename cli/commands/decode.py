@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...policies.display import printable
 from ...policies.errors import InputError
-from ...policies.text import printable
 from ..common import PHASES, find_prompts, fitting, percent, piped_prompt, say_defaults
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import results, say

@@ -14,7 +14,7 @@ from ..options.config import config_saved
 from ..options.shared import Json, Out, Overwrite, Quiet, Seed
 
 if TYPE_CHECKING:
-    from ...policies.progress import Progress
+    from ...policies.display import Progress
 
 TARGETS = ("onnx", "hf", "vllm", "sglang", "trtllm", "llama.cpp")
 FROM_TRACES = ("vllm", "sglang", "trtllm", "llama.cpp")

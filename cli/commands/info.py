@@ -257,7 +257,7 @@ def _model(path: Path) -> dict[str, Any]:
     """Return what `generation_config.json` of a model says of the texts that it writes."""
     from transformers import AutoConfig, GenerationConfig
 
-    from ...decode.verify.model_defaults import APPLIED, LEFT_OUT, model_defaults
+    from ...decode.verify.sampling import IGNORED, NEUTRAL, model_defaults
     from ...policies.conditions import shaping_text
 
     try:
@@ -268,9 +268,9 @@ def _model(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {' '.join(str(error).split())[:200]}") from None
     fields = model_defaults(defaults)
     parts = {
-        "sampling defaults": {name: value for name, value in fields.items() if name in APPLIED},
-        "defaults left out": {name: value for name, value in fields.items() if name in LEFT_OUT},
-        "defaults that cannot be applied": {name: fields[name] for name in fields if name not in {*APPLIED, *LEFT_OUT}},
+        "sampling defaults": {name: value for name, value in fields.items() if name in NEUTRAL},
+        "defaults left out": {name: value for name, value in fields.items() if name in IGNORED},
+        "defaults that cannot be applied": {name: fields[name] for name in fields if name not in {*NEUTRAL, *IGNORED}},
     }
     return {
         "kind": "model",

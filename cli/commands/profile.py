@@ -200,9 +200,9 @@ def _decisions(
         )
     from ...decode.profile import loop_decisions
     from ...decode.settings import Settings
-    from ...decode.verify.sampling import Shaping
+    from ...decode.verify.sampling import SamplingParams
 
-    shaping, mode = Shaping.from_dict(costs.shaping), _verification(costs, rules)
+    shaping, mode = SamplingParams.from_dict(costs.shaping), _verification(costs, rules)
     settings = Settings(
         costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification=mode
     )

@@ -17,7 +17,7 @@ from ..options.shared import Json, Out, Overwrite, ProfileFile, Quiet, Seed
 from ..options.training import Training
 
 if TYPE_CHECKING:
-    from ...policies.progress import Progress
+    from ...policies.display import Progress
     from ...train.fit.trained import Trained
 
 HEADS = "logistic,tokens,mlp,xgboost"

@@ -118,7 +118,7 @@ def evaluate(
 
 def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
     """Return when requests arrive, by their number."""
-    from ...policies.text import read_json
+    from ...policies.safe_loading import read_json
     from ...train.replay.arrivals import at_once, poisson, recorded
 
     if told is None:

@@ -19,21 +19,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.drafting import Heard, Observer, Options, Sent, Spent
+from ...decode.engines.drafting import EngineDraft, EngineObserver, Options, Spent
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.scripts import TWICE, BatchScript, shuffled
-from ...policies.contract import DraftStep, State, StopPolicy
+from ...policies.contract import Array, DraftStep, State, StopPolicy
+from ...policies.display import Progress, shown
 from ...policies.estimate import BATCH_DRAFTS, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
 from ...policies.limits import check_limit, check_limits
 from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
 from ...policies.profile import Profile
-from ...policies.progress import Progress, shown
-from ...policies.typing import Array
 from .through_vllm import start_vllm
 
 CLASS = f"{__name__}.TimedProposer"
@@ -71,7 +70,7 @@ class _Step:
     """The drafts of a step: seconds of all of it, of the first draft step, of all of them and of decisions; whether a text
     began in it."""
 
-    drafts: Sequence[Sent]
+    drafts: Sequence[EngineDraft]
     draft_s: float
     first_s: float
     model_s: float
@@ -80,7 +79,7 @@ class _Step:
 
 
 class StepTimer:
-    """Times steps; see `decode.engines.rounds.Observer`.
+    """Times steps; see `decode.engines.drafting.EngineObserver`.
 
     Args:
         spent: returns the seconds that the draft model and decisions have taken so far.
@@ -101,23 +100,23 @@ class StepTimer:
         self._began, self._seconds = False, 0.0
         self._last: _Step | None = None
 
-    def began(self, row: int, text: Array, name: str | None) -> None:
-        """See `Observer.began`."""
+    def on_begin(self, row: int, text: Array, name: str | None) -> None:
+        """See `EngineObserver.on_begin`."""
         self._began = True
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-        """See `Observer.level`."""
+    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """See `EngineObserver.on_draft_step`."""
         if depth == 1:
             self._first = self._spent()[0]
 
-    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
-        """See `Observer.heard`."""
+    def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
+        """See `EngineObserver.on_outcomes`."""
         # A step is timed where all requests were drafted for in it, and all are heard of now.
-        whole = self._last is not None and len(rounds) == len(self._last.drafts) == self.streams
+        whole = self._last is not None and len(drafts) == len(self._last.drafts) == self.streams
         self._seconds = max(step_s) if whole else 0.0
 
-    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
-        """See `Observer.sent`."""
+    def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
+        """See `EngineObserver.on_drafts`."""
         # The last step's seconds are known by now, unless a prompt was read in between.
         if self._last is not None and self._seconds and not self._began:
             self._add(self._last, self._seconds)
@@ -129,7 +128,7 @@ class StepTimer:
     def _add(self, step: _Step, seconds: float) -> None:
         """Add the timings of a step; one that an end of a text has cut short is none."""
         drafts, count = step.drafts, len(step.drafts)
-        if any(sent.capped for sent in drafts):
+        if any(sent.hit_limit for sent in drafts):
             return
         if self.policy is not None:
             asked = [sent.decisions for sent in drafts]
@@ -171,7 +170,7 @@ class TimedProposer(Proposer):
         TimedProposer.made, self.script = self, StepScript(self.depth)
         return self.script
 
-    def observer(self, options: Options) -> Observer:
+    def observer(self, options: Options) -> EngineObserver:
         """Return the timer."""
         self.timer = StepTimer(self._spent)
         return self.timer

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ..models.device import upload
-from ..models.long_rope import ENDLESS
+from ..models.view import ENDLESS
 from ..round_state import RoundState, Rows
 
 READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"

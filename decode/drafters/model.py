@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from ...policies.contract import Array
+from ..models.attention import Part, TreeRows
 from ..models.cuda import open_cache
-from ..models.long_rope import readable
 from ..models.outputs import check_rows, hidden_width
-from ..models.packing import Part, TreeRows
 from ..models.pair import Pair
+from ..models.view import readable
 from ..round_state import RoundState, Rows
 from .base import Drafter, Proposal
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
+from ...policies.host import plugin_errors
 from ...policies.plugins import (
     DRAFTER_PLUGINS,
     PluginInfo,
@@ -26,7 +27,6 @@ from ...policies.plugins import (
     split_first,
     split_spec,
 )
-from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, REQUIRED, Drafter

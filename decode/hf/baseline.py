@@ -14,14 +14,14 @@ from transformers.generation import candidate_generator
 
 from ...policies.errors import PairError
 from ..loop import Request
-from ..models.attention import without_cudnn
+from ..models.device import without_cudnn
 from ..models.pair import Pair
 from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
 from ..settings import Settings
-from ..verify.model_defaults import APPLIED, SAMPLING
 from ..verify.processors import PerText
+from ..verify.sampling import NEUTRAL, WARPERS
 from .stopping import assistant_set
 
 
@@ -80,9 +80,10 @@ class Assisted:
         self._pair, self._setting, self._batch = pair, setting, batch
         shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
         # Neutral values are passed too: otherwise defaults of the model or the library would apply.
-        self._options: dict[str, Any] = {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
+        self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **shaping.options}
+        self._options["no_repeat_ngram_size"] = self._options.pop("no_repeat_ngram")
         self._options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": temperature > 0}
-        self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(SAMPLING)
+        self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(WARPERS)
         self._processors = shaping.processors
         if settings.ignore_eos:
             self._options["eos_token_id"] = None
@@ -108,11 +109,11 @@ class Assisted:
         # The models are called as in our loop: in evaluation mode, and on a GPU without cuDNN's attention.
         target, guard = open_view(self._pair.target)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(guard)
+            stack.enter_context(guard())
             stack.enter_context(without_cudnn(device))
             if self._setting.tokens:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
-                stack.enter_context(guard)
+                stack.enter_context(guard())
                 stack.enter_context(self._configured(options["assistant_model"]))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

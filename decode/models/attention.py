@@ -1,26 +1,243 @@
-"""Attention of grouped queries without copies of keys and values, in parts for long texts, and of packed streams."""
+"""Attention to the cache: masks, calls that read several streams, and kernels for grouped queries and long texts."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
-from .device import fused
-from .packing import PackedCall
+from ...policies.contract import Array
+from ..topology import Topology
+from .device import fused, upload
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Layer types for which masks are computed here, as in `layer_types` of a configuration."""
 
 PACKED = "specstop_packed"
+MIN_DIVIDED_SLOTS, MIN_PART_SLOTS, MAX_PARTS = 2048, 256, 32
+"""Minimum slots for attention in parts, minimum slots of a part, maximum number of parts."""
 
-DIVIDED, LEAST_PART, MOST_PARTS = 2048, 256, 32
-"""Minimum number of slots for attention in parts; minimum slots per part; maximum number of parts."""
+
+def backend_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a boolean mask [..., query, key] to an additive one. Boolean 4D masks are silently wrong under `eager`.
+
+    sdpa also accepts a boolean mask, but converts it in every layer (measured: 3 to 4% of a small model's call). Masked
+    entries are half of the lowest value: kernels multiply by log2(e), and an infinite value would give NaN for a query that
+    sees none of the keys of a block.
+    """
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min / 2)
+
+
+def causal(start: int, count: int, device: torch.device) -> Tensor:
+    """Return the causal mask [1, 1, n, start + n] bool of n tokens after `start` earlier ones."""
+    slots = torch.arange(start + count, device=device)
+    return (slots <= slots[start:, None])[None, None]
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """Restrictions of the mask by layer type: a sliding window or chunks, both in tokens."""
+
+    window: int
+    chunk: int
+    layer_types: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> LayerMasks | None:
+        """Return the masks of a model; None if all its layers use full attention."""
+        config = model.config.get_text_config()
+        full, sliding, chunked = LAYER_TYPES
+        window, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        types = set(getattr(config, "layer_types", None) or [sliding])
+        unrestricted = {name for name, size in ((sliding, window), (chunked, chunk)) if size is None}
+        layer_types = tuple(name for name in LAYER_TYPES if name in types - unrestricted)
+        return None if layer_types in ((), (full,)) else cls(int(window or 0), int(chunk or 0), layer_types)
+
+    def apply(self, mask: Tensor, positions: Tensor, key_positions: Tensor, dtype: torch.dtype) -> Any:
+        """Return the additive form of a mask [B, 1, n, slots] bool, as a dictionary by layer type if there are several.
+
+        Windows count positions of queries [B, n] and keys [B, slots], which differ from slots for the candidates of a tree.
+        """
+        query, key = positions[:, None, :, None], key_positions[:, None, None]
+        masks = {}
+        for name in self.layer_types:
+            restricted = mask
+            if name == LAYER_TYPES[1]:
+                restricted = mask & (query - key < self.window)
+            elif name == LAYER_TYPES[2]:
+                restricted = mask & (query // self.chunk == key // self.chunk)
+            masks[name] = backend_mask(restricted, dtype)
+        return masks if len(masks) > 1 else masks[self.layer_types[0]]
+
+
+@dataclass(slots=True)
+class TreeRows:
+    """Rows of a tree to read. Its rows `before` are in the slots from `base` on."""
+
+    topology: Topology
+    base: int
+    before: Sequence[int]
+    rows: Sequence[int]
+
+    def relation(self) -> Array:
+        """Return [n, m + n] bool: which of the rows `before` and `rows` each of `rows` sees."""
+        out: Array = self.topology.sees.numpy()[np.ix_(self.rows, [*self.before, *self.rows])]
+        return out
+
+    def positions(self) -> Array:
+        """Return [n] int64. Candidates of one depth share a position."""
+        return self.base + self.topology.depths[list(self.rows)]
+
+
+@dataclass(slots=True)
+class Part:
+    """Tokens for one stream to read.
+
+    Attributes:
+        stream: Index of the stream.
+        tokens: n token ids, a sequence or int64 on the model's device.
+        wanted: Number of last tokens whose logits are returned; 0 = all.
+        tree: Rows of the tokens; None = a chain.
+    """
+
+    stream: int
+    tokens: Sequence[int] | Tensor
+    wanted: int = 0
+    tree: TreeRows | None = None
+
+
+def split(parts: Sequence[Part]) -> Array:
+    """Return [parts + 1]: the bounds of each part's rows of logits."""
+    return np.cumsum([0, *(part.wanted or len(part.tokens) for part in parts)])
+
+
+@dataclass(slots=True)
+class PackedCall:
+    """T tokens of several streams, one after another as if they were one text.
+
+    Everything but attention computes T rows. Attention computes a rectangle of queries, one row per stream, on S rows of
+    `slots` slots of the cache.
+
+    Attributes:
+        line: [5, T] int64: token, position, stream, slot and index in the rectangle [S, n] of queries.
+        base: [S] int64, slots of each stream that all its tokens see.
+        relation: [S, n, W] bool, which slots from `base` on each query sees.
+        wanted: [R] int64, tokens whose logits are returned; None = all.
+        is_full: Whether the tokens fill the rectangle in their order.
+    """
+
+    line: Tensor
+    base: Tensor
+    relation: Tensor
+    wanted: Tensor | None
+    slots: int
+    is_full: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The inputs."""
+        return self.line, self.base, self.relation, *(() if self.wanted is None else (self.wanted,))
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """A key that is equal for calls that can share a recording."""
+        return (*(tensor.shape for tensor in self.tensors), self.wanted is None, self.slots, self.is_full)
+
+    def copy(self) -> PackedCall:
+        """Return a call with copies of the tensors."""
+        line, base, relation, *wanted = (tensor.clone() for tensor in self.tensors)
+        return PackedCall(line, base, relation, wanted[0] if wanted else None, self.slots, self.is_full)
+
+    def mask(self) -> Tensor:
+        """Return [S, 1, n, slots] bool."""
+        offset = torch.arange(self.slots, device=self.base.device) - self.base[:, None]  # [S, slots]
+        width = self.relation.shape[-1]
+        columns = offset.clamp(0, width - 1)[:, None].expand(-1, self.relation.shape[1], -1)
+        is_new = (offset >= 0) & (offset < width)
+        return ((offset < 0)[:, None] | (is_new[:, None] & self.relation.gather(-1, columns)))[:, None]
+
+    def query_positions(self) -> Tensor:
+        """Return [S, n]; 0 for places without a token."""
+        size = self.relation.shape[:2]
+        return self.line.new_zeros(size.numel()).index_copy_(0, self.line[4], self.line[1]).view(size)
+
+    def write(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write states [1, heads, T, width] into buffers and return the slots that attention reads."""
+        line, rows = self.line.to(keys.device), len(self.base)
+        # Indices with a slice between them put their own dimension first: [T, heads, width].
+        keys[line[2], :, line[3]] = new_keys[0].transpose(0, 1)
+        values[line[2], :, line[3]] = new_values[0].transpose(0, 1)
+        return keys[:rows, :, : self.slots], values[:rows, :, : self.slots]
+
+    def spread(self, queries: Tensor) -> Tensor:
+        """Return queries [1, heads, T, width] as the rectangle [S, heads, n, width], 0 where there is no token."""
+        rows, (streams, count, _) = queries[0].transpose(0, 1), self.relation.shape  # [T, heads, width]
+        if not self.is_full:
+            place = self.line[4].to(rows.device)
+            rows = rows.new_zeros(streams * count, *rows.shape[1:]).index_copy_(0, place, rows)
+        return rows.reshape(streams, count, *rows.shape[1:]).transpose(1, 2)
+
+    def gather(self, out: Tensor) -> Tensor:
+        """Return [1, T, heads, width] from a rectangle [S, n, heads, width]."""
+        rows = out.reshape(1, -1, *out.shape[2:])
+        return rows if self.is_full else rows.index_select(1, self.line[4].to(rows.device))
+
+
+def pack(
+    parts: Sequence[Part],
+    lengths: Sequence[int],
+    rows: int,
+    device: torch.device,
+    round_up: Callable[[int], int] = int,
+) -> PackedCall:
+    """Return the call that reads `parts`, one per stream.
+
+    Args:
+        parts: Parts of streams below `rows`.
+        lengths: Slots in use, by stream.
+        rows: S.
+        device: Device of the model.
+        round_up: Rounds T, n, W and R up. The last token is then repeated in the same slot, which changes nothing.
+    """
+    total, count = sum(len(part.tokens) for part in parts), round_up(max(len(part.tokens) for part in parts))
+    width = round_up(max(len(part.tokens) + (len(part.tree.before) if part.tree else 0) for part in parts))
+    line = np.zeros((5, round_up(total)), dtype=np.int64)
+    base, relation = np.zeros(rows, dtype=np.int64), np.zeros((rows, count, width), dtype=bool)
+    wanted: list[int] = []
+    end = 0
+    for part in parts:
+        first, size, start, tree = end, len(part.tokens), lengths[part.stream], part.tree
+        end += size
+        slots = np.arange(start, start + size)
+        sees = np.tri(size, dtype=bool) if tree is None else tree.relation()
+        if not isinstance(part.tokens, Tensor):
+            line[0, first:end] = part.tokens
+        line[1, first:end] = slots if tree is None else tree.positions()
+        line[2, first:end], line[3, first:end] = part.stream, slots
+        line[4, first:end] = np.arange(size) + part.stream * count
+        base[part.stream] = start if tree is None else tree.base
+        relation[part.stream, :size, : sees.shape[1]] = sees
+        wanted += range(end - (part.wanted or size), end)
+    line[:, total:] = line[:, total - 1 : total]
+    all_wanted = len(wanted) == total
+    if not all_wanted and round_up(len(wanted)) < line.shape[1]:  # R = T would mean that all are wanted
+        wanted += wanted[-1:] * (round_up(len(wanted)) - len(wanted))
+    is_full = line.shape[1] == total == rows * count and [part.stream for part in parts] == list(range(rows))
+    lines = upload(line, device)
+    if on_device := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # then all are tensors
+        lines[0] = torch.cat([*on_device, on_device[-1][-1:].expand(line.shape[1] - total)])
+    last = max(lengths[part.stream] + len(part.tokens) for part in parts)
+    rows_wanted = None if all_wanted else upload(wanted, device)
+    return PackedCall(lines, upload(base, device), upload(relation, device), rows_wanted, last, is_full)
 
 
 def grouped_attention(
@@ -37,10 +254,10 @@ def grouped_attention(
     CUDA has no kernel for grouped queries under a mask, so the library repeats keys and values in every layer.
 
     Args:
-        module, scaling, kwargs: See `AttentionInterface`; of `kwargs` nothing is used.
+        module, scaling, kwargs: See `AttentionInterface`; `kwargs` are ignored.
         query: [B, heads, n, width].
         key, value: [B, groups, slots, width].
-        attention_mask: [B, 1, n, slots] additive, or None if all is seen.
+        attention_mask: [B, 1, n, slots] additive; None = no mask.
     """
     batch, heads, count, width = query.shape
     rows = query.reshape(batch, key.shape[1], -1, width)  # [B, groups, heads / groups x n, width]
@@ -57,12 +274,13 @@ def grouped_attention(
 def is_divided(query: Tensor, key: Tensor, mask: Tensor) -> bool:
     """Whether to attend in parts: a GPU kernel reads the keys of one head sequentially, which uses little of the GPU."""
     slots = key.shape[2]
-    if query.device.type != "cuda" or query.dtype == torch.float64 or slots < DIVIDED or slots % LEAST_PART:
+    if query.device.type != "cuda" or query.dtype == torch.float64:
         return False
-    if query.shape[-1] % 8 or torch.cuda.get_device_capability(query.device) < (8, 0):  # required by the kernel
+    if slots < MIN_DIVIDED_SLOTS or slots % MIN_PART_SLOTS or len(key) > 1 or query.shape[2] > MIN_PART_SLOTS:
         return False
+    # Required by the kernel.
     aligned = mask.is_floating_point() and mask.is_contiguous() and mask.data_ptr() % 16 == 0
-    return aligned and len(key) == 1 and query.shape[2] <= LEAST_PART
+    return aligned and query.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
@@ -71,24 +289,24 @@ def divided_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     `query` is [1, heads, n, width], `key` and `value` [1, heads, slots, width], `mask` [1, 1, 1 or n, slots], without -inf.
     """
     slots = key.shape[2]
-    parts = next(number for number in range(min(slots // LEAST_PART, MOST_PARTS), 0, -1) if slots % number == 0)
+    parts = next(n for n in range(min(slots // MIN_PART_SLOTS, MAX_PARTS), 0, -1) if slots % n == 0)
     keys, values = (states[0].unflatten(1, (parts, -1)).transpose(0, 1) for states in (key, value))
     queries = query.expand(parts, -1, -1, -1)
     masks = mask[0, 0].unflatten(1, (parts, -1)).transpose(0, 1)[:, None]  # [parts, 1, 1 or n, slots of a part]
     masks = masks.expand(parts, query.shape[1], query.shape[2], -1)
     if query.device.type == "cpu":
         cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, total = cpu(queries, keys, values, attn_mask=masks, scale=scaling)
+        out, log_sums = cpu(queries, keys, values, attn_mask=masks, scale=scaling)
     else:
         gpu = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, total = gpu(queries, keys, values, masks, True, scale=scaling)[:2]
-    return _combined(out, total[:, :, : query.shape[2]])
+        out, log_sums = gpu(queries, keys, values, masks, True, scale=scaling)[:2]
+    return _combined(out, log_sums[:, :, : query.shape[2]])
 
 
 @fused
-def _combined(out: Tensor, total: Tensor) -> Tensor:
+def _combined(out: Tensor, log_sums: Tensor) -> Tensor:
     """Return [1, heads, n, width] of parts [parts, heads, n, width] and log sums [parts, heads, n]."""
-    share = (total - total.amax(0)).exp()[..., None]
+    share = (log_sums - log_sums.amax(0)).exp()[..., None]
     return ((out * share).sum(0, keepdim=True) / share.sum(0, keepdim=True)).to(out.dtype)
 
 
@@ -96,7 +314,7 @@ class _Current(threading.local):
     """The packed call of a thread. A model passes nothing but tensors to its attention."""
 
     call: PackedCall
-    eager = False
+    is_eager = False
 
 
 _CURRENT = _Current()
@@ -110,7 +328,7 @@ def packed_attention(
     `query` is [1, heads, T, width], `key` and `value` [S, groups, slots, width], the mask [S, 1, n, slots] additive.
     """
     call, attend = _CURRENT.call, grouped_attention
-    if _CURRENT.eager:  # its module adds what the model needs, such as a bound on the scores
+    if _CURRENT.is_eager:  # its module adds what the model needs, such as a bound on the scores
         attend = sys.modules[type(module).__module__].eager_attention_forward
     out, _ = attend(module, call.spread(query), key, value, attention_mask, **kwargs)
     return call.gather(out), None
@@ -124,46 +342,12 @@ def attending_packed(model: PreTrainedModel, call: PackedCall) -> Iterator[None]
         return
     config = model.config.get_text_config()
     before = config._attn_implementation
-    _CURRENT.call, _CURRENT.eager = call, before == "eager"
+    _CURRENT.call, _CURRENT.is_eager = call, before == "eager"
     config._attn_implementation = PACKED
     try:
         yield
     finally:
         config._attn_implementation = before
-
-
-class _WithoutCudnn(contextlib.AbstractContextManager[None]):
-    """Disables attention by cuDNN, which plans each new shape for up to half a second.
-
-    The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
-            self._inside += 1
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.backends.cuda.enable_cudnn_sdp(self._before)
-
-
-_WITHOUT_CUDNN = _WithoutCudnn()
-_UNCHANGED: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
-def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which attention on a device does not use cuDNN."""
-    return _WITHOUT_CUDNN if device.type == "cuda" else _UNCHANGED
 
 
 AttentionInterface.register(PACKED, packed_attention)

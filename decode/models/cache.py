@@ -1,6 +1,6 @@
 """A model with a preallocated cache of keys and values. New tokens are appended, and roll-back only changes a length.
 
-One stream is read in slices of the buffers. Several streams are read by one packed call (`packing`).
+One stream is read in slices of the buffers. Several streams are read by one packed call (`attention.PackedCall`).
 """
 
 from __future__ import annotations
@@ -19,31 +19,27 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...policies.errors import InputError
-from .attention import attending_packed
+from .attention import LayerMasks, PackedCall, Part, attending_packed, backend_mask, causal, pack, split
 from .device import upload
-from .masks import LayerMasks, SlotLayouts, backend_mask, causal
-from .packing import PackedCall, Part, TreeRows, pack, split
-from .view import READS_ALL, ModelView, Reading
+from .view import READS_ALL, ModelView, Reading, long_rope, scored_tokens
 
-_LONG = 64
+_MAX_PACKED = 64
 """Maximum tokens of a stream in a packed call, which fills the rows of the other streams up to its length."""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 """Largest RMS difference of logits due to rounding, relative to their standard deviation; 0.1 in half precision."""
 
 
-def token_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of a token in the cache of a model."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
-
-
-def scored_tokens(model: PreTrainedModel) -> int:
-    """Return the number of tokens that a model scores."""
-    size = getattr(model.config.get_text_config(), "vocab_size", None)
-    return int(size if isinstance(size, int) else model.get_output_embeddings().weight.shape[0])
+def logit_difference(rows: Tensor, expected: Tensor) -> float:
+    """Return the RMS difference of logits [n, V] over the standard deviation of the expected ones, the maximum over rows."""
+    width = min(rows.shape[-1], expected.shape[-1])
+    a, b = rows[..., :width].double(), expected[..., :width].double()
+    finite = b.isfinite()
+    if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
+        return torch.inf
+    difference = torch.where(finite, a - b, 0.0).square().mean(-1).sqrt()
+    spread = torch.where(finite, b, 0.0).std(-1, correction=0).clamp_min(1e-9 * float(b[finite].abs().max()) + 1e-30)
+    return float((difference / spread).max())
 
 
 @dataclass(frozen=True)
@@ -58,21 +54,7 @@ class ReadPrompt:
     hidden: Tensor  # [slots] bool, not seen by later tokens
     offset: Tensor  # [D] int64, position minus slot of later tokens
     next: tuple[int, Tensor]  # a token, and the model's own logits [V] after it
-    arguments: tuple[str, ...]  # what makes the prompt more than token ids, for messages
-
-    def check(self, logits: Tensor, model: PreTrainedModel) -> None:
-        """Raise `InputError` if the loop's logits [V] after the next token differ from the model's by more than rounding."""
-        expected = self.next[1]
-        finite = torch.isfinite(expected) & torch.isfinite(logits)
-        spread = expected[finite].std().clamp_min(torch.finfo(expected.dtype).tiny)
-        distance = float((logits[finite] - expected[finite]).square().mean().sqrt() / spread)
-        if not distance <= _TOLERANCE.get(model.dtype, 0.1):  # true for NaN as well
-            raise self.refusal(model)
-
-    @property
-    def is_shifted(self) -> bool:
-        """Whether slots are hidden or positions differ from slots."""
-        return bool(self.hidden.any()) or bool(self.offset.any())
+    arguments: tuple[str, ...]  # inputs besides the token ids, for messages
 
     def refusal(self, model: PreTrainedModel) -> InputError:
         """Return the error for a prompt that the loop cannot continue."""
@@ -119,11 +101,12 @@ class KVCache:
     def move(self, stream: int, slots: Sequence[int], to: int) -> None:
         """Copy a stream's states in `slots`, ascending and none below `to`, to the slots from `to` on."""
         for shared in self.shared:
-            own = shared[:, stream]
+            states = shared[:, stream]
             if len(slots) == 1:
-                own[:, :, to] = own[:, :, slots[0]]
+                states[:, :, to] = states[:, :, slots[0]]
             else:  # source and destination may overlap
-                own.narrow(2, to, len(slots)).copy_(own.index_select(2, upload(list(slots), shared.device)))
+                moved = states.index_select(2, upload(list(slots), shared.device))
+                states.narrow(2, to, len(slots)).copy_(moved)
 
 
 class KVLayer(CacheLayerMixin):
@@ -166,22 +149,25 @@ class KVLayer(CacheLayerMixin):
         return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See the base class: the number of keys with `query_length` more tokens, and their offset."""
+        """Return the number of keys with `query_length` more tokens, and their offset."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """See the base class."""
+        """Return the slots in use."""
         return self.kv.lengths[self.kv.stream]
 
     def get_max_length(self) -> int:
-        """See the base class."""
+        """Return the capacity."""
         return self.kv.capacity
 
 
 class CachedModel:
-    """A causal language model and what it has read.
+    """A causal language model and the texts that it has read.
 
     Sliding-window layers keep all keys: their window is part of the mask, so that any roll-back is exact.
+
+    With LongRoPE, a call uses the factors of the last position that it reads. To give each text the same factors as decoding
+    of that text alone, token by token, no call contains texts on both sides of the boundary, and no round spans it.
 
     Args:
         model: Model to call, through a view (see `view`).
@@ -189,14 +175,14 @@ class CachedModel:
         vocabulary: Width of the logits returned. Additional scores are cut. Tokens that the model does not know get -inf, and
             are read as its first token.
         hidden: Layers whose hidden states are kept in `states`, as transformers counts them; True = the last.
-        streams: S, texts that are read side by side.
+        streams: S, texts that are read together.
         device: Device of the caller; None = the model's.
         reading: Calls that the model supports (`self_check`).
 
     Attributes:
         masked: Whether the model takes masks.
-        states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` and
-            `read_tree` [1, n, H] of all tokens, after `read_parts` [1, R, H] of those whose logits were wanted.
+        states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
+            of all tokens, after `read_parts` [1, R, H] of the tokens with wanted logits.
     """
 
     def __init__(
@@ -213,7 +199,7 @@ class CachedModel:
         self.view = ModelView(model, self._device)
         self.capacity, self.vocabulary, self.streams = capacity, vocabulary, streams
         self.states: Tensor | None = None
-        self._fewest_packed = 2 if reading.side_by_side else sys.maxsize
+        self._min_packed = 2 if reading.side_by_side else sys.maxsize
         self._hidden = (-1,) if hidden is True else tuple(hidden or ())
         config = model.config.get_text_config()
         layers = config.num_hidden_layers
@@ -226,9 +212,12 @@ class CachedModel:
         self._windows = LayerMasks.of(model) if reading.masked else None
         self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
         self.masked = reading.masked
-        self._layouts = SlotLayouts()
+        # Streams with hidden slots or shifted positions: `ReadPrompt.hidden` and `offset`.
+        self._layouts: dict[int, tuple[Tensor, Tensor]] = {}
         self._positions = torch.arange(capacity, device=self._device)[None]
         self._position_at = torch.zeros(streams, capacity, dtype=torch.int64, device=self._device)  # by slot
+        self._rope = long_rope(model)
+        self._tokens = torch.zeros_like(self._position_at) if self._rope else None  # [S, capacity]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -238,11 +227,6 @@ class CachedModel:
     def refresh(self) -> None:
         """Use the current layers of the model; called before the first text of a run."""
         self.view.refresh()
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the model has written to its cache."""
-        return any(layer.is_initialized for layer in self._layers)
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -272,6 +256,8 @@ class CachedModel:
             self._kv.move(stream, moved, base + fixed)
             if self._windows:
                 self._position_at[stream, base + fixed : base + len(slots)] = self._position_at[stream, moved]
+            if self._tokens is not None:
+                self._tokens[stream, base + fixed : base + len(slots)] = self._tokens[stream, moved]
         self.roll_back(base + len(slots), stream)
 
     def read(
@@ -299,33 +285,65 @@ class CachedModel:
         start, count = kv.lengths[stream], tokens.shape[1]
         end = start + count
         if start == 0:
-            self._layouts.by_stream.pop(stream, None)
+            self._layouts.pop(stream, None)
             if self._reads_beyond:  # the previous text may have ended with states that are not finite
                 kv.clear(stream)
         positions = self._positions[:, start:end] if positions is None else positions
+        if self._tokens is not None:
+            self._tokens[stream, start:end] = tokens[0]
+            self._change_factors(stream, 1 + int(positions.max()))
         if self._windows:
             self._position_at[stream, start:end] = positions[0]
-        if stream in self._layouts.by_stream:
+        if stream in self._layouts:
             mask = causal(start, count, self._device) if mask is None else mask
-            self._layouts.hide(mask, stream)
+            self._hide(mask, stream)
         # Without a mask the model is causal, which costs at most 1% more than a prepared mask.
-        full_mask = (
-            None if mask is None else self._by_layer(mask, positions, self._position_at[stream : stream + 1, :end])
-        )
-        if self._layouts.by_stream:
-            positions = self._layouts.positions(positions, torch.full_like(tokens[0], stream))
-        logits, self.states = self._run(tokens, full_mask, positions, rows)
+        if mask is not None:
+            mask = self._additive(mask, positions, self._position_at[stream : stream + 1, :end])
+        if self._layouts:
+            positions = self._shifted(positions, torch.full_like(tokens[0], stream))
+        logits, self.states = self._run(tokens, mask, positions, rows)
         kv.lengths[stream] = end  # after all layers have written
         return logits
+
+    def _change_factors(self, stream: int, end: int) -> None:
+        """Read a text again, as `generate` of Phi-3 does, before a call that is the first to reach other LongRoPE factors."""
+        start = self._kv.lengths[stream]
+        if self._tokens is not None and self._rope and self._rope.rereads and 0 < start <= self._rope.original < end:
+            # With the first new token, because the call must reach beyond the boundary.
+            text = self._tokens[stream : stream + 1, : start + 1].clone()
+            self._kv.lengths[stream] = 0
+            self.read(text, 1, stream=stream)
+            self._kv.lengths[stream] = start
 
     @property
     def _reads_beyond(self) -> bool:
         """Whether attention reads slots behind the text, masked."""
         return self.streams > 1
 
+    def _hide(self, mask: Tensor, first: int = 0) -> None:
+        """Mask the hidden slots in a mask [B, 1, n, slots] bool of the streams from `first` on, in place."""
+        for stream, (hidden, _) in self._layouts.items():
+            if 0 <= stream - first < len(mask):
+                mask[stream - first, ..., : len(hidden)] &= ~hidden[: mask.shape[-1]]
+
+    def _shifted(self, positions: Tensor, stream: Tensor) -> Tensor:
+        """Return positions [1, n] or [D, 1, n] of tokens with positions [1, n] in their streams [n]."""
+        if not self._layouts:
+            return positions
+        depth = max(len(offset) for _, offset in self._layouts.values())
+        offsets = positions.new_zeros(depth, 1, positions.shape[1])
+        for number, (_, offset) in self._layouts.items():
+            offsets += offset[:, None, None] * (stream == number)
+        return positions + offsets[0] if depth == 1 else positions[None] + offsets
+
     def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
-        """Replace a stream's text by a prompt that the model has read itself, and check it (`ReadPrompt.check`)."""
-        if not self.masked and prompt.is_shifted:
+        """Replace a stream's text by a prompt that the model has read itself.
+
+        Raises:
+            InputError: The logits after the prompt's next token differ from the model's by more than rounding.
+        """
+        if not self.masked and (prompt.hidden.any() or prompt.offset.any()):
             raise prompt.refusal(self.view.original)
         self._kv.clear(stream)
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
@@ -333,12 +351,14 @@ class CachedModel:
                 layer.fill(stream, prompt.slots, *states)
         prompt.layers.clear()
         if self.masked:
-            self._layouts.by_stream[stream] = prompt.hidden, prompt.offset
+            self._layouts[stream] = prompt.hidden, prompt.offset
         self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
         self._kv.lengths[stream] = prompt.slots
-        logits = self.read(upload([[prompt.next[0]]], self._device), 1, stream=stream)[0, -1]
+        token, expected = prompt.next
+        logits = self.read(upload([[token]], self._device), 1, stream=stream)[0, -1]
         self.roll_back(prompt.slots, stream)
-        prompt.check(logits, self.model)
+        if logit_difference(logits[None], expected[None]) > _TOLERANCE.get(self.model.dtype, 0.1):
+            raise prompt.refusal(self.model)
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, R, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
@@ -351,7 +371,7 @@ class CachedModel:
 
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
-        with self.view as model:
+        with self.view.calling() as model:
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -367,62 +387,66 @@ class CachedModel:
         logits = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
         return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
-    def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
-        """Append the tokens [n] of rows of a tree to a stream and return their logits [1, n, V]."""
-        start, relation = self._kv.lengths[stream], upload(tree.relation(), self._device)
-        mask = torch.ones(1, 1, len(relation), start + len(relation), dtype=torch.bool, device=self._device)
-        mask[0, 0, :, tree.base :] = relation
-        positions = upload(tree.positions()[None], self._device)
-        return self.read(self._uploaded(tokens), 0, mask, positions, stream)
-
-    def _uploaded(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        return tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
-
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Append what several streams read, each at most once, and return the wanted logits [R, V] of all parts.
+        """Append tokens to several streams, at most one part each, and return the wanted logits [R, V] of all parts.
 
         One packed call reads them, except the beginnings of texts and other long parts.
         """
-        lengths = self._kv.lengths
-        packed = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _LONG)]
-        packed = packed if len(packed) >= self._fewest_packed else []
-        if len(packed) == len(parts):
-            return self._read_packed(parts)
-        if len(parts) == 1:
-            return self._read_alone(parts[0])
+        packed = self._packable(parts)
+        packed = packed if len(packed) >= self._min_packed else []
+        groups = [[part] for part in parts if part not in packed] + ([packed] if packed else [])
         outputs = {}
-        for part in parts:
-            if part not in packed:
-                outputs[part.stream] = self._read_alone(part), self.states
-        if packed:
-            logits, states = self._read_packed(packed), self.states
-            bounds = split(packed)
-            for part, first, end in zip(packed, bounds[:-1], bounds[1:], strict=True):
+        for group in groups:
+            logits = self._read_packed(group) if group is packed else self._read_alone(group[0])
+            if len(groups) == 1:
+                return logits
+            bounds, states = split(group), self.states
+            for part, first, end in zip(group, bounds[:-1], bounds[1:], strict=True):
                 outputs[part.stream] = logits[first:end], None if states is None else states[:, first:end]
         in_order = [outputs[part.stream] for part in parts]
         kept = [states for _, states in in_order if states is not None]
         self.states = torch.cat(kept, 1) if kept else None
         return torch.cat([logits for logits, _ in in_order])
 
+    def _packable(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts that one packed call may read."""
+        lengths = self._kv.lengths
+        parts = [p for p in parts if lengths[p.stream] and (p.tree is not None or len(p.tokens) <= _MAX_PACKED)]
+        if self._rope is None:
+            return parts
+        sides: dict[bool, list[Part]] = {True: [], False: []}
+        for part in parts:
+            last = lengths[part.stream] + len(part.tokens) - 1 if part.tree is None else part.tree.positions().max()
+            is_long = bool(last >= self._rope.original)
+            if not is_long or lengths[part.stream] > self._rope.original:
+                sides[is_long].append(part)
+        return max(sides.values(), key=len)
+
     def _read_alone(self, part: Part) -> Tensor:
-        if part.tree is None:
-            logits = self.read(self._uploaded(part.tokens), part.wanted, stream=part.stream)[0]
-        else:
-            logits = self.read_tree(part.tokens, part.tree, part.stream)[0, -part.wanted :]  # -0: all
+        stream, tokens, tree, mask, positions = part.stream, part.tokens, part.tree, None, None
+        if tree is not None:
+            start, relation = self._kv.lengths[stream], upload(tree.relation(), self._device)
+            mask = torch.ones(1, 1, len(relation), start + len(relation), dtype=torch.bool, device=self._device)
+            mask[0, 0, :, tree.base :] = relation
+            positions = upload(tree.positions()[None], self._device)
+        line = tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
+        logits = self.read(line, part.wanted, mask, positions, stream)[0]
         if self.states is not None:
             self.states = self.states[:, -len(logits) :]
         return logits
 
     def _read_packed(self, parts: Sequence[Part]) -> Tensor:
         call = self._pack(parts)
+        if self._tokens is not None:
+            self._tokens[call.line[2], call.line[3]] = call.line[0]
         logits, states = self._run_packed(call)
         for part in parts:
             self._kv.lengths[part.stream] += len(part.tokens)
-        kept = int(split(parts)[-1])  # what follows fills the call up
+        count = int(split(parts)[-1])  # without the rows that fill the call up
         if states is not None and call.wanted is not None:
             states = states[:, call.wanted]
-        self.states = None if states is None else states[:, :kept]
-        return logits[0, :kept]
+        self.states = None if states is None else states[:, :count]
+        return logits[0, :count]
 
     def _pack(self, parts: Sequence[Part]) -> PackedCall:
         rows = 1 + max(part.stream for part in parts)
@@ -433,21 +457,23 @@ class CachedModel:
         mask, positions, stream, slot = call.mask(), call.line[1:2], call.line[2], call.line[3]
         if self._windows:
             self._position_at[stream, slot] = positions[0]
-        self._layouts.hide(mask)
-        position_at = self._position_at[: len(call.base), : call.seen]
-        full_mask = self._by_layer(mask, call.query_positions() if self._windows else positions, position_at)
+        self._hide(mask)
+        key_positions = self._position_at[: len(call.base), : call.slots]
+        mask = self._additive(mask, call.query_positions() if self._windows else positions, key_positions)
         self._kv.call = call
         try:
-            with self.view as model, attending_packed(model, call):
+            with self.view.calling() as model, attending_packed(model, call):
                 rows = 0 if call.wanted is None else call.wanted
-                return self._run(call.line[:1], full_mask, self._layouts.positions(positions, stream), rows)
+                return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
         finally:
             self._kv.call = None
 
-    def _by_layer(self, mask: Tensor, positions: Tensor, position_at: Tensor) -> Any:
-        """Return the additive mask for all layers, or one for each type (see `LayerMasks.cut`)."""
+    def _additive(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Any:
+        """Return the additive mask for all layers, or one for each type (see `LayerMasks.apply`)."""
         dtype = self.view.original.dtype
-        return self._windows.cut(mask, positions, position_at, dtype) if self._windows else backend_mask(mask, dtype)
+        return (
+            self._windows.apply(mask, positions, key_positions, dtype) if self._windows else backend_mask(mask, dtype)
+        )
 
 
 def _not_accepted(model: PreTrainedModel, names: Sequence[str]) -> list[str]:

@@ -19,30 +19,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import CachedModel, KVCache, KVLayer, token_bytes
+from .attention import PackedCall, Part, pack
+from .cache import CachedModel, KVCache, KVLayer
 from .device import Recorded, Recorder, filled_up
-from .long_rope import LongRopeModel, long_rope
-from .packing import PackedCall, Part, TreeRows, pack
 from .placement import is_placed, warn_once
-from .view import READS_ALL, Reading
+from .view import READS_ALL, Reading, long_rope, state_key, token_bytes
 
-MOST_TOKENS, EXACT_TOKENS, LEAST_SEEN = 1024, 64, 256
-"""Longest recorded call; longest chain that is recorded as it is; minimum number of slots that attention reads."""
+MAX_TOKENS, MIN_SLOTS = 1024, 256
+"""Tokens of the longest recorded call; minimum slots that attention reads."""
 
-MOST_CALLS, SHARE_RECORDED = 256, 0.05
+MAX_CALLS, RECORDED_SHARE = 256, 0.05
 """Maximum number of recorded calls of a memory, and maximum share of the device for their outputs."""
 
-MOST_KEPT, SHARE_KEPT = 4, 0.125
-"""Maximum number of unused memories of a model, and maximum share of the device for those beside the latest: runs that
-alternate, alone and in a batch, with hidden states and without, would otherwise discard each other's recordings."""
-
-Answer = tuple[Tensor, Tensor | None]
-"""Logits and, if they are kept, hidden states."""
+MAX_KEPT, KEPT_SHARE = 4, 0.125
+"""Maximum number of unused memories of a model, and maximum share of the device for all but the latest. Runs that alternate,
+such as single texts and batches, would otherwise discard each other's recordings."""
 
 
-@dataclass
-class RecordedCall(Recorded[Answer]):
-    """Packed calls of one shape, with their inputs and the bytes of their outputs."""
+@dataclass(kw_only=True)
+class RecordedCall(Recorded[tuple[Tensor, Tensor | None]]):
+    """Packed calls of one shape, with their inputs and the bytes of their outputs: logits and hidden states."""
 
     call: PackedCall
     size: int = 0
@@ -53,9 +49,8 @@ class Memory:
     """Buffers and recordings. They outlive a `CudaGraphModel` for the next one of the same model.
 
     Attributes:
-        kind: What the recordings depend on besides shapes; last, the addresses of the weights.
+        kind: What the recordings depend on besides shapes; last, the state of the model.
         calls: Recorded calls by shape, the least recently used first.
-        unchecked: Calls recorded for an earlier model. They are used once one of them gives the model's current logits.
     """
 
     kind: tuple[object, ...]
@@ -64,12 +59,6 @@ class Memory:
     layers: list[KVLayer]
     position_at: Tensor
     calls: dict[object, RecordedCall] = field(default_factory=dict)
-    unchecked: dict[object, RecordedCall] = field(default_factory=dict)
-
-    def inherit(self) -> None:
-        """Mark all calls as unchecked: adapters and hooks may have changed, which addresses do not show."""
-        self.unchecked |= {key: call for key, call in self.calls.items() if call.play is not None}
-        self.calls = {}
 
     @property
     def slots(self) -> int:
@@ -77,10 +66,11 @@ class Memory:
         return self.kv.capacity * self.kv.streams
 
     def evict(self) -> None:
-        """Remove the least recently used calls beyond `MOST_CALLS` and `SHARE_RECORDED`."""
-        most = SHARE_RECORDED * device_bytes(self.position_at.device)
-        sizes = [call.size for call in self.calls.values()]
-        while len(self.calls) > 1 and (len(self.calls) > MOST_CALLS or sum(sizes[-len(self.calls) :]) > most):
+        """Remove the least recently used calls beyond `MAX_CALLS` and `RECORDED_SHARE`."""
+        limit = RECORDED_SHARE * device_bytes(self.position_at.device)
+        while len(self.calls) > MAX_CALLS or (
+            len(self.calls) > 1 and sum(call.size for call in self.calls.values()) > limit
+        ):
             del self.calls[next(iter(self.calls))]
 
 
@@ -91,39 +81,33 @@ _KEEPING = threading.RLock()
 """Held while `KEPT` changes. Python may free a model, which leaves its memory here, in any thread."""
 
 
-def take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
+def _take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
     """Remove and return the smallest kept memory of this kind and at least this size.
 
     If there is none, those that a new memory replaces are freed.
     """
     with _KEEPING:
         kept = KEPT.get(model, [])
-        alike = [one for one in kept if one.kind == kind and (one.kv.streams == 1) == (streams == 1)]
-        enough = [one for one in alike if one.kv.capacity >= capacity and one.kv.streams >= streams]
-        if memory := min(enough, key=lambda one: one.slots, default=None):
+        similar = [one for one in kept if one.kind == kind and (one.kv.streams == 1) == (streams == 1)]
+        fitting = [one for one in similar if one.kv.capacity >= capacity and one.kv.streams >= streams]
+        if memory := min(fitting, key=lambda one: one.slots, default=None):
             kept.remove(memory)
-            return memory
-        smaller = [one for one in alike if one.kv.capacity <= capacity and one.kv.streams <= streams]
-        kept[:] = [one for one in kept if one not in smaller and one.kind[-1] == kind[-1]]
-        _shrink(kept, model)
-    return None
+        else:
+            larger = [one for one in similar if one.kv.capacity > capacity or one.kv.streams > streams]
+            kept[:] = [one for one in kept if one.kind[-1] == kind[-1] and (one not in similar or one in larger)]
+        return memory
 
 
-def keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
+def _keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
     """Keep the memory of a `CudaGraphModel` that is no longer used."""
     alive = model()
-    memory.inherit()
-    if alive is not None and memory.unchecked:
+    if alive is not None and memory.calls:
         with _KEEPING:
             kept = KEPT.setdefault(alive, [])
-            _shrink(kept, alive)
+            limit = KEPT_SHARE * device_bytes(alive.device) / token_bytes(alive)
+            while len(kept) >= MAX_KEPT or sum(one.slots for one in kept) > limit:
+                del kept[0]
             kept.append(memory)
-            del kept[:-MOST_KEPT]
-
-
-def _shrink(kept: list[Memory], model: PreTrainedModel) -> None:
-    while kept and sum(one.slots for one in kept) * token_bytes(model) > SHARE_KEPT * device_bytes(model.device):
-        del kept[0]
 
 
 def device_bytes(device: torch.device) -> float:
@@ -132,7 +116,7 @@ def device_bytes(device: torch.device) -> float:
 
 
 class CudaGraphModel(CachedModel):
-    """A `CachedModel` that records calls of up to `MOST_TOKENS` tokens after others when they come for the second time.
+    """A `CachedModel` that records packed calls when they come for the second time: all of `read_parts` except beginnings.
 
     Args:
         model, capacity, vocabulary, hidden, streams, device: See `CachedModel`; the capacity is rounded up.
@@ -151,10 +135,10 @@ class CudaGraphModel(CachedModel):
         reading: Reading = READS_ALL,
     ) -> None:
         # Buffers created in inference mode cannot be written to outside of it.
-        kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _addresses(model))
-        memory = take_memory(model, kind, capacity, streams)
+        kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _state(model))
+        memory = _take_memory(model, kind, capacity, streams)
         # In coarse steps, so that the memory also serves the next text of about this length.
-        step = max(LEAST_SEEN, _seen(capacity) // 4)
+        step = max(MIN_SLOTS, _seen(capacity) // 4)
         capacity = memory.kv.capacity if memory else -(-capacity // step) * step
         super().__init__(model, capacity, vocabulary, hidden, streams, device, reading)
         if memory is None:
@@ -163,42 +147,12 @@ class CudaGraphModel(CachedModel):
         self._cache = Cache(layers=list(memory.layers))
         self._kv.lengths[:] = [0] * self._kv.streams
         if memory.recorder.works:
-            self._fewest_packed = 1  # single streams are recorded, too
-        weakref.finalize(self, keep_memory, weakref.ref(model), memory).atexit = False
+            self._min_packed = 1  # single streams are recorded, too
+        weakref.finalize(self, _keep_memory, weakref.ref(model), memory).atexit = False
 
     @property
     def _reads_beyond(self) -> bool:
         return True
-
-    def _is_recorded(self, tokens: int) -> bool:
-        """Whether calls of so many tokens are recorded: not if a text has a layout, which recordings do not contain."""
-        return self._memory.recorder.works and tokens <= MOST_TOKENS and not self._layouts.by_stream
-
-    def read(
-        self,
-        tokens: Tensor,
-        rows: int = 0,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        stream: int = 0,
-    ) -> Tensor:
-        """Append `tokens` to a stream and return logits; see `CachedModel.read`."""
-        if mask is None and self.streams == 1 and self.length and self._is_recorded(tokens.shape[1]):
-            return self._read_one(Part(stream, tokens[0], rows))
-        return super().read(tokens, rows, mask, positions, stream)
-
-    def read_tree(self, tokens: Sequence[int] | Tensor, tree: TreeRows, stream: int = 0) -> Tensor:
-        """Append the tokens of rows of a tree to a stream and return their logits; see `CachedModel.read_tree`."""
-        if self.lengths[stream] and self._is_recorded(len(tokens)):
-            return self._read_one(Part(stream, tokens, tree=tree))
-        return super().read_tree(tokens, tree, stream)
-
-    def _read_one(self, part: Part) -> Tensor:
-        count = len(part.tokens)
-        logits, states = self._run_packed(self._pack([part]))
-        self._kv.lengths[part.stream] += count
-        self.states = None if states is None else states[:, :count]
-        return logits[:, : part.wanted or count]
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths."""
@@ -210,44 +164,34 @@ class CudaGraphModel(CachedModel):
                 last = max(length - count, 1)
                 for start in (0, last, last):  # the first call creates the buffers of the layers
                     self._kv.lengths[0] = start
-                    self.read(torch.zeros(1, count, dtype=torch.int64, device=self.view.original.device), rows)
+                    self.read_parts([Part(0, [0] * count, rows)])
         self.roll_back(0)
 
     def refresh(self) -> None:
-        """Use the current layers of the model. Recordings hold for the addresses of its weights."""
+        """Use the current layers of the model, and discard the recordings if they have changed."""
         super().refresh()
-        memory, addresses = self._memory, _addresses(self.view.original)
-        if addresses != memory.kind[-1]:
-            memory.kind = (*memory.kind[:-1], addresses)
-            memory.calls, memory.unchecked = {}, {}
-        elif any(type(module).__module__.partition(".")[0] == "peft" for module in self.view.original.modules()):
-            memory.inherit()
+        state = _state(self.view.original)
+        if state != self._memory.kind[-1]:
+            self._memory.kind = (*self._memory.kind[:-1], state)
+            self._memory.calls = {}
 
     def _pack(self, parts: Sequence[Part]) -> PackedCall:
         """Return a call of one of few shapes, so that batches that shrink and grow need few recordings."""
         rows = min(1 << max(part.stream for part in parts).bit_length(), self._kv.streams)
-        exact = len(parts) == 1 == self.streams and parts[0].tree is None and len(parts[0].tokens) <= EXACT_TOKENS
+        exact = len(parts) == 1 == self.streams and parts[0].tree is None
         call = pack(parts, self._kv.lengths, rows, self._device, int if exact else filled_up)
-        return replace(call, seen=min(_seen(call.seen), self.capacity))
+        return replace(call, slots=min(_seen(call.slots), self.capacity))
 
-    def _run_packed(self, call: PackedCall) -> Answer:
+    def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
         """Return scores and hidden states, see `CachedModel`, from a recording of calls of this shape."""
-        if not self._is_recorded(call.line.shape[1]):
-            return super()._run_packed(call)
         memory, key = self._memory, call.shape
-        inherited = memory.unchecked.pop(key, None)
-        recorded = memory.calls.pop(key, None) or inherited or RecordedCall(call=call.copy())
-        for own, new in zip(recorded.call.tensors, call.tensors, strict=True):
-            own.copy_(new)
-        forward = partial(super()._run_packed, recorded.call)
-        logits, states = recorded.answer(memory.recorder, forward)
-        if recorded is inherited:
-            current = forward()
-            if not torch.equal(logits, current[0]):
-                memory.unchecked.clear()
-                return current
-            memory.calls, memory.unchecked = {**memory.unchecked, **memory.calls}, {}
-        memory.calls[key] = recorded
+        # Recordings do not contain the layouts of adopted prompts.
+        if not memory.recorder.works or call.line.shape[1] > MAX_TOKENS or self._layouts:
+            return super()._run_packed(call)
+        recorded = memory.calls[key] = memory.calls.pop(key, None) or RecordedCall(call=call.copy())
+        for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
+            fixed.copy_(new)
+        logits, states = recorded.answer(memory.recorder, partial(super()._run_packed, recorded.call))
         if not recorded.size:
             recorded.size = logits.nbytes + (0 if states is None else states.nbytes)
             memory.evict()
@@ -255,14 +199,14 @@ class CudaGraphModel(CachedModel):
 
 
 def _seen(slots: int) -> int:
-    """Return the next power of two, at least `LEAST_SEEN`."""
-    return max(LEAST_SEEN, 1 << max(slots - 1, 0).bit_length())
+    """Return the next power of two, at least `MIN_SLOTS`."""
+    return max(MIN_SLOTS, 1 << max(slots - 1, 0).bit_length())
 
 
-def _addresses(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return the attention backend and the addresses of the weights, for which recordings hold."""
+def _state(model: PreTrainedModel) -> tuple[object, ...]:
+    """Return what recordings hold for: the state of the model and the addresses of the weights."""
     weights = itertools.chain(model.parameters(), model.buffers())
-    return (model.config._attn_implementation, *(weight.data_ptr() for weight in weights))
+    return (state_key(model), *(weight.data_ptr() for weight in weights))
 
 
 def open_cache(
@@ -284,8 +228,6 @@ def open_cache(
             f"{type(model).__name__}: reading several texts in one call changes their logits, so the texts of a batch are "
             "read one at a time; larger batches are no faster",
         )
-    if long_rope(model) is not None:
-        return LongRopeModel(model, capacity, vocabulary, hidden, streams, device, reading)
-    if reading == READS_ALL and model.device.type == "cuda" and not is_placed(model):
+    if reading == READS_ALL and model.device.type == "cuda" and not is_placed(model) and long_rope(model) is None:
         return CudaGraphModel(model, capacity, vocabulary, hidden, streams, device=device)
     return CachedModel(model, capacity, vocabulary, hidden, streams, device, reading)

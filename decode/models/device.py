@@ -1,11 +1,12 @@
-"""What a GPU needs: transfers that do not wait, fused operations, CUDA graphs and logits that are not rounded."""
+"""Support for GPUs: transfers without waiting, compiled elementwise functions, CUDA graphs and logits in float32."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
@@ -57,8 +58,7 @@ def fused(function: Callable[Args, Out]) -> Callable[Args, Out]:
 
     @functools.wraps(function)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Out:
-        first = args[0]
-        if not Compiled.works or not isinstance(first, Tensor) or first.device.type != "cuda":
+        if not (Compiled.works and isinstance(args[0], Tensor) and args[0].device.type == "cuda"):
             return function(*args, **kwargs)
         try:
             return compiled()(*args, **kwargs)
@@ -149,12 +149,35 @@ def filled_up(count: int) -> int:
     return -(-count // step) * step
 
 
-_HAS_OUT_DTYPE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+_CUDNN_LOCK = threading.Lock()
+_cudnn_users: list[bool] = []
+"""For each thread inside `without_cudnn`, the setting before the first one."""
+
+
+@contextlib.contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
+    """Disable attention by cuDNN on a GPU: it plans each new shape for up to half a second.
+
+    The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with _CUDNN_LOCK:
+        _cudnn_users.append(_cudnn_users[0] if _cudnn_users else torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        with _CUDNN_LOCK:
+            before = _cudnn_users.pop()
+            torch.backends.cuda.enable_cudnn_sdp(before and not _cudnn_users)
 
 
 def can_widen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of half-precision tensors can be returned in float32."""
-    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and _HAS_OUT_DTYPE
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and version >= (2, 8)
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,7 +188,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class WideLinear(nn.Linear):
-    """A linear layer whose output is float32."""
+    """A linear layer with float32 outputs."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out]."""

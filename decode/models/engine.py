@@ -3,16 +3,18 @@
 | engine | what | for |
 |---|---|---|
 | `plain` | transformers' modules as they are | everything; the reference |
-| `packed` | the same, with the weights of linear layers reordered (`cpu`) | CPU, float32 and bfloat16 |
+| `packed` | the same, with the weights of linear layers reordered for oneDNN | CPU, float32 and bfloat16 |
 | `compact` | one forward of few operations, on a CPU with reordered weights | Llama family, `sdpa`, CPU, CUDA |
 
-All engines give the library's logits within float rounding. Small models spend most of their time between the matrix
-products, and large ones on a GPU a third of it. In the compact forward, query, key and value are one product, gate and up
-another, and the cache is written in place.
+All engines give the library's logits within float rounding. For 2 to 8 rows, stock matrix products on a CPU read the weights
+several times. A reordered weight is read once, so that verifying costs little more than one step. Small models spend most of
+their time between the matrix products, and large ones on a GPU a third of it. In the compact forward, query, key and value
+are one product, gate and up another, and the cache is written in place.
 """
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,19 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ...policies.errors import InputError
-from .adapters import modified_module
-from .attention import grouped_attention
-from .cpu import PackedLinear, can_pack, pack
+from .attention import LayerMasks, backend_mask, causal, grouped_attention
 from .device import can_widen, fused, wide_linear
-from .masks import LayerMasks, backend_mask, causal
-from .placement import kept_as_is
+from .placement import is_modified, kept_as_is, modified_module
 
 ENGINES = ("auto", "plain", "packed", "compact")
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
+
+_ROWS = 16
+"""Number of rows for which oneDNN chooses the order; measured best or equal for 1 to 24."""
 
 
 def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
@@ -44,7 +47,7 @@ def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     if engine not in ENGINES:
         raise InputError(f"--engine: expected one of {', '.join(ENGINES)}, not {engine!r}")
     kept = kept_as_is(model)
-    refusals = {"packed": kept or can_pack(model.device, model.dtype), "compact": kept or compact_refusal(model)}
+    refusals = {"packed": kept or packed_refusal(model.device, model.dtype), "compact": kept or compact_refusal(model)}
     if engine == "auto":
         if not refusals["compact"] and (model.device.type == "cuda" or not refusals["packed"]):
             return "compact"
@@ -59,32 +62,84 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
     if engine == "compact":
         return CompactModel(model)  # type: ignore[return-value]
     if engine == "packed":
-        pack(model)
+        pack_weights(model)
     return model
 
 
+def packed_refusal(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why weights of this kind cannot be reordered, or an empty string."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return f"weights are reordered for the CPU in float32 and bfloat16, not for {device.type} in {_name(dtype)}"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return "this build of torch has no oneDNN"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this processor has no fast bfloat16"
+    return ""
+
+
 def compact_refusal(model: PreTrainedModel) -> str:
-    """Return why a model cannot have the compact forward, or nothing."""
-    config = model.config
+    """Return why a model cannot have the compact forward, or an empty string."""
+    config, device, dtype = model.config, model.device.type, model.dtype
     if config.model_type not in _FAMILIES or not hasattr(model, "lm_head"):
         return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
-    if model.device.type not in ("cpu", "cuda"):
-        return "the compact forward is for CPUs and CUDA"
     # On a CPU its norms are composed of operations that would each round to half.
-    if model.device.type == "cpu" and model.dtype not in (torch.float32, torch.float64):
-        return f"on a CPU the compact forward computes in float32 or float64, not {str(model.dtype).removeprefix('torch.')}"
-    if config._attn_implementation != "sdpa":
-        return f"the compact forward attends by sdpa, not {config._attn_implementation}"
-    if LayerMasks.of(model) is not None:
-        return "the compact forward has no sliding windows"
+    if device != "cuda" and (device != "cpu" or dtype not in (torch.float32, torch.float64)):
+        return f"the compact forward is for CUDA, and for the CPU in float32 and float64, not for {device} in {_name(dtype)}"
     rotation = config.rope_parameters["rope_type"]
+    if LayerMasks.of(model) is not None or config._attn_implementation != "sdpa":
+        return "the compact forward attends by sdpa, with no sliding windows"
     if rotation not in _ROTATIONS or config.hidden_act != "silu":
-        return f"the compact forward does not know {rotation} rotations with {config.hidden_act}"
+        return f"the compact forward does not support {rotation} rotations with {config.hidden_act}"
     if modified := modified_module(model):
         return f"the compact forward reads plain layers, not {modified}"
     if any(type(p) is not nn.Linear for p in (model.lm_head, *_linears(model.model.layers[0]))):
         return "its linear layers are not plain ones"
     return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class PackedLinear(nn.Module):
+    """A linear layer, with a reordered weight if possible.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.is_packed = not packed_refusal(weight.device, weight.dtype)
+        # Plain attributes: neither is a parameter, so the module has no state to save.
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS) if self.is_packed else weight
+        self.bias = bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out]."""
+        if not self.is_packed:
+            return functional.linear(input, self.weight, self.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self.weight, self.bias, "none", [], "")
+        return out
+
+    __call__ = forward  # hooks, which nobody sets here, take longer than a small product
+
+
+def pack_weights(module: nn.Module) -> None:
+    """Replace every plain linear layer in a module, in place: it can no longer be saved, trained or moved."""
+    # Some modules read the weights of their layers themselves, such as routers of experts.
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    reads_weights = code is not None and "weight" in code.co_names
+    for name, child in module.named_children():
+        if is_modified(child) or (isinstance(child, nn.Linear) and type(child) is not nn.Linear):
+            continue  # quantised, adapted or patched: it computes something else
+        if not isinstance(child, nn.Linear | Conv1D):
+            pack_weights(child)
+        elif not reads_weights:
+            weight = child.weight.data.t().contiguous() if isinstance(child, Conv1D) else child.weight.data
+            setattr(module, name, PackedLinear(weight, None if child.bias is None else child.bias.data))
 
 
 def _linears(layer: Any) -> list[Any]:
@@ -114,8 +169,8 @@ def _joined(*linears: nn.Linear) -> PackedLinear:
         return PackedLinear(linears[0].weight.data, bias)
     weight = torch.cat([linear.weight.data for linear in linears])
     # Otherwise a model would be on the device twice while it is loaded, and as long as the library's model is kept.
-    for linear, own in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
-        linear.weight.data = own
+    for linear, view in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+        linear.weight.data = view
     return PackedLinear(weight, bias)
 
 
@@ -222,7 +277,7 @@ class CompactModel(nn.Module):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool = False,
     ) -> SimpleNamespace:
-        """Return `logits` [B, R, V] and, if asked for, `hidden_states`: [B, n, H] before each layer and after the last.
+        """Return `logits` [B, R, V] and, if requested, `hidden_states`: [B, n, H] before each layer and after the last.
 
         Args:
             input_ids: [1, n].
@@ -242,8 +297,7 @@ class CompactModel(nn.Module):
         states, more = [], x
         for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
             x, normed = layer.before.add(x, more) if number else (x, layer.before(x))
-            # Only if asked for: all of them are gigabytes for a long prompt.
-            if output_hidden_states:
+            if output_hidden_states:  # all of them are gigabytes for a long prompt
                 states.append(x)
             x, normed = layer.between.add(x, self._attend(layer, kv, layer.qkv(normed), cos, sin, attention_mask))
             more = layer.down(_gated(layer.gate_up(normed)))

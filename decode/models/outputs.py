@@ -1,19 +1,18 @@
-"""What is checked in and taken from the outputs of models: finite logits, and hidden states that policies read."""
+"""Checks of model outputs: logits must be finite. Hidden states that policies read are rounded to float16."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ...policies.errors import PairError, PolicyError
 from ...policies.features import DRAFT_HIDDEN, MAX_HALF
 from .pair import Pair
+from .view import hidden_width
 
 
 class FiniteRows(contextlib.AbstractContextManager[None]):
@@ -33,18 +32,18 @@ class FiniteRows(contextlib.AbstractContextManager[None]):
     def __init__(self, logits: Tensor, role: str = "target") -> None:
         self._role = role
         best = logits.amax(-1)  # NaN if the row contains one
-        self._pending: Tensor | None = None
+        self._best: Tensor | None = None
         if best.is_cpu:
             self._check(best)
         else:
-            self._pending = best.to("cpu", non_blocking=True)
+            self._best = best.to("cpu", non_blocking=True)
             self._copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def __exit__(self, *error: object) -> None:
-        if self._pending is not None:
+        if self._best is not None:
             if self._copied is not None:
                 self._copied.synchronize()
-            self._check(self._pending)
+            self._check(self._best)
 
     def _check(self, best: Tensor) -> None:
         if not all(map(math.isfinite, best.flatten().tolist())):
@@ -58,25 +57,11 @@ def check_rows(logits: Tensor, role: str = "target") -> None:
 
 
 def broken(role: str) -> PairError:
-    """Return the error of a model whose logits are not finite."""
+    """Return the error of a model with logits that are not finite."""
     return PairError(
         f"the {role}'s logits are not finite: expected scores of tokens, not NaN or infinity; its weights or its config "
         "are damaged, or too large for --dtype: try float32, or get the model again"
     )
-
-
-@runtime_checkable
-class KeepsStates(Protocol):
-    """A drafter that has hidden states."""
-
-    def keep_states(self) -> int:
-        """Return hidden states with every proposal from now on. The result is their width H."""
-
-
-def hidden_width(model: PreTrainedModel) -> int:
-    """Return H, the input width of a model's output layer."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
 
 
 def hidden_widths(pair: Pair, names: Sequence[str], drafter: object = None) -> dict[str, int]:
@@ -89,23 +74,24 @@ def hidden_widths(pair: Pair, names: Sequence[str], drafter: object = None) -> d
         widths[DRAFT_HIDDEN] = (
             hidden_width(pair.draft_model)
             if drafter is None
-            else ask_for_states(drafter, "--hidden", "leave the draft's states out")
+            else request_states(drafter, "--hidden", "leave the draft's states out")
         )
     return widths
 
 
-def ask_for_states(drafter: object, who: str, instead: str = "use another policy") -> int:
-    """Let a drafter keep its hidden states for `who` and return their width.
+def request_states(drafter: object, user: str, instead: str = "use another policy") -> int:
+    """Let a drafter keep its hidden states for `user` and return their width.
 
     Raises:
         PolicyError: It has none; the message ends with what to do `instead`.
     """
-    if not isinstance(drafter, KeepsStates):
+    keep_states = getattr(drafter, "keep_states", None)
+    if keep_states is None:
         raise PolicyError(
-            f"{who}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra or "
+            f"{user}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra or "
             f"layer, or {instead}"
         )
-    return drafter.keep_states()
+    return int(keep_states())
 
 
 def stored(states: Tensor) -> Tensor:

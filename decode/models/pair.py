@@ -16,19 +16,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...policies.errors import InputError, PairError
 from ..topology import Topology
-from .adapters import unwrap
-from .cache import scored_tokens
+from .attention import LAYER_TYPES
 from .engine import choose_engine, speed_up
-from .loading import check_memory, load_model, load_tokenizer, open_checkpoint
-from .long_rope import LongRope, long_rope, readable
-from .masks import KINDS
+from .loading import check_memory, load_model, load_tokenizer, open_checkpoint, unwrap
 from .placement import call_from, check_device_map, is_placed, kept_as_is, model_hash, place_of, warn_once
 from .self_check import check_model
-from .view import READS_ALL, Reading
+from .view import READS_ALL, LongRope, Reading, long_rope, readable, scored_tokens
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ATTENTION = ("sdpa", "eager")  # backends that read the mask of a tree correctly
-_PADDED = 512  # vocabularies are padded to a multiple of at most this size
+_MAX_PADDING = 512  # vocabularies are padded to a multiple of at most this size
 
 
 @dataclass(frozen=True)
@@ -107,13 +104,12 @@ class Pair:
 
     def check_length(self, tokens: int) -> None:
         """Raise `InputError` if texts of so many tokens, with positions unlike their indices, reach other factors."""
-        for rope in self.ropes:
-            if tokens > rope.original:
-                raise InputError(
-                    f"prompt and new tokens are {tokens} together, but beyond {rope.original} "
-                    "(original_max_position_embeddings) the position encoding changes, which is only followed for prompts of "
-                    "token ids padded on the left; give such prompts, or lower --max-new-tokens"
-                )
+        if any(tokens > rope.original for rope in self.ropes):
+            raise InputError(
+                f"prompt and new tokens are {tokens} together, but beyond original_max_position_embeddings the position "
+                "encoding changes, which is only followed for prompts of token ids padded on the left; give such prompts, or "
+                "lower --max-new-tokens"
+            )
 
     def check_prompts(self, prompts: Iterable[Sequence[int]]) -> None:
         """Check that the target scores all tokens of prompts. Raises `InputError` otherwise."""
@@ -144,7 +140,8 @@ def join(
         PairError: The models are on different devices, do not fit together, or cannot be rolled back.
     """
     target, draft = unwrap(target, "target"), None if draft is None else unwrap(draft, "draft")
-    pair = Pair(target, draft, tokenizer, scored_tokens(target), _eos(target, tokenizer))
+    home = place_of(target) if draft is None else None
+    pair = Pair(target, draft, tokenizer, scored_tokens(target), _eos(target, tokenizer), home=home)
     if is_placed(target):
         call_from(target, place_of(target))
     elif draft is not None and target.device != draft.device:
@@ -152,11 +149,11 @@ def join(
     for role, model in pair.models.items():
         if (why := kept_as_is(model)) and (is_placed(model) or model.device.type == "cpu"):
             warn_once(model, f"the {role} runs as it is, neither packed nor recorded as CUDA graphs: {why}")
-        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - set(KINDS)
-        if kinds:
+        layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or []) - set(LAYER_TYPES)
+        if layer_types:
             raise PairError(
-                f"the {role} is a {type(model).__name__}, which has {', '.join(sorted(kinds))} layers, whose cache cannot be "
-                f"rolled back; expected one of {', '.join(KINDS)} in every layer"
+                f"the {role} is a {type(model).__name__}, which has {', '.join(sorted(layer_types))} layers, and their cache "
+                f"cannot be rolled back; expected one of {', '.join(LAYER_TYPES)} in every layer"
             )
         if (backend := model.config._attn_implementation) not in ATTENTION:
             raise PairError(
@@ -167,8 +164,7 @@ def join(
     if draft is not None and tokenizer is None and not _differ_by_padding(target, draft):
         widths = f"{scored_tokens(target)} and {scored_tokens(draft)}"
         raise PairError(f"target and draft have different vocabularies: {widths} tokens")
-    home = place_of(target) if draft is None else None
-    return dataclasses.replace(pair, home=home, readings=(readings[0], readings[-1]))
+    return dataclasses.replace(pair, readings=(readings[0], readings[-1]))
 
 
 def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
@@ -178,7 +174,7 @@ def _differ_by_padding(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
     another end of text.
     """
     difference = abs(scored_tokens(target) - scored_tokens(draft))
-    return not difference or (difference < _PADDED and not set(_eos(target, None)).isdisjoint(_eos(draft, None)))
+    return not difference or (difference < _MAX_PADDING and not set(_eos(target, None)).isdisjoint(_eos(draft, None)))
 
 
 def _same_tokens(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
@@ -224,9 +220,9 @@ def load_pair(
             )
     check_memory(checkpoints if places is None else checkpoints[1:], where, kind)
     # The draft first: the target is distributed over the memory that it leaves.
-    small = None if draft is None else load_model(checkpoints[1], where, kind, attention)
-    pair = join(load_model(checkpoints[0], where, kind, attention, places), small, tokenizer)
-    return with_engine(dataclasses.replace(pair, home=where) if small is None else pair, engine)
+    draft_model = None if draft is None else load_model(checkpoints[1], where, kind, attention)
+    pair = join(load_model(checkpoints[0], where, kind, attention, places), draft_model, tokenizer)
+    return with_engine(dataclasses.replace(pair, home=where) if draft is None else pair, engine)
 
 
 def with_engine(pair: Pair, engine: str = "auto") -> Pair:

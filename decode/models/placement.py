@@ -1,4 +1,4 @@
-"""Models whose weights are not plain tensors on one device: placed by accelerate on several devices, or quantised.
+"""Models that are more than plain modules on one device: placed by accelerate, quantised, adapted or patched.
 
 The loop computes on one device, that of the draft. A target on other devices, in host memory or on disk is called from there:
 the hooks of accelerate move its inputs and outputs.
@@ -16,16 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils.import_utils import is_accelerate_available
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.text import strict_loads
-
-STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Device maps that accelerate computes."""
+from ...policies.safe_loading import strict_loads
 
 Places = str | dict[str, Any]
-"""A strategy, or devices (including `cpu` and `disk`) by module name."""
+"""A strategy of accelerate, or devices (including `cpu` and `disk`) by module name."""
 
 ADAPTED = "specstop_adapted_hash"
 """Attribute of a model with an adapter applied on loading: the hash of both, whether or not the adapter was merged."""
@@ -35,22 +31,20 @@ _WARNED: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyD
 
 
 def check_device_map(text: str | None) -> Places | None:
-    """Return the value of `--device-map`: a strategy, one device for all, or devices by module. Raises `InputError`."""
-    if text is not None and not is_accelerate_available():
-        raise InputError("--device-map: this needs accelerate: python -m pip install 'specstop[accelerate]'")
-    if text is None or text in STRATEGIES:
+    """Return the value of `--device-map`: a strategy of accelerate, a device, or from JSON devices by module.
+
+    Raises:
+        InputError: The JSON is invalid. `from_pretrained` checks the rest.
+    """
+    if text is None or not text.lstrip().startswith("{"):
         return text
     try:
-        places = dict(strict_loads(text)) if text.lstrip().startswith("{") else {"": text}
-        for device in places.values():
-            if type(device) is not int and device != "disk":
-                torch.device(device)
-    except (ValueError, RuntimeError, TypeError):
+        return dict(strict_loads(text))
+    except ValueError:
         raise InputError(
-            f"--device-map: expected {', '.join(STRATEGIES)}, a device, or a JSON object of devices by module such as "
-            f'{{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {text[:80]!r}'
+            "--device-map: expected auto, balanced, balanced_low_0, sequential, a device, or a JSON object of devices by "
+            f'module such as {{"model.layers.0": "cuda:0", "": "cuda:1"}}, not {text[:80]!r}'
         ) from None
-    return places
 
 
 def is_placed(model: PreTrainedModel) -> bool:
@@ -91,6 +85,29 @@ def kept_as_is(model: PreTrainedModel) -> str:
     return "its weights are quantised" if is_quantised(model.config) else ""
 
 
+def package_of(module: Any) -> str:
+    """Return the name of the package that defines the class of a module."""
+    return type(module).__module__.partition(".")[0]
+
+
+def is_modified(module: nn.Module) -> bool:
+    """Whether a module may differ from its class in torch or transformers because of adapters, hooks or patches."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return (
+        package_of(module) not in ("torch", "transformers", "specstop")
+        or "forward" in vars(module)
+        or hasattr(module, "parametrizations")
+        # The hooks with which transformers collects hidden states do not change the result.
+        or any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+    )
+
+
+def modified_module(model: nn.Module) -> str:
+    """Return the name and class of the first module for which `is_modified` is true, or an empty string."""
+    modified = ((name, module) for name, module in model.named_modules() if name and is_modified(module))
+    return next((f"{name}, a {type(module).__name__}" for name, module in modified), "")
+
+
 def warn_once(model: PreTrainedModel, text: str) -> None:
     """Issue a `SpecstopWarning` once per model."""
     if text not in (texts := _WARNED.setdefault(model, set())):
@@ -98,7 +115,7 @@ def warn_once(model: PreTrainedModel, text: str) -> None:
         warnings.warn(text, SpecstopWarning, stacklevel=4)
 
 
-def own_copy(module: Any) -> Any:
+def copy_to_host(module: Any) -> Any:
     """Return a float32 copy of a module on the CPU, without the hooks of accelerate."""
     hook = getattr(module, "_hf_hook", None)
     if hook is None:

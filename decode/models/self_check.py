@@ -10,7 +10,6 @@ import inspect
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +18,10 @@ from transformers import PreTrainedModel
 
 from ...policies.errors import PairError, SpecstopWarning
 from ..topology import from_widths
-from .adapters import modified_module
-from .cache import CachedModel, scored_tokens
-from .long_rope import long_rope, readable
-from .masks import LayerMasks, causal
-from .packing import Part, TreeRows, split
-from .placement import is_plain, is_quantised
-from .view import Reading, open_view
+from .attention import LayerMasks, Part, TreeRows, causal, split
+from .cache import CachedModel, logit_difference
+from .placement import is_plain, is_quantised, modified_module
+from .view import Reading, long_rope, open_view, readable, scored_tokens, state_key
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 """Tolerance for rounding: RMS difference of logits divided by their standard deviation over the vocabulary."""
@@ -36,12 +32,12 @@ _CAUSAL = 0.2
 _PREFIX, _OTHER, _MORE = 5, 3, 9  # prompt lengths of the two texts, and length of the continuation of the first
 _LONGEST_WINDOW = 1024  # largest `window_size` for which the first text is made longer than the window
 
-_RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[object, Reading]] = weakref.WeakKeyDictionary()
+_RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, Reading]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # threads may share a model; only one of them checks it
 
 
 class _Differs(Exception):
-    """The logits differ from those of the library. The message names the call."""
+    """The logits differ from those of the library."""
 
 
 def check_model(role: str, model: PreTrainedModel) -> Reading:
@@ -54,9 +50,7 @@ def check_model(role: str, model: PreTrainedModel) -> Reading:
     Raises:
         PairError: The logits of a chain read through the cache differ from those of the library's forward pass.
     """
-    adapters = getattr(model, "active_adapter", None) or getattr(model, "_hf_peft_config_loaded", None)
-    config = model.config
-    key = str(adapters), model.dtype, model.device, config._attn_implementation, repr(config.to_dict())
+    key = state_key(model)
     with _LOCK:
         if model not in _RESULTS or _RESULTS[model][0] != key:
             _RESULTS[model] = key, _check(role, model)
@@ -68,91 +62,86 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
     if not hasattr(model, "prepare_inputs_for_generation") or any(p.is_meta for p in model.parameters()):
         return Reading()
     view, guard = open_view(model)  # does not modify the model
-    name, reasons = f"the {role}, a {type(model).__name__},", []
-    with torch.no_grad(), guard, torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.no_grad(), guard(), torch.random.fork_rng(devices):
         try:
-            texts = _Texts.of(view)
-            if texts is None:
-                return Reading()
-            weights = map(is_plain, model.parameters())
-            is_rounded = is_quantised(model.config) or modified_module(model) or not all(weights)
-            if texts.drift > (_CAUSAL if is_rounded else texts.tolerance):
-                raise _Differs(
-                    "the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)"
-                )
+            ids = _choose_tokens(model)
+            return Reading() if ids is None else _Check(view, ids).run(role, model)
         except Exception as error:  # the type of the error depends on the class
-            raise _refusal(role, model, error) from None
-        # Without our masks, layers with a window need the library's own cache, which drops tokens outside the window.
-        for masked in (True, False) if LayerMasks.of(model) is None else (True,):
+            text = str(error).strip().split("\n")[0][:160]
+            why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
+            raise PairError(
+                f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder whose cache "
+                "is a list of keys and values"
+            ) from None
+
+
+def _choose_tokens(model: PreTrainedModel) -> tuple[list[int], list[int], list[int]] | None:
+    """Return two texts, and tokens unlike the continuation of the first; None if the limits of the model are too small."""
+    window = getattr(model.config.get_text_config(), "window_size", None)
+    prefix = window + 2 if isinstance(window, int) and _PREFIX < window <= _LONGEST_WINDOW else _PREFIX
+    count, rope = prefix + _MORE, long_rope(model)
+    special = _special_tokens(model.config.to_dict())
+    pool = [token for token in range(min(scored_tokens(model), 512)) if token not in special]
+    if len(pool) < 4 or readable(model) < count or (rope is not None and rope.original < count):
+        return None
+    ids = [pool[(7 * at * at + 3 * at + at // 3) % len(pool)] for at in range(count + _OTHER + 2)]
+    unlike = [pool[(pool.index(token) + 1) % len(pool)] for token in ids[prefix:count]]
+    return ids[:count], ids[count:], unlike
+
+
+class _Check:
+    """Two texts, their logits in a forward pass of the library, and what else influences the logits."""
+
+    def __init__(self, view: PreTrainedModel, ids: tuple[list[int], list[int], list[int]]) -> None:
+        self.texts, self.unlike = [torch.tensor([text], device=view.device) for text in ids[:2]], ids[2]
+        self.rows = [_plain_logits(view, text) for text in self.texts]  # [n, V] of each text
+        self.start = len(ids[0]) - _MORE  # length of the prompt of the first text
+        self.is_finite = all(map(_is_finite, self.rows))
+        self.tolerance = ROUNDING.get(view.dtype, 0.2)
+        if self.is_finite:
+            # Difference of the last logits of the prompt between the prompt alone and the whole text.
+            alone = _plain_logits(view, self.texts[0][:, : self.start])[-1:]
+            self.drift = logit_difference(alone, self.rows[0][self.start - 1 : self.start])
+            last = _plain_logits(view, torch.cat([self.texts[0][:, :2], self.texts[1]], 1), padding=2)[-1:]
+            # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
+            limit = max(self.tolerance, 3 * self.drift)
+            self.padded = not _is_finite(last) or logit_difference(last, self.rows[1][-1:]) <= limit
+
+    def run(self, role: str, model: PreTrainedModel) -> Reading:
+        """Return the kinds of calls that give the expected logits. Raises any error if a chain is not among them."""
+        if not self.is_finite:
+            return Reading()  # decoding reports a broken model
+        is_rounded = is_quantised(model.config) or modified_module(model) or not all(map(is_plain, model.parameters()))
+        if self.drift > (_CAUSAL if is_rounded else self.tolerance):
+            raise _Differs("the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)")
+        try:
+            reading = self._read(model, Reading())
+        except Exception as error:
+            # Without our masks, layers with a window need the library's own cache, which drops tokens outside the window.
+            if LayerMasks.of(model) is not None:
+                raise
             try:
-                reading = texts.read(model, Reading(masked=masked))
-            except Exception as error:
-                reasons.append(error)
-                continue
-            if texts.drift > texts.tolerance:
-                warnings.warn(
-                    f"the logits of {name} depend on how many tokens a call reads (by {texts.drift:.1%} of their spread, as "
-                    "with dynamic scales of quantised activations): texts may differ with the draft length",
-                    SpecstopWarning,
-                    stacklevel=4,
-                )
-            return reading
-    raise _refusal(role, model, reasons[0])
+                reading = self._read(model, Reading(masked=False))
+            except Exception:
+                raise error from None
+        if self.drift > self.tolerance:
+            warnings.warn(
+                f"the logits of the {role}, a {type(model).__name__}, depend on how many tokens a call reads (by "
+                f"{self.drift:.1%} of their spread, as with dynamic scales of quantised activations): texts may differ with "
+                "the draft length",
+                SpecstopWarning,
+                stacklevel=5,
+            )
+        return reading
 
-
-def _refusal(role: str, model: PreTrainedModel, error: Exception) -> PairError:
-    text = str(error).strip().split("\n")[0][:160]
-    why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
-    return PairError(
-        f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder whose cache is a "
-        "list of keys and values"
-    )
-
-
-@dataclass
-class _Texts:
-    """Two texts and their logits in a forward pass of the library."""
-
-    first: Tensor  # [1, n]; the prompt is all but the last `_MORE`
-    second: Tensor  # [1, n]
-    unlike: list[int]  # tokens that differ from the continuation of `first` at each position
-    rows: tuple[Tensor, Tensor]  # [n, V] logits of each text
-    drift: float  # difference of the last logits of the prompt between the prompt alone and the whole text
-    tolerance: float  # largest difference that counts as rounding
-    padded: bool  # whether masked padding on the left leaves the last logits as they are
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> _Texts | None:
-        """Return the texts for a model; None if its limits are too small or its logits are not finite."""
-        config = model.config.get_text_config()
-        window = getattr(config, "window_size", None)
-        prefix = window + 2 if isinstance(window, int) and _PREFIX < window <= _LONGEST_WINDOW else _PREFIX
-        count, rope = prefix + _MORE, long_rope(model)
-        special = _special_tokens(model.config.to_dict())
-        pool = [token for token in range(min(scored_tokens(model), 512)) if token not in special]
-        if len(pool) < 4 or readable(model) < count or (rope is not None and rope.original < count):
-            return None
-        ids = [pool[(7 * at * at + 3 * at + at // 3) % len(pool)] for at in range(count + _OTHER + 2)]
-        unlike = [pool[(pool.index(token) + 1) % len(pool)] for token in ids[prefix:count]]
-        first, second = (torch.tensor([tokens], device=model.device) for tokens in (ids[:count], ids[count:]))
-        rows = _plain_logits(model, first), _plain_logits(model, second)
-        if not all(bool(logits.amax(-1).isfinite().all()) for logits in rows):
-            return None  # decoding reports a broken model
-        drift = _gap(_plain_logits(model, first[:, :prefix])[-1:], rows[0][prefix - 1 : prefix])
-        tolerance = ROUNDING.get(model.dtype, 0.2)
-        last = _plain_logits(model, torch.cat([first[:, :2], second], 1), padding=2)[-1:]
-        # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
-        padded = not bool(last.amax(-1).isfinite().all()) or _gap(last, rows[1][-1:]) <= max(tolerance, 3 * drift)
-        return cls(first, second, unlike, rows, drift, tolerance, padded)
-
-    def read(self, model: PreTrainedModel, reading: Reading) -> Reading:
-        """Return the kinds of calls that give the expected logits. Raises `_Differs` if those of a chain differ."""
-        count = self.first.shape[1]
-        cache = CachedModel(model, count + 4, self.rows[0].shape[-1], streams=2, reading=reading)
-        self._chain(cache, count - _MORE)
+    def _read(self, model: PreTrainedModel, reading: Reading) -> Reading:
+        cache = CachedModel(model, self.texts[0].shape[1] + 4, self.rows[0].shape[-1], streams=2, reading=reading)
+        if not self._chain(cache):
+            raise _Differs("a text read through a cache gets other logits than as a whole (an encoder?)")
         if not reading.masked:
             return Reading(masked=False, tree=False, side_by_side=False, padded=self.padded)
-        start, results = count - _MORE + 5, []
+        start, results = self.start + 5, []
         for method in (self._tree, self._batch):
             try:
                 results.append(method(cache, start))
@@ -162,44 +151,37 @@ class _Texts:
         # Masks that do not separate texts may not hide padding in later calls either (GIT).
         return Reading(tree=results[0], side_by_side=results[1], padded=self.padded and results[1])
 
-    def _chain(self, cache: CachedModel, start: int) -> None:
-        """Read the prompt, one token, three tokens of which two are rolled back, and then three more."""
-
-        def check(what: str, rows: Tensor, end: int) -> None:
-            if not self._agree(rows, end):
-                raise _Differs(f"read through a cache, {what} got other logits than in the text as a whole")
-
-        first = self.first
-        check("its prompt", cache.read(first[:, :start], 1)[0], start)
-        if not cache.is_used:
-            raise _Differs("it does not use its cache (an encoder without is_decoder=True?)")
-        check("one token after others", cache.read(first[:, start : start + 1])[0], start + 1)
-        unlike = torch.tensor([self.unlike[2:4]], device=first.device)
-        mask = causal(start + 1, 3, first.device) if cache.masked else None
-        rows = cache.read(torch.cat([first[:, start + 1 : start + 2], unlike], 1), mask=mask)[0]
-        check("several tokens", rows[:1], start + 2)
-        cache.roll_back(start + 2)
-        check("tokens after a roll-back", cache.read(first[:, start + 2 : start + 5])[0], start + 5)
-
     def _agree(self, rows: Tensor, end: int, text: int = 0) -> bool:
         """Whether logits [n, V] are those of the n tokens of a text before `end`."""
         expected = self.rows[text][end - len(rows) : end]
-        return _gap(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
+        return logit_difference(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
+
+    def _chain(self, cache: CachedModel) -> bool:
+        """Whether a prompt, one token, three tokens of which two are rolled back, and three more have the right logits."""
+        first, start = self.texts[0], self.start
+        agree = self._agree(cache.read(first[:, :start], 1)[0], start)
+        agree &= self._agree(cache.read(first[:, start : start + 1])[0], start + 1)
+        unlike = torch.tensor([self.unlike[2:4]], device=first.device)
+        mask = causal(start + 1, 3, first.device) if cache.masked else None
+        rows = cache.read(torch.cat([first[:, start + 1 : start + 2], unlike], 1), mask=mask)[0]
+        agree &= self._agree(rows[:1], start + 2)
+        cache.roll_back(start + 2)
+        return agree & self._agree(cache.read(first[:, start + 2 : start + 5])[0], start + 5)
 
     def _tree(self, cache: CachedModel, start: int) -> bool:
-        """Return whether the second branch of a tree, and a token after it, have the expected logits."""
-        first, at = self.first[0].tolist(), start - self.first.shape[1] + _MORE
+        """Whether the second branch of a tree, and a token after it, have the expected logits."""
+        first, at = self.texts[0][0].tolist(), start - self.start
         tree = from_widths((2, 1))  # rows: the root, its children, their children
         tokens = [first[start], self.unlike[at + 1], first[start + 1], self.unlike[at + 2], first[start + 2]]
-        rows = cache.read_tree(tokens, TreeRows(tree, start, [], list(range(5))))[0]
+        rows = cache.read_parts([Part(0, tokens, tree=TreeRows(tree, start, [], list(range(5))))])
         cache.keep(start, [start, start + 2, start + 4])
-        after = cache.read(self.first[:, start + 3 : start + 4])[0]
+        after = cache.read(self.texts[0][:, start + 3 : start + 4])[0]
         return self._agree(rows[[0, 2, 4]], start + 3) and self._agree(after, start + 4)
 
     def _batch(self, cache: CachedModel, start: int) -> bool:
-        """Return whether both texts have the expected logits if calls read different numbers of tokens of each."""
-        cache.read(self.second[:, :_OTHER], 1, stream=1)
-        first, second = self.first[0].tolist(), self.second[0].tolist()
+        """Whether both texts have the expected logits if calls read different numbers of tokens of each."""
+        cache.read(self.texts[1][:, :_OTHER], 1, stream=1)
+        first, second = (text[0].tolist() for text in self.texts)
         for parts, ends in (
             ([Part(1, second[_OTHER : _OTHER + 1]), Part(0, first[start : start + 3])], (_OTHER + 1, start + 3)),
             ([Part(0, first[start + 3 : start + 4]), Part(1, second[_OTHER + 1 :])], (start + 4, _OTHER + 2)),
@@ -236,13 +218,6 @@ def _plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tens
     return logits
 
 
-def _gap(rows: Tensor, expected: Tensor) -> float:
-    """Return the RMS difference of logits [n, V] over the standard deviation of the expected ones, the maximum over rows."""
-    width = min(rows.shape[-1], expected.shape[-1])
-    a, b = rows[..., :width].double(), expected[..., :width].double()
-    finite = b.isfinite()
-    if a.shape != b.shape or not torch.equal(a.isfinite(), finite):
-        return torch.inf
-    difference = torch.where(finite, a - b, 0.0).square().mean(-1).sqrt()
-    spread = torch.where(finite, b, 0.0).std(-1, correction=0).clamp_min(1e-9 * float(b[finite].abs().max()) + 1e-30)
-    return float((difference / spread).max())
+def _is_finite(rows: Tensor) -> bool:
+    """Whether the best score of each row is finite."""
+    return bool(rows.amax(-1).isfinite().all())

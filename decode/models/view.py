@@ -1,16 +1,18 @@
-"""How a decode loop calls a model: through a copy of its module tree that shares the weights, and with which kinds of calls.
+"""Models as the decode loop sees them: their limits, the calls that they support, and views through which they are called.
 
-The attention backend, evaluation mode, a wider output layer and buffers that the forward pass updates belong to the copy.
-Loops in several threads therefore do not interfere, and the caller's model is not modified.
+A view is a copy of the module tree that shares the weights. The attention backend, evaluation mode, a wider output layer and
+buffers that the forward pass updates belong to the copy. Loops in several threads therefore do not interfere, and the
+caller's model is not modified.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -19,26 +21,100 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .attention import without_cudnn
-from .device import widen
+from .device import widen, without_cudnn
+
+ENDLESS = 1 << 30
+"""Maximum text length of a model without a limit on positions."""
+
+Guard = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Returns the context to enter for a call."""
 
 _MODULE_ATTRIBUTES = vars(nn.Module())
-_Guard = contextlib.AbstractContextManager[None]
-_NO_GUARD: _Guard = contextlib.nullcontext()
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a token in the cache of a model."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
+def scored_tokens(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model scores."""
+    size = getattr(model.config.get_text_config(), "vocab_size", None)
+    return int(size if isinstance(size, int) else model.get_output_embeddings().weight.shape[0])
+
+
+def hidden_width(model: PreTrainedModel) -> int:
+    """Return H, the input width of a model's output layer."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return int(getattr(head, "in_features", None) or model.config.get_text_config().hidden_size)
+
+
+def readable(model: PreTrainedModel) -> int:
+    """Return the maximum length of a text in tokens."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else ENDLESS
+
+
+def state_key(model: PreTrainedModel) -> str:
+    """Return a key of all that a model's calls depend on besides inputs and weights: config, hooks and adapters."""
+    layers = []
+    for module in model.modules():
+        layers.append((*module._forward_hooks, *module._forward_pre_hooks))  # handle numbers, which are never reused
+        if isinstance(getattr(module, "disable_adapters", None), bool):  # a layer of peft
+            layers.append((str(module.active_adapters), module.disable_adapters, str(getattr(module, "scaling", ""))))
+    config = model.config
+    return repr((model.dtype, model.device, config._attn_implementation, config.to_dict(), layers))
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """Length at which a position encoding with two sets of factors changes to the second one.
+
+    Attributes:
+        original: Maximum text length, in tokens, for the first set of factors.
+        rereads: Whether `generate` recomputes the cache with the second set of factors once the text is longer (Phi-3).
+    """
+
+    original: int
+    rereads: bool
+
+    def allowed(self, base: int, depth: int) -> int:
+        """Return the largest depth, up to `depth`, at which tokens after a root at `base` still use its factors."""
+        return min(depth, self.original - 1 - base) if base < self.original else depth
+
+
+def long_rope(model: PreTrainedModel) -> LongRope | None:
+    """Return at which length the position encoding of a model changes; None if it does not."""
+    config, field = model.config.get_text_config(), "original_max_position_embeddings"
+    rope = getattr(config, "rope_parameters", None)
+    for parameters in (rope, *rope.values()) if isinstance(rope, Mapping) else ():
+        if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
+            original = parameters.get(field) or getattr(config, "max_position_embeddings", None)
+            # Some classes discard the cache in `generate` when the factors change.
+            code = inspect.unwrap(getattr(type(model), "prepare_inputs_for_generation")).__code__  # noqa: B009
+            rereads = field in (*code.co_names, *code.co_consts) and hasattr(model.config, field)
+            return LongRope(int(original), rereads) if original else None
+    return None
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Kinds of calls for which a model returns correct logits (see `self_check`)."""
+    """Kinds of calls for which a model returns correct logits (see `self_check`).
+
+    Attributes:
+        masked: Calls with masks [B, 1, n, slots] of the loop. If False, only chains, with the mask that the model computes.
+        tree: Several candidates of the same depth in one call.
+        side_by_side: Several texts in one call. If False, the texts of a batch are read one after the other.
+        padded: Masked padding on the left has no effect on the logits. If False, the model reads such prompts by itself.
+    """
 
     masked: bool = True
-    """Calls with masks [B, 1, n, slots] of the loop. If False, only chains, with the mask that the model computes."""
     tree: bool = True
-    """Several candidates of the same depth in one call."""
     side_by_side: bool = True
-    """Several texts in one call. If False, the texts of a batch are read one after the other."""
     padded: bool = True
-    """Masked padding on the left has no effect on the logits. If False, the model reads such prompts by itself."""
 
 
 READS_ALL = Reading()
@@ -61,7 +137,11 @@ class _Copier:
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, PreTrainedConfig):
-            return self._config(value)
+            copy = self._copies[id(value)] = object.__new__(type(value))
+            vars(copy).update(
+                {k: self.copy(v) if isinstance(v, PreTrainedConfig) else v for k, v in vars(value).items()}
+            )
+            return copy
         if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
             return MethodType(value.__func__, self.copy(value.__self__))
         if type(value) not in (list, tuple, dict):
@@ -95,63 +175,51 @@ class _Copier:
         vars(copy).update(state, training=False)
         return copy
 
-    def _config(self, config: PreTrainedConfig) -> Any:
-        copy = self._copies[id(config)] = object.__new__(type(config))
-        for name, value in vars(config).items():
-            vars(copy)[name] = self.copy(value) if isinstance(value, PreTrainedConfig) else value
-        return copy
 
-
-class _Exclusive(contextlib.AbstractContextManager[None]):
-    """Lock of a model that cannot be copied: one thread at a time calls it, in evaluation mode."""
-
-    def __init__(self, model: weakref.ref[nn.Module]) -> None:
-        self._model, self._lock = model, threading.RLock()
-        self._training: list[list[nn.Module]] = []
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        model = self._model()
-        self._training.append([module for module in model.modules() if module.training] if model is not None else [])
-        for module in self._training[-1]:
-            module.training = False
-
-    def __exit__(self, *error: object) -> None:
-        for module in self._training.pop():
-            module.training = True
-        self._lock.release()
-
-
-_EXCLUSIVE: weakref.WeakKeyDictionary[nn.Module, _Exclusive] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 _TABLE_LOCK = threading.Lock()
 
 
-def open_view(module: Any, owner: nn.Module | None = None) -> tuple[Any, _Guard]:
-    """Return a view of a module, in evaluation mode, and a reentrant context manager to enter for each call.
+@contextlib.contextmanager
+def _exclusive(model: nn.Module) -> Iterator[None]:
+    """Call a model that cannot be copied in one thread at a time, in evaluation mode."""
+    with _TABLE_LOCK:
+        lock = _LOCKS.setdefault(model, threading.RLock())
+    with lock:
+        training = [module for module in model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+def open_view(module: Any, owner: nn.Module | None = None) -> tuple[Any, Guard]:
+    """Return a view of a module, in evaluation mode, and a function that returns the context to enter for each call.
 
     The view has the current children and hooks of the module and shares its parameters. A module with accelerate hooks or
-    with a compiled or replaced `forward` is returned itself. The context manager then locks the model (`owner` of a layer).
+    with a compiled or replaced `forward` is returned itself. The context then locks the model (`owner` of a layer).
     """
     try:
-        return _Copier().copy(module), _NO_GUARD
+        return _Copier().copy(module), contextlib.nullcontext
     except _NotViewableError:
-        model = module if owner is None else owner
-        with _TABLE_LOCK:
-            return module, _EXCLUSIVE.setdefault(model, _Exclusive(weakref.ref(model)))
+        return module, lambda: _exclusive(module if owner is None else owner)
 
 
-class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
-    """View of a model for one decode loop. It is a reentrant context manager that returns the model to call."""
+class ModelView:
+    """View of a model for one decode loop."""
 
     def __init__(self, original: PreTrainedModel, device: torch.device) -> None:
-        self.original, self._without_cudnn = original, without_cudnn(device)
-        self._opened: tuple[PreTrainedModel, _Guard] | None = None
+        self.original, self._device = original, device
+        self._opened: tuple[PreTrainedModel, Guard] | None = None
 
     def refresh(self) -> None:
         """Discard the view, so that the next call uses the current layers and adapters of the model."""
         self._opened = None
 
-    def _open(self) -> tuple[PreTrainedModel, _Guard]:
+    def _open(self) -> tuple[PreTrainedModel, Guard]:
         if self._opened is None:
             self._opened = open_view(self.original)
             if self._opened[0] is not self.original:
@@ -163,15 +231,12 @@ class ModelView(contextlib.AbstractContextManager[PreTrainedModel]):
         """The model to call."""
         return self._open()[0]
 
-    def __enter__(self) -> PreTrainedModel:
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[PreTrainedModel]:
+        """Return the model to call within the context."""
         model, guard = self._open()
-        guard.__enter__()
-        self._without_cudnn.__enter__()
-        return model
-
-    def __exit__(self, *error: Any) -> None:
-        self._without_cudnn.__exit__(*error)
-        self._open()[1].__exit__(*error)
+        with guard(), without_cudnn(self._device):
+            yield model
 
 
 def layer_view(model: PreTrainedModel, layer: Any) -> Callable[[Tensor], Tensor]:
@@ -179,8 +244,8 @@ def layer_view(model: PreTrainedModel, layer: Any) -> Callable[[Tensor], Tensor]
     view, guard = open_view(layer, model)
 
     def call(x: Tensor) -> Tensor:
-        with guard:
+        with guard():
             out: Tensor = view(x)
         return out
 
-    return view if guard is _NO_GUARD else call
+    return view if guard is contextlib.nullcontext else call

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...policies.arguments import check_token_ids
+from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.estimate import (
     BATCH_DRAFTS,
@@ -33,7 +34,6 @@ from ...policies.fixed import FixedLength
 from ...policies.limits import check_limit, check_limits
 from ...policies.measurements import CONTEXTS, VERIFY, Key, Measurements, collected
 from ...policies.profile import Profile
-from ...policies.progress import Progress, shown
 from ...policies.registry import PolicySpec, as_policies
 from ..drafters.spec import warn_depth_limited
 from ..loop import Request, Speculator
@@ -41,7 +41,7 @@ from ..models.device import Recorded
 from ..models.pair import Pair
 from ..records import Generation, Round
 from ..settings import Settings
-from ..verify.sampling import MODEL_DEFAULTS, Shaping
+from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
 from .decisions import decision_case, whole_rounds
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .scripts import BatchScript, ChainScript, TreeScript
@@ -76,7 +76,7 @@ def measure_profile(
     progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
@@ -154,7 +154,7 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
-        shaping: Shaping = MODEL_DEFAULTS,
+        shaping: SamplingParams = MODEL_DEFAULTS,
         batch: Sequence[int] = (),
         verification: str = "auto",
     ) -> None:

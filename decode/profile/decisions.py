@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.errors import SpecstopWarning
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.history import HISTORY_FEATURES
-from ...policies.host import PolicyHost
+from ...policies.host import PolicyHost, validate_policy
 from ...policies.measurements import DECISIONS, Key, Measurements
 from ...policies.profile import Profile
-from ...policies.progress import Progress, silent
-from ...policies.validation import validate_policy
 from ..feature_reader import FeatureReader
 from ..hooks import Timer
 from ..loop import Request, Speculator
@@ -65,7 +64,7 @@ def decision_case(
             [Request(prompts[(number * streams + at) % len(prompts)], number) for at in range(streams)]
         )
         if failure := next((text.failure for text in texts if text.failure is not None), None):
-            raise failure.as_error("its decisions cannot be timed")
+            raise failure
         # A text by itself is asked about in the round that ends it as in any other.
         for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             if calls := max(r.decisions for r in parts):

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...policies.display import Progress, silent
 from ...policies.limits import check_limits
 from ...policies.measurements import Key, Measurements, collected, judge
-from ...policies.progress import Progress, silent
 
 Seconds = Mapping[Key, Sequence[float]]
 """Timings of one repetition, by what was timed."""

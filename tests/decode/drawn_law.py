@@ -82,7 +82,7 @@ class Numbers:
 
 
 class EnumeratedDraws:
-    """See `given_text.Draws`: rows at one position and row of the tree share their numbers, as keyed ones do."""
+    """Enumerates `given_text.KeyedDraws`: rows at one position and row of the tree share their numbers, as keyed ones do."""
 
     def __init__(
         self, numbers: dict[int, Numbers], wanted: Callable[[int, int], bool], position: Tensor, node: Tensor

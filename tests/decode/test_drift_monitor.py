@@ -21,7 +21,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
@@ -29,7 +29,6 @@ from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
-from specstop.policies.typing import Array
 
 NEW = 20
 

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 from small_models import table
+from specstop.decode.models.attention import LayerMasks, Part, TreeRows
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.masks import LayerMasks
-from specstop.decode.models.packing import TreeRows
 from specstop.decode.topology import Topology, chain, from_parents, parse_tree
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -71,11 +70,10 @@ class Tree:
 
     def read(self, rows: Sequence[int]) -> Tensor:
         with torch.no_grad():
-            logits = self.cached.read_tree(
-                [self.tokens[r] for r in rows], TreeRows(self.tree, self.base, self.seen, rows)
-            )
+            tree = TreeRows(self.tree, self.base, self.seen, rows)
+            logits = self.cached.read_parts([Part(0, [self.tokens[r] for r in rows], tree=tree)])
         self.seen += rows
-        return logits
+        return logits[None]
 
     def text(self, row: int) -> list[int]:
         return [*self.prefix, *(self.tokens[r] for r in path(self.tree, row))]
@@ -207,7 +205,7 @@ def test_a_window_shorter_than_the_text_is_kept(kind: str, length: int) -> None:
     """In one read (by the library beyond 64 tokens), one by one, and in pieces with roll-backs."""
     model = table.build(kind, torch.float64, "eager" if kind in table.EAGER_ONLY else "sdpa")
     masks = LayerMasks.of(model)
-    assert masks is not None and (masks.window, len(masks.kinds) > 1) == (table.WINDOW, WINDOWED[kind])
+    assert masks is not None and (masks.window, len(masks.layer_types) > 1) == (table.WINDOW, WINDOWED[kind])
     text = tokens(length, 2)
     near = NEAR[model.config._attn_implementation]
     with torch.no_grad():

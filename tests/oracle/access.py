@@ -35,7 +35,7 @@ def builtin_policies() -> list[str]:
 
 def silent() -> Any:
     """Return the progress display that shows nothing."""
-    from specstop.policies.progress import silent
+    from specstop.policies.display import silent
 
     return silent
 

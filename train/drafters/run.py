@@ -18,11 +18,11 @@ from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
 from ...decode.drafters.heads.networks import MOST_DEPTH, LayerNetwork, OutputTransform, Shape, with_transform
 from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
-from ...decode.models.placement import own_copy
+from ...decode.models.placement import copy_to_host
+from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, silent
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
@@ -187,7 +187,7 @@ def _fitted(
 def _ends(pair: Pair) -> tuple[Any, Any]:
     """Return copies of the target's embeddings and of what makes its logits, float32 on the CPU, where Lightning begins."""
     modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
-    embedding, output = (own_copy(module).requires_grad_(False) for module in modules)
+    embedding, output = (copy_to_host(module).requires_grad_(False) for module in modules)
     return embedding, with_transform(output, pair.target.config)
 
 
@@ -198,7 +198,7 @@ def new_network(pair: Pair, kind: str, depth: int) -> Any:
         network.start()
         return network
     # Heads have output layers of their own, which say logits as they are: they begin in the scale of the target's.
-    weight = own_copy(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
+    weight = copy_to_host(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
     network.start(weight * OutputTransform.of(pair.target.config).factor)
     return network
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ...policies.batch_rules import BatchStop, for_batches
+from ...policies.contract import Array
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.heads.base import NO_HIDDEN, Head, Hidden
 from ...policies.history import HISTORY_FEATURES
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
-from ...policies.typing import Array
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays

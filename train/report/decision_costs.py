@@ -33,9 +33,8 @@ from ...policies.files import cache_folder, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
-from ...policies.safe_loading import digest
+from ...policies.safe_loading import digest, read_json
 from ...policies.storage import content
-from ...policies.text import read_json
 
 SCHEMA = 4
 FILE = "decisions.json"

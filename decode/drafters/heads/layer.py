@@ -11,8 +11,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ....policies.contract import Array
-from ...models.attention import without_cudnn
-from ...models.device import upload
+from ...models.device import upload, without_cudnn
 from ...models.pair import Pair
 from ...models.view import layer_view
 from ...round_state import RoundState, Rows
@@ -91,8 +90,10 @@ class LayerReader(Drafter):
             self._length[stream] += len(unread)
             self._unread_tokens[stream], self._unread_states[stream] = [], []
         out = self._run([stream for stream, _ in rows], self._embed(tokens), states, slots, slots, visible)
-        last_rows = [len(own) - 1 for own in tokens]
-        return out[0, -1:] if len(rows) == 1 else out[range(len(rows)), last_rows]
+        if len(rows) == 1:
+            return out[0, -1:]
+        index, last_rows = upload([list(range(len(rows))), [len(row) - 1 for row in tokens]], self._device)
+        return out[index, last_rows]
 
     def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         embedded: Tensor = self._embedding(upload(_padded(tokens, 0), self._device))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import cli
 from specstop.collect.engines.vllm_profile import StepScript, StepTimer, measure_vllm
-from specstop.decode.engines.drafting import Heard, Sent
+from specstop.decode.engines.drafting import EngineDraft
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
 from specstop.policies.measurements import Key
@@ -27,29 +27,35 @@ class Clock:
 
 
 def play(
-    timer: StepTimer, clock: Clock, drafts: list[Sent], first: float, later: float, outside: float, asked: float = 0.0
+    timer: StepTimer,
+    clock: Clock,
+    drafts: list[EngineDraft],
+    first: float,
+    later: float,
+    outside: float,
+    asked: float = 0.0,
 ) -> None:
     """Make the drafts of a step: the model takes `first` and `later` seconds, decisions `asked`, all else `outside`."""
     if any(sent.drafted for sent in drafts):
         clock.now += first
-        timer.level(1, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
+        timer.on_draft_step(1, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
     clock.now += later
     clock.asked += asked
-    timer.sent(drafts, first + later + outside + asked)
+    timer.on_drafts(drafts, first + later + outside + asked)
 
 
-def sent(row: int, drafted: int, *, context: int = 10, backlog: int = 1, capped: bool = False) -> Sent:
-    return Sent(row, context, [7] * drafted, drafted, drafted, backlog, capped=capped)
+def sent(row: int, drafted: int, *, context: int = 10, backlog: int = 1, hit_limit: bool = False) -> EngineDraft:
+    return EngineDraft(row, context, [7] * drafted, drafted, drafted, backlog, hit_limit=hit_limit)
 
 
-def heard(timer: StepTimer, drafts: list[Sent], seconds: float) -> None:
-    timer.heard([Heard(one, [1], 0, len(one.tokens)) for one in drafts], [seconds] * len(drafts))
+def heard(timer: StepTimer, drafts: list[EngineDraft], seconds: float) -> None:
+    timer.on_outcomes(drafts, [seconds] * len(drafts))
 
 
 def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
     clock = Clock()
     timer = StepTimer(clock.spent)
-    timer.began(0, NOTHING, None)
+    timer.on_begin(0, NOTHING, None)
     drafts = [sent(0, 3, backlog=2)]
     play(timer, clock, drafts, 1.0, 4.0, 0.5, 0.125)
     heard(timer, drafts, 20.125)
@@ -95,11 +101,11 @@ def test_steps_of_which_not_all_is_known_are_left_out(why: str) -> None:
     clock = Clock()
     timer = StepTimer(clock.spent)
     timer.streams = 2
-    drafts = [sent(0, 2), sent(1, 2, capped=why == "cut by an end of text")]
+    drafts = [sent(0, 2), sent(1, 2, hit_limit=why == "cut by an end of text")]
     play(timer, clock, drafts, 1.0, 1.0, 0.5)
     heard(timer, drafts[: 1 if why == "one ended" else 2], 20.0)
     if why == "another began":
-        timer.began(1, NOTHING, None)
+        timer.on_begin(1, NOTHING, None)
     play(timer, clock, drafts, 1.0, 1.0, 0.5)
     assert not timer.timed
 

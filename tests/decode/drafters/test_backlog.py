@@ -13,14 +13,13 @@ from specstop.collect.run import collect
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
 from specstop.decode.hooks import Hook
 from specstop.decode.loop import Request, Speculator
-from specstop.decode.models.packing import Part
+from specstop.decode.models.attention import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.profile import Profile
-from specstop.policies.typing import Array
 from specstop.train.replay.log import play
 from specstop.train.replay.traces.arrays import trace_arrays
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import VOCABULARY, build_model
 from safetensors.torch import load_file, save_file
-from specstop.decode.models import adapters
+from specstop.decode.models import loading
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
@@ -139,7 +139,7 @@ def test_a_config_beside_an_adapter_is_no_model(pair_folder: Path, folders: Path
 def test_without_peft_an_adapter_is_refused_with_the_remedy(
     pair_folder: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "is_peft_available", lambda: False)
+    monkeypatch.setattr(loading, "is_peft_available", lambda: False)
     shutil.copytree(pair_folder / "target", tmp_path / "both")
     shutil.copytree(folders / "lora", tmp_path / "both", dirs_exist_ok=True)
     for folder in (folders / "lora", tmp_path / "both"):

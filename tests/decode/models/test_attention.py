@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import VOCABULARY, build_model
 from specstop.decode.models import attention as attention_module
-from specstop.decode.models.attention import divided_attention, grouped_attention
+from specstop.decode.models.attention import Part, divided_attention, grouped_attention
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import CompactModel
@@ -59,7 +59,7 @@ def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPat
     steps = [(at, at + 2) for at in range(300, 310, 2)], [(at, at + 3) for at in range(500, 530, 3)]
     reads = [(0, 300), *steps[0], (310, 500), *steps[1]]
     for first, end in reads:
-        expected, found = (cache.read(tokens[:, first:end]) for cache in (reference, recorded))
+        expected, found = (cache.read_parts([Part(0, tokens[0, first:end])]) for cache in (reference, recorded))
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     assert set(divided) == {512, 768} and graphs.recorded >= 2
     divided.clear()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import build_draft, build_model
 from specstop.decode import Settings, Speculator, load_pair, parse_tree
+from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.engine import PackedLinear, choose_engine, speed_up
-from specstop.decode.models.packing import TreeRows
 from specstop.policies import FixedLength
 from specstop.policies.errors import InputError
 from transformers import (
@@ -99,8 +99,8 @@ def readings(model: PreTrainedModel) -> list[torch.Tensor]:
         out.append(cache.states)
     cache.roll_back(20)
     row = tokens(len(tree))[0].tolist()
-    out.append(cache.read_tree(row[:3], TreeRows(tree, 20, [], [0, 1, 2])))
-    out.append(cache.read_tree([row[4]], TreeRows(tree, 20, [0, 1, 2], [4])))
+    out.append(cache.read_parts([Part(0, row[:3], tree=TreeRows(tree, 20, [], [0, 1, 2]))]))
+    out.append(cache.read_parts([Part(0, [row[4]], tree=TreeRows(tree, 20, [0, 1, 2], [4]))]))
     cache.keep(20, [20, 22])
     out.append(cache.read(tokens(2)))
     return out
@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_run_a_model_says_why() -> None:
     for model, engine, reason in (
         (build(OTHERS["gpt2"], torch.float32), "compact", "exists for llama, mistral, qwen2, qwen3, not for gpt2"),
         (windowed, "compact", "no sliding windows"),
-        (build(COMPACT["llama"], torch.float64), "packed", "not float64"),
+        (build(COMPACT["llama"], torch.float64), "packed", "float64"),
         (windowed, "turbo", "expected one of auto, plain, packed, compact, not 'turbo'"),
     ):
         with pytest.raises(InputError, match=reason):

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from small_models import table
+from specstop.decode.models.attention import Part, TreeRows
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.engine import speed_up
-from specstop.decode.models.packing import Part, TreeRows
 from specstop.decode.topology import Topology, parse_tree
 from transformers import PreTrainedModel
 

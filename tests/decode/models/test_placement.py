@@ -18,9 +18,9 @@ from specstop.decode.loop import Request
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.cuda import open_cache
 from specstop.decode.models.pair import Pair, join, load_pair
-from specstop.decode.models.placement import call_from, check_device_map, own_copy, tensors
+from specstop.decode.models.placement import call_from, copy_to_host, tensors
 from specstop.policies import FixedLength
-from specstop.policies.errors import InputError, SpecstopWarning
+from specstop.policies.errors import InputError, SpecstopError, SpecstopWarning
 from torch import nn
 from transformers import PreTrainedTokenizerFast, quantizers
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -68,8 +68,8 @@ def test_what_it_cannot_do_is_said_once(spread: Pair, recwarn: pytest.WarningsRe
 def test_ends_of_a_target_on_disk_can_be_learnt_from(spread: Pair, plain_pair: Pair) -> None:
     for place in ("get_input_embeddings", "get_output_embeddings"):
         theirs, ours = (getattr(pair.target, place)() for pair in (spread, plain_pair))
-        assert torch.equal(own_copy(theirs).weight, ours.weight.float())
-        assert theirs.weight.is_meta and not hasattr(own_copy(theirs), "_hf_hook")
+        assert torch.equal(copy_to_host(theirs).weight, ours.weight.float())
+        assert theirs.weight.is_meta and not hasattr(copy_to_host(theirs), "_hf_hook")
     states = torch.ones(1, 16, dtype=torch.float64)
     assert torch.equal(*(pair.target.get_output_embeddings()(states) for pair in (spread, plain_pair)))
 
@@ -81,10 +81,10 @@ def test_the_command_takes_a_device_map(pair_folder: Path) -> None:
     assert placed == plain
 
 
-@pytest.mark.parametrize("given", ["everywhere", "{", '{"model": "no"}', '{"model": null}'])
-def test_a_device_map_that_is_none_is_refused(given: str) -> None:
-    with pytest.raises(InputError, match="device_map: expected auto, balanced"):
-        check_device_map(given)
+@pytest.mark.parametrize("device_map", ["everywhere", "{", '{"model": "no"}', '{"model": null}'])
+def test_an_invalid_device_map_is_refused(pair_folder: Path, device_map: str) -> None:
+    with pytest.raises(SpecstopError, match="device"):
+        load_pair(pair_folder / "target", device_map=device_map)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -15,7 +15,7 @@ from small_models import table
 from specstop.decode import Settings, Speculator, specstop_generate
 from specstop.decode.drafters import Drafter
 from specstop.decode.loop import Request
-from specstop.decode.models.attention import without_cudnn
+from specstop.decode.models.device import without_cudnn
 from specstop.decode.models.pair import Pair, join, load_pair, with_engine
 from specstop.decode.models.view import open_view
 from specstop.policies import load_policy

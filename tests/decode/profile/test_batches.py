@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from specstop.decode.hooks import Timer
 from specstop.decode.model_source import ModelSource
+from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
-from specstop.decode.models.packing import Part
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort

@@ -12,7 +12,7 @@ import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.batch_rules import BatchPolicy, BatchStop, for_batches
 from specstop.policies.batches import Batches, CostGrid, LinearCosts
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.batches import best_budgets, draft_on
 from specstop.policies.learned import build_rule
@@ -24,7 +24,6 @@ from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule
 from specstop.policies.storage import save_policy
 from specstop.policies.testing import TreePolicyTests
-from specstop.policies.typing import Array
 
 
 class TestBest(TreePolicyTests):

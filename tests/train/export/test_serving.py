@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
-from specstop.policies.typing import Array
 from specstop.train.export.by_batch import batch_seconds
 from specstop.train.export.serving import (
     ASSUMPTIONS,

@@ -22,15 +22,15 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.contract import DraftStep, StopPolicy
+from specstop.policies.display import silent
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
 from specstop.policies.learned import TreeGain
 from specstop.policies.profile import Profile
-from specstop.policies.progress import silent
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
@@ -258,13 +258,16 @@ def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profi
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
 ) -> None:
-    two = Shaping(top_k=2)  # for which a third sibling is never there
+    two = SamplingParams(top_k=2)  # for which a third sibling is never there
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
     filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
-    for temperature, trace, shaping in (*((t, trace, Shaping()) for t, trace in forest.items()), (0.7, filtered, two)):
+    for temperature, trace, shaping in (
+        *((t, trace, SamplingParams()) for t, trace in forest.items()),
+        (0.7, filtered, two),
+    ):
         small = on_subtree(trace_arrays(trace), SMALL)
         name = subtree(trace.header.tree, SMALL).name
-        folder = tmp_path / f"{temperature} {shaping.top_k}"
+        folder = tmp_path / f"{temperature} {shaping.options}"
         options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
         assert small.tree.parent == whole.tree.parent

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....policies.display import Progress, silent
 from ....policies.errors import InputError
 from ....policies.heads.base import Head
 from ....policies.learned import ContinuationPolicy, head_names, remembered
 from ....policies.profile import Profile
-from ....policies.progress import Progress, silent
 from ....policies.rules import Continuation
 from ...heads.crossfit import prompt_folds
 from ...heads.kinds.continuation import VALUE_FITTERS

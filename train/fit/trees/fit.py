@@ -8,11 +8,11 @@ from typing import Any
 
 from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, silent
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
 from ....policies.learned import TrainingMetadata, TreeGain
 from ....policies.profile import Profile
-from ....policies.progress import Progress, silent
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits
 from ...heads.fitting import FitTask, fitter

@@ -16,9 +16,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from ....policies.contract import Array
 from ....policies.costs import CostTable
 from ....policies.profile import Profile
-from ....policies.typing import Array
 from ..traces.arrays import TraceArrays
 from .oracle import oracle_seconds
 

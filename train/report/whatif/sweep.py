@@ -12,13 +12,13 @@ from ....collect.store.folder import Trace
 from ....decode.benchmark import Ratio
 from ....policies.batch_rules import BatchStop
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, shown
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
+from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy
 from ....policies.profile import Profile
-from ....policies.progress import Progress, shown
 from ....policies.registry import PolicySpec, as_policies
-from ....policies.validation import with_costs
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled
