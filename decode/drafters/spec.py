@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,6 @@ from ...policies.plugins import (
     DRAFTER_PLUGINS,
     PluginInfo,
     check_options,
-    parameters,
     read_number,
     set_option,
     split_first,
@@ -206,7 +206,7 @@ def listed_drafters() -> list[PluginInfo]:
 
 
 def _usage(point: EntryPoint) -> str:
-    names = [*parameters(DRAFTER_PLUGINS.load(point), f"{point.name!r}")][1:]
+    names = [*inspect.signature(DRAFTER_PLUGINS.load(point)).parameters][1:]
     draft = "; needs the draft model" if _attribute(point.name, "needs_draft", (False, True)) else ""
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 
