@@ -28,9 +28,7 @@ from .round_state import DraftScores, RoundState, Rows
 from .settings import Settings
 from .texts import Anchor, Request, Text
 from .topology import Topology
-from .verify.modes import Verification
-from .verify.base import Verification
-from .verify.modes import is_trimming
+from .verify.modes import Verification, is_trimming
 from .verify.noise import Choices, KeyedSource
 from .verify.sampler import Sampler, require_token
 
