@@ -29,7 +29,7 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import hidden_width, request_states
+from .models.outputs import hidden_widths
 from .models.pair import Pair
 from .records import Generation, Round
 from .round_state import RoundState
@@ -104,7 +104,8 @@ class Speculator:
         chain = self.topology.is_chain
         policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
         self._drafter, self._hooks = drafter or find_drafter(pair.drafter, pair), tuple(hooks)
-        sizes = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
+        names = check_hidden((*policy.hidden, *hidden), policy.name)
+        sizes = hidden_widths(pair, names, self._drafter, policy.name, "use another policy")
         check_sizes(policy, sizes)
         self._timer = Timer(pair.device)
         model_source = self._source = ModelSource(
@@ -133,13 +134,6 @@ class Speculator:
                 f"--profile: {policy.name} observes the seconds of rounds and drafts up to {self.topology.deepest} tokens, "
                 f"but the profile ends at {profile.max_depth}; measure it with --depth {self.topology.deepest}, or draft less"
             )
-
-    def _widths(self, names: Sequence[str], user: str) -> dict[str, int]:
-        """Return the width of each hidden state, and let its owner keep it."""
-        return {
-            name: request_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
-            for name in names
-        }
 
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""

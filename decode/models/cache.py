@@ -5,11 +5,13 @@ One stream is read in slices of the buffers. Several streams are read by one pac
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...policies.errors import InputError
 from .attention import LayerMasks, PackedCall, Part, attending_packed, backend_mask, causal, pack, split
-from .device import upload
-from .view import READS_ALL, ModelView, Reading, long_rope, scored_tokens
+from .device import upload, widen, without_cudnn
+from .view import READS_ALL, Guard, Reading, long_rope, open_view, scored_tokens
 
 _MAX_PACKED = 64
 """Maximum tokens of a stream in a packed call, which fills the rows of the other streams up to its length."""
@@ -170,7 +172,7 @@ class CachedModel:
     of that text alone, token by token, no call contains texts on both sides of the boundary, and no round spans it.
 
     Args:
-        model: Model to call, through a view (see `view`).
+        model: Model to call, through a view (see `view`); kept as `original`.
         capacity: Slots of a stream.
         vocabulary: Width of the logits returned. Additional scores are cut. Tokens that the model does not know get -inf, and
             are read as its first token.
@@ -196,7 +198,7 @@ class CachedModel:
         reading: Reading = READS_ALL,
     ) -> None:
         self._device = torch.device(device or model.device)
-        self.view = ModelView(model, self._device)
+        self.original = model
         self.capacity, self.vocabulary, self.streams = capacity, vocabulary, streams
         self.states: Tensor | None = None
         self._min_packed = 2 if reading.side_by_side else sys.maxsize
@@ -219,14 +221,27 @@ class CachedModel:
         self._rope = long_rope(model)
         self._tokens = torch.zeros_like(self._position_at) if self._rope else None  # [S, capacity]
 
+    @cached_property
+    def _view(self) -> tuple[PreTrainedModel, Guard]:
+        view, guard = open_view(self.original)
+        if view is not self.original:
+            widen(view)
+        return view, guard
+
     @property
     def model(self) -> PreTrainedModel:
         """The view that is called."""
-        return self.view.model
+        return self._view[0]
 
     def refresh(self) -> None:
         """Use the current layers of the model; called before the first text of a run."""
-        self.view.refresh()
+        vars(self).pop("_view", None)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[PreTrainedModel]:
+        model, guard = self._view
+        with guard(), without_cudnn(self._device):
+            yield model
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -344,7 +359,7 @@ class CachedModel:
             InputError: The logits after the prompt's next token differ from the model's by more than rounding.
         """
         if not self.masked and (prompt.hidden.any() or prompt.offset.any()):
-            raise prompt.refusal(self.view.original)
+            raise prompt.refusal(self.original)
         self._kv.clear(stream)
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
@@ -371,7 +386,7 @@ class CachedModel:
 
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
-        with self.view.calling() as model:
+        with self._calling() as model:
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -462,7 +477,7 @@ class CachedModel:
         mask = self._additive(mask, call.query_positions() if self._windows else positions, key_positions)
         self._kv.call = call
         try:
-            with self.view.calling() as model, attending_packed(model, call):
+            with self._calling() as model, attending_packed(model, call):
                 rows = 0 if call.wanted is None else call.wanted
                 return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
         finally:
@@ -470,7 +485,7 @@ class CachedModel:
 
     def _additive(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Any:
         """Return the additive mask for all layers, or one for each type (see `LayerMasks.apply`)."""
-        dtype = self.view.original.dtype
+        dtype = self.original.dtype
         return (
             self._windows.apply(mask, positions, key_positions, dtype) if self._windows else backend_mask(mask, dtype)
         )
