@@ -31,7 +31,7 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
@@ -129,7 +129,7 @@ def compare(name: str, sides: dict[str, Trace], profile: Profile, missed: list[s
     table: dict[str, Any] = {}
     for rule, default in defaults.items():
         was, now, unpaid = (lines[prices][rule] for prices in ("default", "tuned", "free"))
-        cost = 1e6 * profile.decision(default.cost_name).each
+        cost = 1e6 * profile.decision(default.cost_name)
         changed = setting(tuned[rule], default)
         print(
             f"  {rule:<20}{_interval(was):<23}{was.oracle_share.value:>6.2f}{cost:>6.0f}   "

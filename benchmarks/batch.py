@@ -40,7 +40,7 @@ from specstop.decode.models.pair import with_engine
 from specstop.decode.profile import add_decisions, loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.fit.run import train
 from specstop.train.replay.traces.arrays import trace_arrays

@@ -39,8 +39,8 @@ from specstop.collect.store.folder import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.decode.engines import sglang as plugin
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.export import sglang, vllm
 from specstop.train.export.deploy import deploy
 from specstop.train.export.lockstep import Steps

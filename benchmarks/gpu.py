@@ -47,9 +47,9 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength
 from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.display import silent
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import Confidence
-from specstop.policies.progress import silent
 from torch.profiler import ProfilerActivity, profile
 
 LENGTHS = (2, 4, 6, 8)

@@ -36,11 +36,11 @@ from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, TOKEN_FEATURES
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.continuation.values import achievable_estimate
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
@@ -224,7 +224,7 @@ def compare(place: Place, plain: Pair, missed: list[str], scalars: bool) -> dict
     }
     lines = {}
     for name, (kind, policy) in policies.items():
-        played, spent = replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name).each
+        played, spent = replay(arrays, policy, profile).seconds, profile.decision(policy.cost_name)
         lines[name] = table.line(
             name, played, spent, free(policy, training, arrays, profile) if kind == "ours" else None
         )
@@ -341,7 +341,7 @@ def _machines(
             if rate > best_rate:
                 best, best_rate = policy, rate
         line = Table(arrays, profile, machine).line(
-            best.name, replay(arrays, best, profile).seconds, profile.decision(best.cost_name).each
+            best.name, replay(arrays, best, profile).seconds, profile.decision(best.cost_name)
         )
         found[machine] = {"named": best.name, **line}
         if line["ratio"] < WORST:

@@ -16,9 +16,8 @@ import torch
 from specstop.collect.schema import NO_TOKEN
 from specstop.policies.contract import DraftStep
 from specstop.policies.heads.base import Array
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
 from specstop.train.fit.continuation.values import LATEST, UNVISITED
 from specstop.train.heads.calibration.scores import Scored
@@ -62,14 +61,14 @@ def settle_thresholds(
         for first in (f for f in firsts if f < deepest):
             score = scores(policy, seen.numpy(), first)
             rule, lengths, asked = _backward(costs, score, first, value, played.visits, price)
-            now = costs.play(lengths, price.of(asked.numpy()))
+            now = costs.play(lengths, price * asked.numpy())
             total = float(now.seconds.sum())
             if turn is None or total < turn[0]:
                 turn = total, policy.with_rule(rule), lengths, asked, now
         assert turn is not None
         if best is None or turn[0] < best[0]:
             best = turn[0], turn[1]
-        value, played = costs.value(turn[2], price.of(turn[3].numpy())), turn[4]
+        value, played = costs.value(turn[2], price * turn[3].numpy()), turn[4]
     assert best is not None
     return best[1], replay(arrays, best[1], profile).rate
 
@@ -90,7 +89,7 @@ def scores(policy: LearnedPolicy, seen: Array, first: int) -> Tensor:
 
 
 def _backward(
-    costs: CostToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: Price
+    costs: CostToGo, score: Tensor, first: int, value: Tensor, visits: Tensor, price: float
 ) -> tuple[Derived, Tensor, Tensor]:
     """Return the rule, and the [N] lengths and decisions of its rounds."""
     deepest = score.shape[1]
@@ -101,7 +100,7 @@ def _backward(
     taus = [NEVER] * deepest
     for j in range(deepest - 1, first - 1, -1):
         open_ = bound > j
-        later = stop.gather(1, length[:, None])[:, 0] + price.each * asked
+        later = stop.gather(1, length[:, None])[:, 0] + price * asked
         use = open_ & ~costs.arrays.cut
         taus[j] = cut_where_it_pays(score[use, j], (weight * (stop[:, j] - later))[use])
         on = score[:, j] > taus[j]

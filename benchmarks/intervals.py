@@ -41,9 +41,9 @@ from specstop.collect.schema import TIMES, Header, chain
 from specstop.collect.store.folder import Trace, shard_table
 from specstop.decode.benchmark import Ratio
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.report.evaluate import evaluate
 

@@ -15,7 +15,7 @@ from specstop.decode import Pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec

@@ -27,7 +27,7 @@ from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.fit.run import train
 from specstop.train.replay.bounds.static_tree import best_static_tree

@@ -30,7 +30,7 @@ from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy
-from specstop.policies.progress import Progress
+from specstop.policies.display import Progress
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.pair import shipped_pair
 from specstop.train.fit.achievable_batch import NAME as ESTIMATE

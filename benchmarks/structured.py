@@ -27,8 +27,8 @@ from specstop.collect.prompts.read import encode
 from specstop.decode import (
     Grammar,
     Pair,
+    SamplingParams,
     Settings,
-    Shaping,
     Speculator,
     load_pair,
     plain_texts,
@@ -79,7 +79,7 @@ def compared(
 ) -> None:
     """Decode one prompt with a schema, each drafter and each mode, and count different and invalid texts."""
     assert pair.tokenizer is not None
-    shaping = Shaping(processors=(Grammar.from_json_schema(schema, pair.tokenizer, backend),))
+    shaping = SamplingParams(processors=(Grammar.from_json_schema(schema, pair.tokenizer, backend),))
     request = Request(prompt, stream_key(number, "structured"))
     for temperature in TEMPERATURES:
         plain = plain_texts(pair, [prompt], [request.key], NEW, temperature, shaping=shaping).tokens[0]

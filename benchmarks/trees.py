@@ -39,12 +39,12 @@ from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopError
-from specstop.policies.latency.estimate import decisions
-from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.estimate import decision_prices
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.measurements import Measurements
+from specstop.policies.profile import Profile
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree
@@ -196,7 +196,7 @@ class Run:
         settings = Settings(self.temperature, self.tokens, DEPTH, tree=tree, verification="match")
         runs = [loop_decisions(self.pair, [policy], self.ids, settings) for _ in range(REPEATS)]
         # One that is never asked, as in a tree of a single node, has no price.
-        return sorted(runs, key=lambda run: decisions(run.pooled()).get(policy.cost_name, Price()).each)[REPEATS // 2]
+        return sorted(runs, key=lambda run: decision_prices(run.pooled).get(policy.cost_name, 0.0))[REPEATS // 2]
 
     def chain(self, profile: Profile) -> tuple[list[LearnedPolicy], Profile]:
         """Return the learned chain policies, settled for what decisions cost in the loop; the fastest held out is first."""
@@ -281,8 +281,8 @@ class Run:
         shape = subtree(arrays.tree, choice.nodes)
         if live:
             ratios["learned chain, live"] = self.live(choice.policy, shape.name, chain, live)
-        decision_us = 1e6 * profile.decision(choice.policy.cost_name).each
-        print(f"{name}: {chain.name}, a decision {1e6 * profile.decision(chain.cost_name).each:.0f} us")
+        decision_us = 1e6 * profile.decision(choice.policy.cost_name)
+        print(f"{name}: {chain.name}, a decision {1e6 * profile.decision(chain.cost_name):.0f} us")
         which = f"{choice.policy.name} of {len(choice.nodes)} nodes, asked from depth {choice.policy.first}"
         print(f"{name}: {which}, a decision {decision_us:.0f} us")
         for key, r in played.items():

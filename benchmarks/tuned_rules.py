@@ -14,7 +14,7 @@ from typing import Any
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, close_match
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.adaedl import AdaEDL
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.published.c2t import C2T
@@ -148,7 +148,7 @@ def fastest(policies: Sequence[StopPolicy], arrays: TraceArrays, profile: Profil
 def place(arrays: TraceArrays, profile: Profile, rho: float) -> Place:
     """Return where rules are tuned: the depth of the trace and the profile, and prices at `rho` tokens per second."""
     chain = arrays.tree.is_chain
-    decision_s = profile.decision("gain").each  # each step is followed by one more
+    decision_s = profile.decision("gain")  # each step is followed by one more
     depth = min(arrays.depth, profile.max_depth) if chain else arrays.depth
     widest = max(len(level) for level in arrays.tree.levels)
     outside = (profile.round_s, profile.step_s, 0.0) if chain else profile.tree_outside_s or (0.0, profile.step_s, 0.0)

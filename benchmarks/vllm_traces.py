@@ -191,7 +191,7 @@ def kills(bench: Bench) -> None:
 def predict(bench: Bench) -> None:
     """The engine's profile predicts tokens/s of three policies: at 1 request on a trace of `LLM`, at 8 on one of a server."""
     from specstop.collect import open_trace
-    from specstop.policies.latency.profile import Profile
+    from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
     from specstop.train.export.serving import batch_profile
     from specstop.train.report.evaluate import evaluate
@@ -286,7 +286,7 @@ def achievable(bench: Bench) -> None:
     Its decisions are free. Printed beside it is what it reaches if they cost what the learned policy's do in the engine.
     """
     from specstop.collect import open_trace
-    from specstop.policies.latency.profile import Profile
+    from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
     from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
     from specstop.train.fit.rates import Part

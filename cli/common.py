@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..collect.prompts.read import Prompt
     from ..decode.models.pair import Pair
     from ..decode.settings import Settings
-    from ..policies.validation import Failure
+    from ..policies.errors import PolicyFailure
 
 
 PHASES = {"outside": "framework overhead"}
@@ -62,14 +62,14 @@ def fitting(
     return fit(written, pair.tokenizer, pair.readable - new_tokens, long)
 
 
-def check_failures(failures: Sequence[Failure]) -> None:
+def check_failures(failures: Sequence[PolicyFailure]) -> None:
     """Fail where a policy did, after the results are printed.
 
     Raises:
         PolicyFailure: the first one.
     """
     if failures:
-        raise failures[0].as_error("no speed is reported for it")
+        raise failures[0]
 
 
 def batch_sizes(text: str | None) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def _answer() -> tuple[int, str]:
         code = app(standalone_mode=False)
         sys.stdout.flush()
     except PolicyFailure as error:
-        return 2, f"{error.command_line}, at {error.file}:{error.line}" if error.file else error.command_line
+        return 2, error.text
     except SpecstopError as error:
         return 2, error.command_line
     except KeyboardInterrupt:

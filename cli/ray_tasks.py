@@ -17,9 +17,9 @@ import yaml
 
 from ..collect.schema import Header
 from ..collect.store.folder import Trace, finished, read_header
+from ..policies.display import Progress
 from ..policies.errors import InputError, SpecstopError, TraceError
 from ..policies.files import prepare_output_dir
-from ..policies.progress import Progress
 from .console.interrupt import Interrupted, finish_first
 from .console.output import progress_bars
 from .options.config import running_options

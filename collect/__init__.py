@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..policies.lazy import attach
+from ..policies import attach
 
 if TYPE_CHECKING:
     from .estimates import Estimate as Estimate, estimate as estimate

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies.typing import Array
+from ..policies.contract import Array
 from .schema import NO_TOKEN, Header
 
 COLUMNS = ("accepted_length", "cut")

@@ -11,14 +11,13 @@ from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
 from ..decode.verify.base import Verification
-from ..decode.verify.given_text import GIVEN_TEXT
 from ..decode.verify.match import Match
 from ..decode.verify.modes import find_mode, resolve_mode
 from ..decode.verify.rejection import Block
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
+from ..policies.profile import Profile
 from .dense.collector import dense_rows
 from .dense.completions import Completions, completion_rows
 from .dense.memory import budget_mib
@@ -26,6 +25,7 @@ from .dense.mixed import mixed_rows
 from .dense.positions import PositionsCollector
 from .dense.unroll import Unroller, node_features
 from .live import LiveCollector
+from .schema import GIVEN_TEXT
 from .shards import nothing
 from .work import Work
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..policies.contract import StopPolicy
-from ..policies.latency.profile import Profile
 from ..policies.learned import LearnedPolicy
+from ..policies.profile import Profile
 from ..policies.storage import content
 from .dense.completions import Completions, find_completion
 from .prompts.read import Prompt

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..policies.host import validate_policy
 from ..policies.splitmix import mix
-from ..policies.typing import Array
-from ..policies.validation import validate_policy
 
 _SALT = 0x5EED
 _SHARE = 1 << 24

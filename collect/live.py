@@ -23,13 +23,13 @@ from ..decode.round_state import RoundState
 from ..decode.settings import Settings
 from ..decode.summaries import summarise
 from ..decode.topology import Topology
+from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import find_mode, resolve_mode
-from ..decode.verify.trained_for import tell_if_unmeasured
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
-from ..policies.latency.profile import Profile
+from ..policies.host import with_costs
 from ..policies.limits import check_limits
-from ..policies.validation import with_costs
+from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring
@@ -198,7 +198,7 @@ class LiveCollector:
         check_limits(explore=explore)
         settings = settings.for_pair(pair)
         policy = with_costs(policy, profile)
-        tell_if_unmeasured(profile, [policy], settings, pair.drafter)
+        warn_if_unmeasured(profile, [policy], settings, pair.drafter)
         self.tree = settings.topology
         runs = exploring(policy, explore, self.tree.deepest) if explore else policy
         name = resolve_mode(settings.verification, policy, self.tree, settings.temperature)
@@ -242,7 +242,7 @@ class LiveCollector:
         requests = [Request(one.tokens, one.key) for one in batch]
         texts = self._speculator.run(requests, on_end=end)
         if failure := next((text.failure for text in texts if text.failure is not None), None):
-            raise failure.as_error("rounds of another policy are not recorded under its name")
+            raise failure
         chunks: list[Mapping[str, Any]] = []
         for number, one in enumerate(batch):
             if rows := made[number]:

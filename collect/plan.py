@@ -13,13 +13,13 @@ from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
-from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
+from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
 from ..policies.limits import check_limit, check_limits
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from ..policies.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
@@ -61,7 +61,7 @@ def plan_run(
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,
@@ -115,8 +115,8 @@ def plan_run(
         depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
         explore=explore, mix=mix, batch=batch, draws=draws,
     )  # fmt: skip
-    check_limit("depth", depth, least=1)
-    check_limit("max-new-tokens", max_new_tokens, least=2)  # to have an anchor
+    check_limit("depth", depth, low=1)
+    check_limit("max-new-tokens", max_new_tokens, low=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
     given = tuple(prompts)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..decode.models.pair import Pair
-from ..decode.verify.sampling import MODEL_DEFAULTS, Shaping
-from ..policies.latency.profile import Profile
-from ..policies.progress import Progress, shown
+from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
+from ..policies.display import Progress, shown
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec
 from .dense.completions import Completions
 from .plan import plan_run
@@ -44,7 +44,7 @@ def collect(
     memory: int | None = None,
     draws: int = 1,
     off_text: str = "exact",
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
     long: str = "skip",
     batch: int | None = None,
     through: str | None = None,

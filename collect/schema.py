@@ -24,11 +24,10 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..decode.topology import Topology
-from ..decode.verify.given_text import GIVEN_TEXT
 from ..policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 from ..policies.errors import TraceError
 from ..policies.features import HIDDEN_STATES, Kind
-from ..policies.text import HALF, is_text, strict_loads
+from ..policies.safe_loading import SURROGATE, is_text, strict_loads
 from .store.header_fields import (
     MOST,
     AnchorFeatures,
@@ -46,6 +45,9 @@ from .store.header_fields import (
 )
 
 SCHEMA_VERSION = 6
+
+GIVEN_TEXT = ("rejection", "rejection_replace", "block")
+"""Modes whose drafts and acceptances are sampled given the text (`dense.given_text`)."""
 
 UNKNOWN, NO_TOKEN = -1, -2
 """In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
@@ -80,7 +82,7 @@ class Header:
         eos: ids that end a text.
         verification: whose acceptance the labels are; `label` says of what kind.
         temperature: of the sampling.
-        shaping: what else changed the distribution that was sampled from (`decode.Shaping.to_dict`); {} = nothing.
+        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.to_dict`); {} = nothing.
         topology: parent of each node, -1 = the anchor, in order of depth; a chain is -1, 0, 1, ...
         features, anchor_features: names recorded at each node, and once per anchor.
         max_new_tokens: limit of each text; rows stop there, labels look past it.
@@ -153,7 +155,7 @@ class Header:
 
     @property
     def given_text(self) -> bool:
-        """Whether drafts and acceptances were drawn given the text (`decode.verify.given_text`)."""
+        """Whether drafts and acceptances were drawn given the text (`dense.given_text`)."""
         return self.collector == "dense" and self.verification in GIVEN_TEXT
 
     @property
@@ -220,12 +222,12 @@ class Header:
         try:
             if len(text) > _MOST_BYTES:
                 raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {len(text)}")
-            raw = strict_loads(text, _refuse_constant)
-            text = json.dumps(raw, ensure_ascii=False)
+            raw = strict_loads(text)
+            text = json.dumps(raw, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
         if not is_text(text):
-            raise TraceError(f"{where}: the header has {HALF}")
+            raise TraceError(f"{where}: the header has {SURROGATE}")
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
@@ -268,10 +270,6 @@ class Header:
         ):
             if wrong:
                 raise ValueError(text)
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"expected a finite number, got {name}")
 
 
 @cache

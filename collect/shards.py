@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..policies.display import Progress, silent
 from ..policies.errors import TraceError
 from ..policies.files import Input, delete_result, replace_folder, staging_path
-from ..policies.progress import Progress, silent
 from .processes import ALONE, Place
 from .prompts.kept import kept_text
 from .prompts.tokens import Prompt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..policies.lazy import attach
+from ..policies import attach
 
 if TYPE_CHECKING:
     from .benchmark import bench as bench
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .topology import Topology as Topology, parse_tree as parse_tree
     from .verify.grammar import Grammar as Grammar
     from .verify.noise import stream_key as stream_key
-    from .verify.sampling import Shaping as Shaping
+    from .verify.sampling import SamplingParams as SamplingParams
 
 __getattr__, __all__ = attach(
     __name__,
@@ -49,7 +49,7 @@ __getattr__, __all__ = attach(
         "profile": "measure_profile",
         "records": "Generation Round Tally",
         "run": "decode",
-        "verify.sampling": "Shaping",
+        "verify.sampling": "SamplingParams",
         "settings": "Settings",
         "topology": "Topology parse_tree",
     },

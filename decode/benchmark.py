@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ..policies.arguments import check_token_ids
-from ..policies.errors import InputError
+from ..policies.display import Progress, shown, silent
+from ..policies.errors import InputError, PolicyFailure
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
-from ..policies.progress import Progress, shown, silent
+from ..policies.host import with_costs
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policies
-from ..policies.validation import Failure, with_costs
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
 from .models.cache import CachedModel
@@ -26,9 +26,9 @@ from .models.self_check import ROUNDING
 from .profile import CalibrationRun
 from .records import Generation, Tally
 from .settings import Settings
+from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
-from .verify.sampling import Sampler
-from .verify.trained_for import tell_if_unmeasured, tell_if_untrained
+from .verify.sampler import Sampler
 
 FEWEST_TURNS = 8
 """Number of turns of a batch below which a ratio has no interval."""
@@ -97,7 +97,7 @@ class BenchLine:
     ties: int = 0
     wrong: int = 0
     recordings: int = 0
-    failure: Failure | None = None
+    failure: PolicyFailure | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the line as plain values; `low` and `high` are the interval. Speeds of a failed policy are None."""
@@ -154,9 +154,9 @@ def bench(
     methods: list[tuple[str, Method]] = [("plain", Speculator(pair, FixedLength(0), settings, profile, batch=batch))]
     for policy in rules:
         policy_settings = settings.for_policy(policy)
-        tell_if_untrained(policy, policy_settings, pair)
+        warn_if_untrained(policy, policy_settings, pair)
         methods.append((policy.shown_name, Speculator(pair, policy, policy_settings, profile, batch=batch)))
-    tell_if_unmeasured(profile, rules, settings, pair.drafter)
+    warn_if_unmeasured(profile, rules, settings, pair.drafter)
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
             methods.append((setting.name, Assisted(library, setting, settings, batch)))
@@ -352,7 +352,7 @@ def _is_tie(pair: Pair, settings: Settings, prompt: Sequence[int], generated: Se
     text = [*prompt, *generated]
     cache = CachedModel(pair.target, len(text), pair.vocabulary, device=pair.device, reading=pair.readings[0])
     logits = cache.read(torch.tensor([text], device=pair.device), 1)[0]
-    processors = settings.shaping.build(0.0, len(prompt), () if settings.ignore_eos else pair.eos, pair.device)
+    processors = settings.shaping.build(0.0, prompt, () if settings.ignore_eos else pair.eos, pair.device)
     best = Sampler(processors, 0.0, ())(logits, lambda: [text]).topk(2, -1).values[0]
     spread = logits[logits.isfinite()].std(correction=0)
     return bool(best[0] - best[1] <= ROUNDING.get(pair.target.dtype, ROUNDING[torch.bfloat16]) * spread)

@@ -8,6 +8,7 @@ that was trained on other texts, another pair or another temperature leaves it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections import deque
@@ -15,13 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..policies.batches import CostGrid, SingleStreamCosts, batch_costs
-from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.batches import CostGrid
+from ..policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.fixed import FixedLength
-from ..policies.latency.profile import Profile
 from ..policies.learned import LearnedPolicy, TreeGain
-from ..policies.typing import Array
+from ..policies.profile import Profile
 
 MODES = ("off", "warn", "fallback")
 WINDOW, MIN_ROUNDS = 200, 60
@@ -191,5 +191,5 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     deepest = min(policy.max_depth, profile.max_depth)
     # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
     tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
-    costs = SingleStreamCosts(profile) if streams == 1 else batch_costs(profile)
+    costs = dataclasses.replace(profile, batch=None) if streams == 1 else profile
     return int(CostGrid(costs, profile.low.context).length_rates(np.array([streams]), tokens).argmax())

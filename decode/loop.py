@@ -16,13 +16,12 @@ import torch
 from ..policies import kernels
 from ..policies.arguments import check_token_ids
 from ..policies.contract import StopPolicy
-from ..policies.errors import InputError
+from ..policies.errors import InputError, PolicyFailure
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
-from ..policies.host import PolicyHost
-from ..policies.latency.profile import Profile
+from ..policies.host import PolicyHost, validate_policy
 from ..policies.limits import check_limits
-from ..policies.validation import Failure, validate_policy
+from ..policies.profile import Profile
 from .drafters import Drafter, find_drafter
 from .drafters.base import carries
 from .drift_monitor import make_monitor
@@ -37,7 +36,7 @@ from .rounds import play_round
 from .settings import Settings, shaping_of
 from .texts import Request as Request, Text
 from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
-from .verify.noise import Source
+from .verify.noise import KeyedSource
 
 OnCommit = Callable[[int, list[int]], None]
 """Called with a request's number and its new tokens."""
@@ -52,7 +51,7 @@ class _Running:
     prefill_s: float
     rounds: list[Round] = field(default_factory=list)
 
-    def generation(self, failure: Failure | None) -> Generation:
+    def generation(self, failure: PolicyFailure | None) -> Generation:
         """Return the result."""
         text, seconds = self.text, self.prefill_s + sum(record.seconds for record in self.rounds)
         tokens = tuple(text.tokens[text.prompt :])
@@ -86,7 +85,7 @@ class Speculator:
         policy: StopPolicy,
         settings: Settings | None = None,
         profile: Profile | None = None,
-        source: Callable[[int, int], Source] | None = None,
+        source: Callable[[int, int], KeyedSource] | None = None,
         drafter: Drafter | None = None,
         hooks: Sequence[Hook] = (),
         hidden: Sequence[str] = (),

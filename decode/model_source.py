@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import DraftStep, DraftTree, StopPolicy
+from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
 from ..policies.history import History
-from ..policies.typing import Array
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
@@ -30,8 +29,8 @@ from .settings import Settings
 from .texts import Anchor, Request, Text
 from .topology import Topology
 from .verify.base import Verification
-from .verify.noise import Choices, KeyedSource, Source
-from .verify.sampling import Sampler, require_token
+from .verify.noise import Choices, KeyedSource
+from .verify.sampler import Sampler, require_token
 
 
 class ModelSource:
@@ -68,7 +67,7 @@ class ModelSource:
         trimming: tuple[bool, bool],
         keeps: tuple[bool, bool],
         padded: Sequence[int] = (),
-        source: Callable[[int, int], Source] | None = None,
+        source: Callable[[int, int], KeyedSource] | None = None,
         streams: int = 1,
         hooks: Sequence[Hook] = (),
     ) -> None:
@@ -133,7 +132,7 @@ class ModelSource:
         padding = list(request.padding)
         with_padding = [*padding, *prompt]
         shaping = request.shaping or settings.shaping
-        processors = shaping.build(settings.temperature, len(with_padding), tuple(self.eos), device, with_padding)
+        processors = shaping.build(settings.temperature, with_padding, tuple(self.eos), device)
         if read is None:
             self.target.roll_back(0, stream)
             logits = self.target.read(upload([prompt], device), rows=1, stream=stream)[0]
@@ -155,7 +154,7 @@ class ModelSource:
         self._extend(text, [self.mode.start(sampled, choices)])
         return text
 
-    def _open_source(self, key: int) -> Source:
+    def _open_source(self, key: int) -> KeyedSource:
         window, pair = self.topology.deepest + 1, self.pair
         if self._source is not None:
             return self._source(key, window)
@@ -275,7 +274,7 @@ class ModelSource:
             if not rows:
                 return None, ()
         draw = self.mode.draw(round, rows, sampled)
-        tokens = draw.tokens if isinstance(draw.tokens, list) else draw.tokens[:, None].tolist()
+        tokens = draw.tokens
         counts = list(map(len, tokens))
         if not any(counts):  # rows that no token can be drawn from
             return None, ()

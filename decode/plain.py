@@ -16,8 +16,9 @@ from .models.device import download
 from .models.outputs import broken, hidden_width, stored
 from .models.pair import Pair
 from .settings import shaping_of
-from .verify.noise import gumbel, own_tokens
-from .verify.sampling import MODEL_DEFAULTS, BatchSampler, Shaping, require_token
+from .verify.noise import gumbel, target_tokens
+from .verify.sampler import BatchSampler, require_token
+from .verify.sampling import MODEL_DEFAULTS, SamplingParams
 
 ENDED_EVERY = 8
 """Steps on a device after which it is asked whether all texts have ended: the host would wait each time."""
@@ -50,7 +51,7 @@ def plain_texts(
     ignore_eos: bool = False,
     hidden: bool = False,
     noise: bool = False,
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
 ) -> PlainTexts:
     """Decode a batch of prompts with the target alone.
 
@@ -90,7 +91,7 @@ def plain_texts(
         sampled = sampler(logits, partial(_prefixes, prompts, texts.tokens[:, :step], ends))
         if sampler.constrained:
             require_token(sampled)
-        texts.add(step, own_tokens(sampled, drawn_with))
+        texts.add(step, target_tokens(sampled, drawn_with))
         last = step + 1 == max_new_tokens
         if last or (step + 1) % (1 if device.type == "cpu" else ENDED_EVERY) == 0:
             going = texts.going()

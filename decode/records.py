@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..policies.validation import Failure
+from ..policies.errors import PolicyFailure
 
 
 class Round(NamedTuple):
@@ -70,7 +70,7 @@ class Generation:
     prefill_s: float
     seconds: float
     text: str | None = None
-    failure: Failure | None = None
+    failure: PolicyFailure | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,7 +92,7 @@ class Tally:
     rounds: list[Round] = field(default_factory=list)
     prefill_s: float = 0.0
     seconds: float = 0.0
-    failure: Failure | None = None
+    failure: PolicyFailure | None = None
 
     def add(self, generation: Generation) -> None:
         """Count one more generation."""

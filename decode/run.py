@@ -10,16 +10,16 @@ from transformers import PreTrainedTokenizerBase
 
 from ..policies.arguments import as_list
 from ..policies.errors import InputError, SpecstopWarning
-from ..policies.latency.profile import Profile
+from ..policies.host import with_costs
+from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
-from ..policies.validation import with_costs
 from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair
 from .records import Generation
 from .settings import Settings
+from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
-from .verify.trained_for import tell_if_unmeasured, tell_if_untrained
 
 
 def _is_prompt(prompt: object) -> bool:
@@ -76,8 +76,8 @@ def decode(
             )
     policy, drafter = with_costs(as_policy(policy), profile), drafter or pair.drafter
     settings = (settings or Settings()).for_pair(pair).for_policy(policy)
-    tell_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
-    tell_if_unmeasured(profile, [policy], settings, drafter)
+    warn_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
+    warn_if_unmeasured(profile, [policy], settings, drafter)
     names = as_list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
     if len(names) != len(prompts):
         raise InputError(f"ids: expected one for each of {len(prompts)} prompts, not {len(names)}")

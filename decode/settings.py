@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import StoppingCriteria, StopStringCriteria
 
@@ -16,9 +15,8 @@ from ..policies.limits import check_limits
 from .drift_monitor import check_drift
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
-from .verify.model_defaults import SAMPLING, model_defaults
 from .verify.modes import check_mode_name
-from .verify.sampling import Shaping
+from .verify.sampling import WARPERS, SamplingParams, model_defaults
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,15 @@ class Settings:
     ignore_eos: bool = False
     verification: str = "auto"
     tree: str | None = None
-    shaping: Shaping = field(default_factory=Shaping)
+    shaping: SamplingParams = field(default_factory=SamplingParams)
     stops: tuple[StoppingCriteria, ...] = ()
     drift: str = "off"
 
     def __post_init__(self) -> None:
         check_limits(temperature=self.temperature, max_new_tokens=self.max_new_tokens, max_depth=self.max_depth)
         check_limits(fallback=self.fallback)
-        if not isinstance(self.shaping, Shaping):
-            raise InputError(f"shaping: expected a `Shaping`, not {type(self.shaping).__name__}")
+        if not isinstance(self.shaping, SamplingParams):
+            raise InputError(f"shaping: expected a `SamplingParams`, not {type(self.shaping).__name__}")
         processors = self.shaping.processors
         if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
             raise InputError("processors: expected a tuple of logits processors")
@@ -85,23 +83,21 @@ class Settings:
         return self if own is None or self.tree is not None else replace(self, tree=own.name)
 
 
-def shaping_of(pair: Pair, shaping: Shaping, max_new_tokens: int | None = None) -> Shaping:
-    """Return a shaping with the defaults of the pair's target (`Shaping.with_defaults`) and checked processors."""
-    filled = shaping.with_defaults(_defaults(pair), max_new_tokens) if shaping.model_defaults else shaping
-    return filled.checked(pair.vocabulary, pair.device)
-
-
-def _defaults(pair: Pair) -> dict[str, Any]:
-    return model_defaults(getattr(pair.target, "generation_config", None))
+def shaping_of(pair: Pair, shaping: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
+    """Return a shaping with the defaults of the pair's target (`SamplingParams.with_defaults`) and checked processors."""
+    config = getattr(pair.target, "generation_config", None)
+    return shaping.with_defaults(config, max_new_tokens).checked(pair.vocabulary, pair.device)
 
 
 def inherited_text(pair: Pair, settings: Settings) -> str:
     """Return which sampling defaults of the pair's target a run has, in words; "" if there are none."""
-    applied = settings.for_pair(pair).shaping.fields()
+    applied = settings.for_pair(pair).shaping.options
     if settings.temperature == 0:
-        applied = {name: value for name, value in applied.items() if name not in SAMPLING}
-    defaults = _defaults(pair) if settings.shaping.model_defaults else {}
-    words = [f"{name}={value!s:.60}" for name, value in sorted(defaults.items()) if applied.get(name) == value]
+        applied = {name: value for name, value in applied.items() if name not in WARPERS}
+    config = getattr(pair.target, "generation_config", None) if settings.shaping.model_defaults else None
+    words = [
+        f"{name}={value!s:.60}" for name, value in sorted(model_defaults(config).items()) if applied.get(name) == value
+    ]
     return f"the target's generation_config sets {', '.join(words)}" if words else ""
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..policies.contract import Array
 from ..policies.errors import PolicyError
 from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, RowSummary, summarise as summarise_arrays
-from ..policies.typing import Array
 from .models.device import Recorded, Recorder, filled_up, fused, upload
 
 LEAST = -87.0

@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from .models.cache import ReadPrompt
-from .verify.noise import Source
-from .verify.sampling import Sampler, Shaping
+from .verify.noise import KeyedSource
+from .verify.sampler import Sampler
+from .verify.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Request:
     prompt: Sequence[int]
     key: int = 0
     padding: Sequence[int] = ()
-    shaping: Shaping | None = None
+    shaping: SamplingParams | None = None
     read: ReadPrompt | None = None
 
     @property
@@ -80,7 +81,7 @@ class Text:
     tokens: list[int]
     prompt: int
     key: int
-    source: Source
+    source: KeyedSource
     sampler: Sampler
     anchor: Anchor
     round: int = 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..policies.errors import InputError
-from ..policies.limits import MOST_ROWS
+from ..policies.limits import MAX_ROWS
 from ..policies.typing import Array
 
 NAMED = {
@@ -171,8 +171,8 @@ def from_widths(widths: Sequence[int]) -> Topology:
     for width in widths:
         if width < 1:
             raise InputError(f"tree: expected widths of 1 or more, not {width}")
-        if len(parent) + len(level) * width > MOST_ROWS:
-            raise InputError(f"tree: more than {MOST_ROWS} tokens; use smaller widths")
+        if len(parent) + len(level) * width > MAX_ROWS:
+            raise InputError(f"tree: more than {MAX_ROWS} tokens; use smaller widths")
         first = len(parent)
         parent.extend(row for row in level for _ in range(width))
         level = list(range(first, len(parent)))
@@ -199,8 +199,8 @@ def from_parents(parents: Sequence[int]) -> Topology:
         if not -1 <= parent < node:
             raise InputError(f"tree: node {node} has parent {parent}; expected -1 or a node before it")
         children[parent].append(node)
-    if len(parents) >= MOST_ROWS:
-        raise InputError(f"tree: more than {MOST_ROWS} tokens")
+    if len(parents) >= MAX_ROWS:
+        raise InputError(f"tree: more than {MAX_ROWS} tokens")
     order, parent_rows = [-1], [-1]
     for row, node in enumerate(order):  # grows while it is read
         order += children[node]
@@ -237,6 +237,6 @@ def parse_tree(text: str) -> Topology:
 
 def _counted(text: str) -> int:
     depth = int(text)
-    if not 1 <= depth < MOST_ROWS:
-        raise InputError(f"tree: expected a depth between 1 and {MOST_ROWS - 1}, not {depth}")
+    if not 1 <= depth < MAX_ROWS:
+        raise InputError(f"tree: expected a depth between 1 and {MAX_ROWS - 1}, not {depth}")
     return depth

@@ -1,13 +1,15 @@
-"""What a stop policy is: features, rules, heads, baselines, the folder on disk, plugins.
+"""Stop policies: features, rules, heads, baselines, the policy folder, plugins.
 
-Names are imported when they are first used: errors and file helpers must not cost the import of torch.
+Names are imported when they are first used: an error class or a file helper must not cost the import of numba.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .lazy import attach
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import validate_int as validate_int, validate_number as validate_number
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
         State as State,
         StopPolicy as StopPolicy,
     )
+    from .costs import CostTable as CostTable
     from .counter_rng import keyed_normal as keyed_normal, keyed_uniform as keyed_uniform
     from .errors import (
         InputError as InputError,
@@ -32,13 +35,14 @@ if TYPE_CHECKING:
     from .fixed import Confidence as Confidence, FeatureThreshold as FeatureThreshold, FixedLength as FixedLength
     from .kernels.compiled import (
         argsort_desc as argsort_desc,
+        copy_row as copy_row,
         kernel as kernel,
         kernel_part as kernel_part,
         known_depths as known_depths,
+        sigmoid as sigmoid,
     )
-    from .latency.profile import Profile as Profile
-    from .latency.tables import CostTable as CostTable
     from .learned import LearnedPolicy as LearnedPolicy
+    from .profile import Profile as Profile
     from .registry import load_policy as load_policy
     from .storage import (
         from_pretrained as from_pretrained,
@@ -48,19 +52,37 @@ if TYPE_CHECKING:
     )
     from .tree_rules import append_level as append_level, node_values as node_values
 
+
+def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+    """Return `__getattr__` and `__all__` of a package from its public names, separated by spaces, by module.
+
+    With EAGER_IMPORT in the environment all names are imported at once, for documentation tools.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f".{module_of[name]}", package), name)
+
+    if os.environ.get("EAGER_IMPORT"):
+        vars(sys.modules[package]).update({name: find(name) for name in module_of})
+    return find, sorted(module_of)
+
+
 __getattr__, __all__ = attach(
     __name__,
     {
         "arguments": "validate_int validate_number",
         "batches": "Batches CostGrid",
         "contract": "Array DraftStep DraftTree RoundOutcome State StopPolicy",
+        "costs": "CostTable",
         "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
         "fixed": "Confidence FeatureThreshold FixedLength",
-        "kernels.compiled": "argsort_desc kernel kernel_part known_depths",
-        "latency.profile": "Profile",
-        "latency.tables": "CostTable",
+        "kernels.compiled": "argsort_desc copy_row kernel kernel_part known_depths sigmoid",
         "learned": "LearnedPolicy",
+        "profile": "Profile",
         "registry": "load_policy",
         "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
         "tree_rules": "append_level node_values",

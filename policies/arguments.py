@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +11,7 @@ from .errors import InputError, PolicyError
 
 
 def check_token_ids(prompts: Any) -> None:
-    """Check that prompts are token ids instead of texts.
-
-    Raises:
-        InputError: `prompts` is a text or contains a text.
-    """
+    """Raise `InputError` if prompts are or contain texts instead of token ids."""
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise InputError(
             "prompts: expected lists of token ids, not texts; call `decode` for texts, or encode them with a tokenizer"
@@ -30,16 +25,16 @@ def as_list(value: Any, *kinds: type) -> list[Any]:
     return list(value)
 
 
-def check_number(value: Any, name: str, least: float = 0.0, most: float = math.inf) -> float:
-    """Return a finite number between `least` and `most`. Raises `ValueError` with `name` for anything else."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
+def check_number(value: Any, name: str, low: float = 0.0, high: float = math.inf) -> float:
+    """Return a finite number between `low` and `high` as a float. Raises `ValueError` with `name` for other values."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
         try:
             number = float(value)
-        except OverflowError:  # a larger integer than any float
+        except OverflowError:  # an integer that is larger than any float
             number = math.inf
         if math.isfinite(number):
             return number + 0.0  # not minus zero
-    span = f"of {least:g} or more" if most == math.inf else f"between {least:g} and {most:g}"
+    span = f"of {low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
     raise ValueError(f"{name}: expected a number {span}, not {describe_value(value)}")
 
 
@@ -49,24 +44,21 @@ def describe_value(value: Any) -> str:
         return "an object"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"a list of {len(value)}"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and abs(value) >= 10**40:  # Python does not convert integers with thousands of digits
         return "a number of more than 40 digits"
-    return repr(value)[:40] if not isinstance(value, float) else f"{value:g}"
+    return repr(value)[:40]
 
 
 def validate_number(owner: str, name: str, value: Any, low: float, high: float = math.inf) -> float:
-    """Return a parameter of a policy as a float; a `PolicyError` unless it is a finite number from `low` to `high`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value <= min(high, sys.float_info.max):
-        limits = f"between {low:g} and {high:g}" if math.isfinite(high) else f"of {low:g} or more"
-        raise PolicyError(f"{owner}: expected for {name} a number {limits}, not {value!r}")
-    return float(value)
+    """Return a parameter of a policy as a float. Raises `PolicyError` unless it is a finite number from `low` to `high`."""
+    try:
+        return check_number(value, name, low, high)
+    except ValueError as error:
+        raise PolicyError(f"{owner}: {error}") from None
 
 
 def validate_int(owner: str, name: str, value: Any, low: int = 1) -> int:
-    """Return a parameter of a policy; a `PolicyError` unless it is a whole number of at least `low`."""
+    """Return a parameter of a policy. Raises `PolicyError` unless it is a whole number of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise PolicyError(f"{owner}: expected for {name} a whole number of {low} or more, not {value!r}")
+        raise PolicyError(f"{owner}: {name}: expected a whole number of {low} or more, not {describe_value(value)}")
     return value

@@ -12,8 +12,8 @@ from .batches import Batches, CostGrid
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
-from .latency.profile import Profile
 from .learned import LearnedPolicy
+from .profile import Profile
 from .rules import BatchRule, Rule
 
 kernels = on_first_use("batches")
@@ -23,39 +23,32 @@ NOT_DRAFTED = -1.0
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """State of `BatchStop`.
+    """State of `BatchStop`; below 0 = not drafted."""
 
-    Attributes:
-        key, batch: [S] int64.
-        latest: [S, B] float64, S_j of the last depth.
-        expected: [S, B] float64, expected survival of the token after each branch; below 0 if none is drafted.
-        known: [S, M] float64, survival of the tokens of all depths so far; below 0 if none was drafted.
-    """
-
-    key: Array
-    batch: Array
-    latest: Array
-    expected: Array
-    known: Array
+    key: Array  # [S] int64
+    batch: Array  # [S] int64
+    latest: Array  # [S, B] float64, S_j of the last depth
+    expected: Array  # [S, B] float64, expected survival of the token after each branch
+    known: Array  # [S, M] float64, survival of the tokens of all depths so far
 
 
 class BatchStop(LearnedPolicy):
-    """Draft on for those streams of a batch for which it pays, as long as it pays for the batch; all of it is sent.
+    """Draft on for the streams of a batch for which it pays, as long as it pays for the batch; all of it is sent.
 
     A second is worth rho(n) tokens, n being the streams that share a verification: the rate of the best fixed length in a
-    batch of n, 0 among them, at the mean acceptance of the training traces, times the rule's factor for the policy's own
+    batch of n, 0 among them, at the mean acceptance of the training traces, times the rule's factor for the policy's
     rate. At depth j the token after a branch is expected to survive with e = S_j next_j, the t-th one with
     e a_{j+2} ... a_{j+t}. The g branches of the largest e are drafted t tokens further, g and t those of the most tokens less
     rho(n) times the seconds of t draft steps of g rows, a decision with each, and of the verification; none if stopping is
-    worth as much. So a draft step is paid for by all the streams that it helps, and plain decoding, a choice at depth 0, is
-    left only for what is expected to be faster. If the rule's `first` decision comes later, the tokens before it survive with
-    the mean acceptance.
+    worth as much. So all streams that a draft step helps share its price, and plain decoding, a choice at depth 0, is given
+    up only for a faster round. If the rule's `first` decision comes later, the tokens before it survive with the mean
+    acceptance.
 
-    Costs are `metadata.profile`, acceptance is `metadata.acceptance`. In a tree each branch counts as one that
-    draws one token: it is made for chains. Arguments as of `LearnedPolicy`.
+    Costs are `metadata.profile`, acceptance is `metadata.acceptance`. It is for chains: in a tree each branch counts as one
+    that draws one token. Arguments as of `LearnedPolicy`.
 
     Raises:
-        PolicyError: the metadata has no profile, or no acceptance as deep as the policy drafts.
+        PolicyError: the metadata has no profile, or no acceptance at the depths of the policy.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -66,12 +59,10 @@ class BatchStop(LearnedPolicy):
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
-        metadata, depth = self.metadata, self.max_depth
-        if len(metadata.acceptance) < depth:
-            raise PolicyError(
-                f"{self.name}: rule batch: expected the mean acceptance at {depth} depths, got {len(metadata.acceptance)}; "
-                "train the policy again"
-            )
+        metadata, depth, known = self.metadata, self.max_depth, len(self.metadata.acceptance)
+        if known < depth:
+            text = f"expected the mean acceptance at {depth} depths, got {known}; train the policy again"
+            raise PolicyError(f"{self.name}: rule batch: {text}")
         try:
             self.profile = Profile.from_dict(metadata.profile, "the profile that the policy was trained with")
         except InputError as error:
@@ -80,7 +71,7 @@ class BatchStop(LearnedPolicy):
         self._undecided = CostGrid.of_profile(self.profile)  # fixed lengths take no decisions
         self._acceptance: Array = np.array(metadata.acceptance[:depth], dtype=np.float64)
         self._means: Array = np.cumprod(self._acceptance)
-        self._cache: dict[tuple[str, int, int], Array] = {}  # shared by `limited` copies, so keys contain `max_depth`
+        self._cache: dict[tuple[str, int, int], Any] = {}  # shared by `limited` copies, so keys contain `max_depth`
 
     @property
     def cost_name(self) -> str:
@@ -109,18 +100,15 @@ class BatchStop(LearnedPolicy):
         batches = Batches.of(step.batch, state.key)
         if depth == 0 and not self._may_pay(batches):
             return np.zeros_like(alive), self._before_round(state.key, step.batch)
-        # The head's product begins at the first decision about a drawn token; S_j of the tokens before that is the mean one.
-        opens = depth <= max(self.first, 1)
-        outputs, _ = self.survive(step, None if opens else state.latest)
+        # The head's product begins at the first decision about a drawn token; the tokens before have the mean S_j.
+        begins = depth <= max(self.first, 1)
+        outputs, _ = self.survive(step, None if begins else state.latest)
         survival, known = outputs[0], np.zeros((len(alive), 0))
-        if opens and depth > 1:
+        if depth > 1 and begins:
             survival = survival * self._means[depth - 2]
-        if depth:
-            if (
-                not opens
-            ):  # recalibrated by depth, S_j may exceed the parent's; what is sent must be closed under parents
-                survival = np.minimum(survival, _of_parents(state.latest, step.parent))
-            # Branches that ended or met a limit were drafted, but not read.
+        elif not begins:  # S_j is recalibrated by depth, but the sent tokens must be closed under parents
+            survival = np.minimum(survival, _of_parents(state.latest, step.parent))
+        if depth:  # branches that ended or met a limit were drafted, but not read
             unread = _of_parents(state.expected, step.parent)
             known = np.concatenate([state.known, np.where(alive, survival, unread)], 1)
         gains = survival * outputs[2]
@@ -139,14 +127,14 @@ class BatchStop(LearnedPolicy):
 
     def _may_pay(self, batches: Batches) -> bool:
         """Return whether drafting would pay for any of the batches if every token were accepted."""
-        return any(self._size_may_pay(size) for size in batches.sizes.tolist())
+        return any(map(self._size_may_pay, batches.sizes.tolist()))
 
     def _size_may_pay(self, size: int) -> bool:
         key = "pays", size, self.max_depth
         if key not in self._cache:
             one, alive = Batches.of(np.zeros(size, dtype=np.int64), np.arange(size)), np.ones((size, 1), dtype=bool)
             kept = self._draft_on(one, alive, np.zeros((size, 0)), np.ones((size, 1)), 0, np.ones(self.max_depth))
-            self._cache[key] = np.array(kept.any())
+            self._cache[key] = kept.any()
         return bool(self._cache[key])
 
     def latest(self, state: State) -> Array:
@@ -158,15 +146,17 @@ class BatchStop(LearnedPolicy):
         """Return [L], the survival of the tokens 0, 1, ... after the next one, as shares of that one's."""
         key = "shares", depth, self.max_depth
         if key not in self._cache:  # `acceptance[i]` is a_{i+1}, and the token after the next one is x_{depth+2}
-            self._cache[key] = np.cumprod(np.concatenate([[1.0], self._acceptance[depth + 1 : self.max_depth]]))
-        return self._cache[key]
+            self._cache[key] = np.cumprod([1.0, *self._acceptance[depth + 1 : self.max_depth]])
+        out: Array = self._cache[key]
+        return out
 
     def _rates(self, rows: int) -> Array:
         """Return [R], the tokens that a second is worth, by streams."""
         key = "rates", rows, self.max_depth
         if key not in self._cache:
-            self._cache[key] = self.fixed_rate(np.arange(rows)) * self.rule.times(np.arange(rows))
-        return self._cache[key]
+            self._cache[key] = self.fixed_rate(np.arange(rows)) * self.rule.rate_factors(np.arange(rows))
+        out: Array = self._cache[key]
+        return out
 
     def fixed_rate(self, streams: Array) -> Array:
         """Return [n] tokens per second of the best fixed length in batches of `streams` [n], at the mean acceptance."""
@@ -188,8 +178,8 @@ class BatchPolicy(BatchStop):
     """The same, and of the drafted tokens those are sent that are worth their verification.
 
     Of the survivals of all drafted tokens of the batch, in descending order, the first m are sent, m that of the most tokens
-    less rho(n) times the seconds of the verification; tokens without a decision, as at the last depth, count as expected. If
-    tokens are hidden (`rejection`), `select` is called too early to know more than `keep` did: all is sent.
+    less rho(n) times the seconds of the verification; tokens without a decision, as at the last depth, have the expected
+    survival. If tokens are hidden (`rejection`), `select` is called level by level and all are sent.
     """
 
     _trims_tokens = True
@@ -203,15 +193,15 @@ class BatchPolicy(BatchStop):
         read = min(state.known.shape[1], nodes)
         values = np.full((streams, nodes), NOT_DRAFTED)
         values[:, :read] = state.known[:, :read]
-        last = read - state.expected.shape[1] if read else 0  # where the depth of the last decision begins
+        last = read - state.expected.shape[1] if read else 0  # first node at the depth of the last decision
         after = np.flatnonzero(tree.depth[0] == (tree.depth[0, read - 1] if read else 0) + 1)
-        # The level below counts as expected when its parents were kept.
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
         offered = tree.drawn & (values >= 0.0)
         batches = Batches.of(state.batch, state.key)
         grid = self._grid.fit(batches.largest, nodes)
-        budgets = batches.best_budgets(values, offered, grid.verify, self._rates(len(grid.verify)))
-        return batches.best(values, offered, budgets)
+        return batches.best(
+            values, offered, batches.best_budgets(values, offered, grid.verify, self._rates(len(grid.verify)))
+        )
 
 
 def for_batches(
@@ -221,28 +211,26 @@ def for_batches(
 
     Args:
         policy: its head and calibration are used.
-        send: see `BatchRule`; empty = that of the policy's rule, if it is `batch`; else `best` if its verification allows to
-            leave out drawn tokens, and `all` if not.
+        send: see `BatchRule`; by default that of the policy's rule, if it is `batch`, else `best` if the verification
+            allows to remove drawn tokens, and `all` if not.
         profile: costs; by default those that the policy was trained with.
-        rule: replaces `send`; by default the policy's own rule, if it is `batch`, with its rates.
+        rule: replaces `send`; by default the policy's rule with its rates, if it is `batch`.
 
     Raises:
-        PolicyError: it is no policy of chains that predicts survival, or lacks what the rule needs.
+        PolicyError: it is not a policy of chains that predicts survival, or its metadata lacks the costs.
     """
+    where, metadata = f"{policy.name}: rule batch", policy.metadata
     if policy.rule.kind in ("gain", "continuation"):
-        raise PolicyError(
-            f"{policy.name}: rule batch needs a policy of chains that predicts survival, not {policy.rule.kind}"
-        )
-    if not policy.metadata.profile and profile is None:
-        raise PolicyError(f"{policy.name}: rule batch needs a latency profile; give one (profile=FILE)")
-    metadata = policy.metadata
+        raise PolicyError(f"{where} needs a policy of chains that predicts survival, not {policy.rule.kind}")
+    if not metadata.profile and profile is None:
+        raise PolicyError(f"{where} needs a latency profile; give one (profile=FILE)")
     if profile is not None:
         metadata = dataclasses.replace(metadata, profile=profile.record(policy.cost_name))
     if rule is None:
-        usual = BatchRule(send or ("best" if metadata.verification in ("match", "point") else "all"))
-        known = policy.rule if isinstance(policy.rule, BatchRule) else usual
+        default = BatchRule("best" if metadata.verification in ("match", "point") else "all")
+        trained = policy.rule if isinstance(policy.rule, BatchRule) else default
         # Rates are relative to fixed lengths' and hold roughly elsewhere; whether decisions pay depends on the costs.
-        rule = BatchRule(send or known.send, known.rates, known.first, known.lengths if profile is None else ())
+        rule = BatchRule(send or trained.send, trained.rates, trained.first, trained.lengths if profile is None else ())
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, metadata, policy.survival
     return kind(policy.name, policy.features, *parts)

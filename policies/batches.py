@@ -1,23 +1,20 @@
-"""The streams that share a verification, and what their steps cost as tables."""
+"""The streams that share a verification, and tables of what their steps cost."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .arguments import validate_number
 from .contract import Array
+from .costs import Costs
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
-from .latency.profile import Profile
-from .latency.robust_fits import between
-from .latency.tables import CostTable, Price
+from .profile import Profile
 
 kernels = on_first_use("batches")
 
@@ -28,7 +25,7 @@ class Batches:
 
     Attributes:
         members: [M] int64, the streams with a round, batch after batch, each sorted by key.
-        starts: [G + 1] int64, where each batch begins.
+        starts: [G + 1] int64, index of the first member of each batch.
         largest: streams of the largest batch.
     """
 
@@ -61,25 +58,16 @@ class Batches:
         return out
 
     def best(self, values: Array, offered: Array, budgets: Array) -> Array:
-        """Return [S, N] bool, the `budgets` [G] largest of the offered values of each batch.
+        """Return [S, N] bool, the `budgets` [G] largest of the offered values [S, N] float64 of each batch.
 
-        Args:
-            values: [S, N] float64, none above its parent's.
-            offered: [S, N] bool.
-            budgets: [G] int64.
+        No value may be above its parent's.
         """
         sent = np.zeros_like(offered)
         kernels().send_best(np.ascontiguousarray(values), offered, self.members, self.starts, budgets, sent)
         return sent
 
     def best_budgets(
-        self,
-        values: Array,
-        offered: Array,
-        verify: Array,
-        rates: Array,
-        sent: Array | None = None,
-        spent: Array | None = None,
+        self, values: Array, offered: Array, verify: Array, rates: Array, spent: Array | None = None
     ) -> Array:
         """Return [G] int64, how many of the largest offered values of each batch to send; the smallest of equal ones.
 
@@ -87,13 +75,11 @@ class Batches:
             values, offered: see `best`.
             verify: [R, T] seconds; see `CostGrid`.
             rates: [R] tokens that a second is worth, by streams; 0 = maximise the tokens per second of this round.
-            sent: [G] int64, tokens that are sent in any case, beside the anchors.
-            spent: [G] float64, seconds of the round beside the verification.
+            spent: [G] float64, seconds of the round before the verification.
         """
         budgets = np.zeros(len(self.sizes), dtype=np.int64)
-        sent, spent = (budgets if sent is None else sent), (np.zeros(len(budgets)) if spent is None else spent)
-        groups = self.members, self.starts
-        kernels().best_budgets(values, offered, *groups, sent.copy(), spent, verify, rates, budgets)
+        spent = np.zeros(len(budgets)) if spent is None else spent
+        kernels().best_budgets(values, offered, self.members, self.starts, spent, verify, rates, budgets)
         return budgets
 
 
@@ -107,25 +93,13 @@ def _batches_of(batch_bytes: bytes, key_bytes: bytes) -> Batches:
     return Batches(order, starts, int(np.diff(starts).max(initial=0)))
 
 
-class BatchStepCosts(Protocol):
-    """Seconds of the steps of a batch, for arrays of counts at a context length."""
-
-    def first_draft_s(self, streams: ArrayLike, context: float) -> Array: ...  # noqa: D102
-
-    def second_draft_s(self, streams: ArrayLike, context: float) -> Array: ...  # noqa: D102
-
-    def draft_s(self, streams: ArrayLike, context: float) -> Array: ...  # noqa: D102
-
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array: ...  # noqa: D102
-
-
 @dataclass(frozen=True)
 class LinearCosts:
     """Costs in units of a target call of one token, used without a profile.
 
     Attributes:
         draft: of a draft step.
-        token: of each token beyond the first: in a draft step as a share of it, in a verification as it is.
+        token: of each token beyond the first, as a share of a draft step, or of a verification.
     """
 
     draft: float = 0.1
@@ -136,81 +110,34 @@ class LinearCosts:
         count = np.asarray(streams, dtype=np.float64)
         return np.where(count > 0, self.draft * (1.0 + self.token * (count - 1.0)), 0.0)
 
-    first_draft_s = second_draft_s = draft_s
+    first_draft_s = draft_s
 
     def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
         """Return the seconds of a verification of so many tokens in all, anchors included."""
         return 1.0 + self.token * (np.asarray(tokens, dtype=np.float64) - 1.0)
 
 
-@dataclass(frozen=True)
-class SingleStreamCosts:
-    """The costs of batches by the tables of one stream, for a profile whose batches were not measured.
-
-    A token costs the same whichever stream it belongs to.
-    """
-
-    profile: Profile
-
-    def first_draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of the first draft step of a round."""
-        return self._cold(streams, context, lambda table: table.draft_s[0])
-
-    def second_draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of the second draft step of a round."""
-        return self._cold(streams, context, lambda table: table.second_s)
-
-    def _cold(self, streams: ArrayLike, context: float, seconds: Callable[[CostTable], float]) -> Array:
-        cold, warm = self.profile.between(context, lambda table: (seconds(table), table.later_s))
-        return np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + cold - warm, 0.0)
-
-    def draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of each later draft step: one of a tree that reads so many rows."""
-        count = np.asarray(streams)
-        most = int(count.max(initial=0))
-        table: Array = np.array(self.profile.between(context, lambda side: side.tree_draft(most)), dtype=np.float64)
-        out: Array = table[count] + self.profile.step_s * count
-        return out
-
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
-        """Return the seconds of a verification of so many tokens in all, anchors included."""
-        sent = np.asarray(tokens)
-        chain = self.profile.between(context, lambda side: side.verify_s)
-        most = max(int(sent.max(initial=1)), len(chain))
-        table = np.array(between(tuple(enumerate(chain, 1)), range(most + 1)))
-        filled = np.arange(most + 1)
-        padded = self.profile.padded()  # of one text alone; batches are not padded
-        filled[1 : len(padded) + 1] = np.add(padded, 1)
-        out: Array = table[np.where(np.asarray(streams) == 1, filled[sent], sent)] + self.profile.round_s
-        return out
-
-
-def batch_costs(profile: Profile) -> BatchStepCosts:
-    """Return the measured costs of the batches of a profile, or `SingleStreamCosts` if there are none."""
-    return SingleStreamCosts(profile) if profile.batch is None else profile.batch
-
-
 class CostGrid:
     """Seconds of the steps of a batch as float64 tables, which grow with the batches.
 
     Args:
-        costs: of the steps.
+        costs: of the steps: of a profile, or `LinearCosts`.
         context: tokens in the cache.
-        decision: price of a decision, one for each draft step.
+        decision: seconds of a decision, one for each draft step.
 
     Attributes:
-        drafts: [3, R] of the first, the second and each later draft step of a round, by streams.
+        drafts: [2, R] of the first and each later draft step of a round, by streams.
         verify: [R, T] of a verification by streams and tokens in all, anchors included.
     """
 
-    def __init__(self, costs: BatchStepCosts, context: float, decision: Price | None = None) -> None:
-        self.costs, self.context, self.decision = costs, context, decision or Price()
-        self.drafts, self.verify = np.zeros((3, 0)), np.zeros((0, 0))
+    def __init__(self, costs: Costs | LinearCosts, context: float, decision: float = 0.0) -> None:
+        self.costs, self.context, self.decision = costs, context, decision
+        self.drafts, self.verify = np.zeros((2, 0)), np.zeros((0, 0))
 
     @staticmethod
-    def of_profile(profile: Profile, decision: Price | None = None) -> CostGrid:
+    def of_profile(profile: Profile, decision: float = 0.0) -> CostGrid:
         """Return the costs of a profile, midway between its two contexts."""
-        return CostGrid(batch_costs(profile), 0.5 * (profile.low.context + profile.high.context), decision)
+        return CostGrid(profile, 0.5 * (profile.low.context + profile.high.context), decision)
 
     @staticmethod
     def of_options(owner: str, profile: str | Path | Profile, draft: float, token: float) -> CostGrid:
@@ -233,29 +160,22 @@ class CostGrid:
 
     def fit(self, streams: int, nodes: int) -> CostGrid:
         """Extend the tables to so many streams, each with up to so many drafted tokens, and return self."""
-        rows = len(self.verify) or 16
-        while rows <= streams:
-            rows *= 2
-        tokens = rows * (nodes + 1) + 1
-        if rows > len(self.verify) or tokens > self.verify.shape[1]:
-            self._make(rows, max(tokens, self.verify.shape[1]))
+        rows = max(len(self.verify), 16, 1 << streams.bit_length())
+        tokens = max(rows * (nodes + 1) + 1, self.verify.shape[1])
+        if (rows, tokens) != self.verify.shape:
+            costs, count = self.costs, np.arange(rows)
+            # No streams cost as one does, and fewer tokens than anchors as the anchors.
+            batch, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
+            verify = costs.verify_s(batch, np.maximum(sent, batch), self.context)
+            drafts = np.stack([of(count, self.context) for of in (costs.first_draft_s, costs.draft_s)])
+            self.drafts = np.ascontiguousarray(drafts + self.decision * (count > 0), dtype=np.float64)
+            self.verify = np.ascontiguousarray(verify, dtype=np.float64)
         return self
-
-    def _make(self, rows: int, tokens: int) -> None:
-        count = np.arange(rows)
-        # No streams cost as one does, and fewer tokens than anchors as the anchors.
-        streams, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
-        verify = self.costs.verify_s(streams, np.maximum(sent, streams), self.context)
-        asked = self.decision.each * (count > 0) + self.decision.row * np.maximum(count - 1, 0)
-        costs = self.costs
-        drafts = [of(count, self.context) + asked for of in (costs.first_draft_s, costs.second_draft_s, costs.draft_s)]
-        self.drafts = np.ascontiguousarray(np.stack(drafts), dtype=np.float64)
-        self.verify = np.ascontiguousarray(verify, dtype=np.float64)
 
     def drafting_s(self, streams: Array, steps: Array) -> Array:
         """Return the seconds of so many draft steps of so many streams, broadcast."""
-        first, second, later = self.drafts[:, streams]
-        out: Array = (steps > 0) * first + (steps > 1) * second + np.maximum(steps - 2, 0) * later
+        first, later = self.drafts[:, streams]
+        out: Array = (steps > 0) * first + np.maximum(steps - 1, 0) * later
         return out
 
     def length_rates(self, streams: Array, tokens: Array) -> Array:

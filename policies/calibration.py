@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .contract import Array
 from .errors import PolicyError
 from .kernels import on_first_use
-from .typing import Array
 
 KINDS = ("identity", "temperature", "isotonic")
 NO_PIECES: Array = np.zeros((4, 0))

@@ -9,9 +9,9 @@ from typing import Any
 
 from .contract import StopPolicy
 from .errors import SpecstopWarning
-from .latency.profile import Profile
 from .learned import LearnedPolicy
 from .plugins import kinds_of
+from .profile import Profile
 
 # Options that remove unlikely tokens, which has no effect on greedy decoding.
 _TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

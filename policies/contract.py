@@ -1,6 +1,6 @@
-"""The contract between a stop policy and whoever runs it: the live loop with one stream, replay with thousands.
+"""The contract between a stop policy and its caller: the live loop with one stream, or replay with thousands.
 
-Everything is a numpy array. Shapes: S streams, B branches at this depth, F declared features, H hidden size, N tree nodes. A
+Everything is a numpy array. Shapes: S streams, B branches of a depth, F declared features, H hidden size, N tree nodes. A
 chain has B = 1.
 """
 
@@ -13,30 +13,29 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .typing import Array as Array
+import numpy as np
 
 if TYPE_CHECKING:
-    from .latency.profile import Profile
+    from .profile import Profile
+
+Array = np.ndarray[Any, Any]
 
 State = Any
 """What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S.
-The caller owns it and hands it back; only the policy looks inside."""
+The caller owns it and passes it to the next call. Only the policy reads it."""
 
 
-@dataclass(slots=True)  # not frozen: one is made for each decision, and that took as long as some rules do
+@dataclass(slots=True)  # not frozen: one is created for each decision, and freezing takes as long as some rules
 class DraftStep:
-    """What is known right after the tokens of one depth were drawn, before they are fed to the draft.
-
-    All arrays are C-contiguous, as compiled code wants them; a policy that shows another one a part sees to that.
+    """Arguments of a decision: right after the tokens of a depth were drawn, before they are fed to the draft.
 
     Attributes:
         depth: j, the same for all streams; 0 = before any draft forward (then B = 1).
         alive: [S, B] bool; the other rows hold zeros and are ignored.
-        parent: [S, B] int64, the branch's parent among the branches of depth j - 1.
-        features: [S, B, F] float32 in the policy's order; at j = 0 only ANCHOR and HISTORY columns, the rest 0.
+        parent: [S, B] int64, index of the branch's parent among the branches of depth j - 1.
+        features: [S, B, F] float32, C-contiguous, in the policy's order; at j = 0 only ANCHOR and HISTORY columns, others 0.
         hidden: declared hidden states by name, each [S, B, H] float32.
-        batch: [S] int64, which streams share a verification; streams that are verified alone all differ, those without a
-            round have -1.
+        batch: [S] int64, batch index of each stream: streams of a batch share a verification. -1 if the stream is idle.
     """
 
     depth: int
@@ -49,11 +48,16 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class DraftTree:
-    """The nodes that a round may draft, by depth: `tokens` (-1 = none or hidden), `parent` (-1 = root) and `depth`, int64,
-    and which are `drawn` and not trimmed, bool; all [S, N].
+    """The nodes that a round may verify. All arrays are [S, N].
 
-    Where the tokens must not matter they are hidden, and `select` is asked level by level: right after a level was drawn,
-    before `keep` is shown it, and the answer counts for that level alone.
+    If decisions must not depend on tokens, the tokens are hidden and `select` is called after each level was drawn, before
+    `keep`. Its answer then counts for that level only.
+
+    Attributes:
+        tokens: int64; -1 = not drawn, or hidden.
+        parent: int64; -1 = the root.
+        depth: int64.
+        drawn: bool, nodes that were drawn and not dropped.
     """
 
     tokens: Array
@@ -63,32 +67,29 @@ class DraftTree:
 
     @property
     def by_level(self) -> bool:
-        """Whether it is asked about the deepest level that was drawn, and all drawn nodes before it are sent."""
-        # Tokens are hidden exactly where levels are asked about one by one, and then they are -1 in drawn nodes as well.
+        """Whether the answer counts for the deepest level only. All drawn nodes above it are verified."""
+        # Tokens are hidden in drawn nodes if and only if levels are selected one by one.
         return bool(self.drawn.any()) and not bool((self.tokens[self.drawn] >= 0).any())
 
     @property
     def offered(self) -> Array:
-        """[S, N] bool, the nodes that the answer decides about."""
-        if not self.by_level:
-            return self.drawn
-        deepest = self.depth[self.drawn].max()
-        out: Array = self.drawn & (self.depth == deepest)
-        return out
+        """[S, N] bool, the nodes for which the answer counts."""
+        out: Array = self.drawn
+        return out & (self.depth == self.depth[out].max()) if self.by_level else out
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a finished round was worth. All arrays are [S].
+    """The outcome of a round. All arrays are [S].
 
     Attributes:
-        active: bool, streams that had a round; the other rows are void.
+        active: bool, streams that had a round; the other rows are undefined.
         drafted: int64, tokens drawn.
         verified: int64, tokens sent to the target, k.
         accepted: int64, min(A, k).
-        cut: bool, the round met EOS or a length limit, so it says little about acceptance.
-        seconds: float64, modelled by the latency profile, live too; measured for a policy that `reads_clock`; 0 without a
-            profile, or where the policy does not read them.
+        cut: bool, an end of text or a length limit ended the round, so it is no evidence of acceptance.
+        seconds: float64, modelled by the latency profile, also in the live loop; measured for a policy that `reads_clock`;
+            0 without a profile, or for a policy that does not read seconds.
     """
 
     active: Array
@@ -102,25 +103,25 @@ class RoundOutcome:
 class StopPolicy:
     """Decides after each draft step which branches to draft further; none = stop and verify.
 
-    A policy is immutable: all that changes is in the state that the caller owns. Subclasses set the class attributes
-    that differ from these defaults and implement `keep`.
+    A policy is immutable: everything that changes is in the state, which the caller owns. Subclasses implement `keep` and set
+    the class attributes that differ from these defaults.
 
     Attributes:
         features: names of the scalar features that `keep` reads (see `features.FEATURES`), in its order.
         hidden: names of the hidden states that it reads.
-        trims: a branch that is not kept loses the token just drawn (else that token is still verified).
-        carries: state passes from sequence to sequence.
-        reads_clock: `observe` gets measured time, so runs are not reproducible.
-        reads_seconds: `observe` looks at the seconds of rounds; else they may be 0, as pricing a round takes time as well.
-        joint: weighs the streams of a batch against each other: `keep` and `select` are asked for all of them together, and
-            what is decided for one may depend on what is known of the others (`DraftStep.batch`).
-        first: the first depth at which `keep` is asked; 1 for rules that draft at least one token, as published ones do.
-        max_depth: no deeper draft is made; at that depth the policy is not asked any more.
-        unasked: tokens drafted by how many streams share a round: in rounds of so many nothing is asked, and nothing read
-            for it. For sizes at which decisions cost more than they gain.
-        parts: other policies that this one calls, so that a plugin among them is treated as one.
-        source: the folder that the policy was loaded from; None = none.
-        label: what the user called it, a path or a spec; empty where it was made otherwise.
+        trims: the token of a branch that is not kept is dropped (otherwise it is still verified).
+        carries: the state is kept from text to text.
+        reads_clock: `observe` receives measured seconds, so runs are not reproducible.
+        reads_seconds: `observe` reads the seconds of rounds. If not, they may be 0, because modelling them takes time.
+        joint: weighs the streams of a batch against each other: decisions about a stream may depend on others of its batch
+            (`DraftStep.batch`).
+        first: the first depth at which `keep` is called; 1 for rules that draft at least one token, as published rules do.
+        max_depth: length of the longest draft; `keep` is not called at that depth.
+        unasked: draft length by number of streams in a round. In such rounds the policy is not called and no features are
+            computed; for batch sizes at which decisions cost more than they gain.
+        parts: other policies that this one calls. It is treated as a plugin if one of them is.
+        source: the folder from which the policy was loaded, or None.
+        label: the path or spec with which the user named the policy, or "".
     """
 
     features: tuple[str, ...] = ()
@@ -139,12 +140,7 @@ class StopPolicy:
     label: str = ""
 
     def start(self, streams: int, keys: Array) -> State:
-        """Return the state of fresh sequences.
-
-        Args:
-            streams: S.
-            keys: [S] int64, a counter-based noise key per stream for randomised policies.
-        """
+        """Return the state of new texts in S streams; `keys` [S] int64 seed the noise of randomised policies."""
         return None
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -161,23 +157,23 @@ class StopPolicy:
 
     @property
     def shown_name(self) -> str:
-        """How reports and tables call the policy: as the user did, if they did."""
+        """The name in reports and tables: the user's, if there is one."""
         return self.label or self.name
 
     @property
     def cost_name(self) -> str:
-        """Under which a profile keeps the cost of a decision: the name without the value after the colon."""
+        """The name under which a profile stores the cost of a decision: without the value after the colon."""
         return self.name.partition(":")[0]
 
     def limited(self, depth: int) -> StopPolicy:
-        """Return this policy, never drafting deeper than `depth`."""
+        """Return this policy with drafts of at most `depth` tokens."""
         if self.max_depth <= depth:
             return self
-        # A shallow copy: tables that a policy keeps are shared with the limited one; what rests on `max_depth` has it as key.
+        # A shallow copy shares the tables of the policy, so caches of what depends on `max_depth` have it in their keys.
         other = copy.copy(self)
         other.max_depth = depth
         return other
 
     def with_costs(self, profile: Profile) -> StopPolicy:
-        """Return this policy, deciding by the costs of a profile where it decides by costs and was given none."""
+        """Return this policy with the costs of a profile, if it uses costs and has none."""
         return self

@@ -8,8 +8,8 @@ from typing import cast
 
 import numpy as np
 
+from .contract import Array
 from .kernels import on_first_use
-from .typing import Array
 
 kernels = on_first_use("counter_rng")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
+from typing import Any
 
 _OPTION = re.compile(r"`[^`]*`|(?<![\w'/-])--(no-(?!repeat-))?([a-z][a-z0-9]*(?:-[a-z0-9]+)*)")
 """A command line option. Commands in backticks, quoted values and parts of paths are not changed."""
@@ -22,7 +23,6 @@ _PARAMETERS = {"for": "host", "param": "params", "stop": "stops"}
 
 def with_parameters(text: str) -> str:
     """Return a message with command line options replaced by Python parameters."""
-
     prefix_end = text.find(": ") if text.startswith("--") else 0  # parameters in the prefix have no backticks
 
     def replace(match: re.Match[str]) -> str:
@@ -67,11 +67,23 @@ class PolicyFailure(PolicyError, TypeError):
     """A policy raised an error while it was loaded or called, or its return value violates the contract.
 
     Attributes:
+        policy: name of the policy, or "".
         file, line: location of the error, or of the method with the invalid return value; "" and 0 if unknown.
     """
 
+    policy: str = ""
     file: str = ""
     line: int = 0
+
+    @property
+    def text(self) -> str:
+        """The message with command line options, and the location."""
+        return f"{self.command_line}, at {self.file}:{self.line}" if self.file else self.command_line
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the failure as JSON values."""
+        error = self.command_line.removeprefix(f"{self.policy}: ")
+        return {"failed": True, "policy": self.policy, "error": error, "file": self.file, "line": self.line}
 
 
 class TraceError(SpecstopError, ValueError):
@@ -82,7 +94,7 @@ class SpecstopWarning(_Message, UserWarning):
     """An operation succeeds, but may behave differently from what the user expects."""
 
 
-def close_match(name: str, known: Iterable[str]) -> str:
+def close_match(name: str, valid: Iterable[str]) -> str:
     """Return `` (did you mean 'x'?)`` for the valid name closest to `name`, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

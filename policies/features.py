@@ -28,11 +28,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .arguments import as_list
-from .contract import StopPolicy
+from .contract import Array, StopPolicy
 from .errors import PolicyError, close_match
 from .history import History, history_columns
 from .kernels import on_first_use
-from .typing import Array
 
 TOP = 10
 """Number of ranked probabilities that are features."""

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the validation of an output path before any work is done.
+"""Files that are written whole or not at all, and validation of output paths before any work is done.
 
 A result folder is prepared under a temporary name next to its final path and renamed when it is complete. `.specstop.json`
 lists its files. Replacing a result deletes only listed files.
@@ -21,7 +21,7 @@ from .errors import InputError
 
 STAGE_PREFIX, MANIFEST = ".specstop-", ".specstop.json"
 RUN_FILE = "run.yaml"
-"""The resolved options of the command that made a result."""
+"""The resolved options of the command that wrote a result."""
 
 StrPath = str | os.PathLike[str]
 Input = StrPath | None
@@ -111,11 +111,9 @@ def prepare_output_dir(
         InputError: `out` is a file, cannot be written or is not empty; it overlaps an input, the working folder or the home
             folder; or `overwrite` would delete files that specstop did not write.
     """
-    with _output_errors(out):
-        path = Path(os.path.realpath(out))
+    with _writable_path(out, inputs) as path:
         if path.exists() and not path.is_dir():
             raise InputError(f"--out: expected a folder, but {out} is a file; choose another name")
-        check_separate(out, inputs)
         for place, what in ((Path.cwd(), "working folder"), (Path.home(), "home folder")):
             if place.resolve().is_relative_to(path):
                 raise InputError(f"--out: {out} is the {what}, or contains it; name a new folder for the result")
@@ -125,7 +123,6 @@ def prepare_output_dir(
             _check_replaceable(path)
         if os.path.ismount(path):  # cannot be renamed
             raise InputError(f"--out: {out} is a mount point; name a folder in it, such as {path / 'result'}")
-        _check_writable(path)
     return Path(out)
 
 
@@ -137,37 +134,47 @@ def prepare_output_file(out: StrPath, mark: bytes, *, overwrite: bool = False, i
     Raises:
         InputError: `out` is a folder, exists, overlaps an input, cannot be written, or was not written by specstop.
     """
-    with _output_errors(out):
-        path = Path(os.path.realpath(out))
+    with _writable_path(out, inputs) as path:
         if path.is_dir():
             raise InputError(f"--out: expected a file, but {out} is a folder; choose another name")
         if path.exists() and not overwrite:
             raise InputError(f"--out: {out} exists; choose another name, or pass --overwrite to replace it")
-        check_separate(out, inputs)
         if path.exists() and not (path.is_file() and (not (head := path.read_bytes()[:4096]) or mark in head)):
             raise InputError(f"--out: {out} was not written by specstop and is not replaced; choose another name")
-        _check_writable(path)
     return Path(out)
+
+
+@contextlib.contextmanager
+def _writable_path(out: StrPath, inputs: Iterable[Input]) -> Iterator[Path]:
+    """Yield the real path of an output for further checks. Check that it can be created and overlaps no input."""
+    try:
+        check_separate(out, inputs)
+        path = Path(os.path.realpath(out))
+        yield path
+        folder = next(parent for parent in path.parents if os.path.lexists(parent))
+        with contextlib.suppress(FileNotFoundError):
+            os.lstat(folder / path.name)  # raises for a name that is too long
+        with uninterrupted:
+            os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"--out: {os.fspath(out)!r} cannot be written: {reason}; choose another path") from None
 
 
 def check_separate(out: StrPath, inputs: Iterable[Input], option: str = "--out") -> None:
     """Raise `InputError` if an output is, contains or lies in an input, or contains a file that an input links to."""
     path = Path(os.path.realpath(out))
-    for given in (os.path.expanduser(given) for given in inputs if given):
-        source = Path(os.path.realpath(given))
-        if not source.exists():
-            continue
-        if path.exists() and path.samefile(source):
-            problem = f"is a file or folder which the command reads ({given})"
-        elif path in (*source.parents, *Path(os.path.abspath(given)).parents):
-            problem = f"contains {given}, which the command reads"
-        elif source in path.parents:
-            problem = f"lies in {given}, which the command reads"
-        elif any(link.is_symlink() and link.resolve().is_relative_to(path) for link in source.rglob("*")):
-            problem = f"contains a file to which a link in {given} points, which the command reads"
-        else:
-            continue
-        raise InputError(f"{option}: {out} {problem}; choose another path")
+    for name in (os.path.expanduser(name) for name in inputs if name):
+        source = Path(os.path.realpath(name))
+        if source.exists() and (
+            (path.exists() and path.samefile(source))  # also true for a hard link
+            or path in (*source.parents, *Path(os.path.abspath(name)).parents)
+            or source in path.parents
+            or any(link.is_symlink() and link.resolve().is_relative_to(path) for link in source.rglob("*"))
+        ):
+            raise InputError(f"{option}: {out} overlaps {name}, which the command reads; choose another path")
 
 
 def is_empty_dir(folder: Path) -> bool:
@@ -226,7 +233,7 @@ def write_manifest(folder: Path, names: Iterable[str]) -> None:
 
 def delete_result(folder: Path) -> None:
     """Delete the listed files of a result and the folders that are empty then. Other files are kept."""
-    for name in set(_files(folder)) - set(_foreign(folder)):
+    for name in set(_files(folder)) - set(_unlisted(folder)):
         (folder / name).unlink(missing_ok=True)
     for parent, _, _ in os.walk(folder, topdown=False):
         with contextlib.suppress(OSError):
@@ -234,14 +241,14 @@ def delete_result(folder: Path) -> None:
 
 
 def _check_replaceable(folder: Path) -> None:
-    for name in _foreign(folder):
+    for name in _unlisted(folder):
         raise InputError(
             f"--out: {folder / name} is not among the files that specstop wrote there (those in {MANIFEST}), so nothing is "
             "replaced; move it away, or choose another folder"
         )
 
 
-def _foreign(folder: Path) -> list[str]:
+def _unlisted(folder: Path) -> list[str]:
     """Return the files in a folder that are neither listed in its manifest nor temporary files or run options."""
     listed = {MANIFEST, RUN_FILE}
     try:
@@ -252,26 +259,6 @@ def _foreign(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the relative paths of everything below a folder that is not a folder, including links to folders."""
+    """Return the relative paths of all entries below a folder that are not folders, including links to folders."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(path.relative_to(folder).as_posix() for path in paths)
-
-
-def _check_writable(path: Path) -> None:
-    """Check that the name of a path is valid and that its nearest existing folder is writable."""
-    folder = next(parent for parent in path.parents if os.path.lexists(parent))
-    with contextlib.suppress(FileNotFoundError):
-        os.lstat(folder / path.name)
-    with uninterrupted:
-        os.rmdir(tempfile.mkdtemp(prefix=STAGE_PREFIX, dir=folder))
-
-
-@contextlib.contextmanager
-def _output_errors(out: StrPath) -> Iterator[None]:
-    try:
-        yield
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"--out: {os.fspath(out)!r} cannot be written: {reason}; choose another path") from None

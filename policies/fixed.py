@@ -24,16 +24,10 @@ class FixedLength(StopPolicy):
 
 
 class FeatureThreshold(StopPolicy):
-    """Draft while the policy's one feature is at least `level`.
-
-    Subclasses set `features`.
-
-    Args:
-        name: of the policy.
-        threshold: 0 to 1.
-        max_depth: longest draft.
+    """Draft while the policy's one feature is at least `level`; subclasses set `features`.
 
     Attributes:
+        threshold: 0 to 1.
         level: the threshold as float32, or [S, 1] float32 with one of each stream.
     """
 
@@ -51,7 +45,7 @@ class FeatureThreshold(StopPolicy):
 
 
 class Confidence(FeatureThreshold):
-    """Stop after the first drawn token whose probability under the draft is below a threshold.
+    """Stop after the first drawn token with a probability under the draft below a threshold.
 
     Hugging Face's `ConfidenceCriteria` (transformers 5.23): threshold 0.4, 1 to 20 tokens.
     """

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .contract import Array
 from .kernels import on_first_use
-from .typing import Array
 
 PAST_WEIGHT = 0.8
 """Weight of the past in the running means; the first round counts whole."""

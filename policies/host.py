@@ -1,41 +1,31 @@
-"""`PolicyHost`, the only code that calls a policy in a round."""
+"""`PolicyHost`, the only code that calls a policy in a round, and the validation of policies from plugins."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import dataclasses
+import os
+import reprlib
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import numpy as np
 
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .errors import PolicyFailure, SpecstopWarning
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
+from .features import FEATURES, HIDDEN_STATES
 from .history import History
-from .latency.profile import Profile
+from .profile import Profile
 from .state import empty, join, put, take
-from .typing import Array
-from .validation import Failure, is_trusted, plugin_errors
 
-
-class FinishedRound(Protocol):
-    """The part of `decode.round_state.RoundState` that `PolicyHost.finished` reads. All arrays are [S]."""
-
-    active: Array
-    context: Array
-    backlog: Array
-    drafted: Array
-    verified: Array
-    decisions: Array
-    accepted: Array
-    seconds: Array
-
-    @property
-    def cut(self) -> Array:
-        """[S] bool, an end of text or a length limit ended the round."""
-
-    @property
-    def fed_by_step(self) -> Array | None:
-        """[S, K] int64, rows fed at each depth of a tree; None for chains."""
+_PACKAGE = __name__.partition(".")[0] + "."
+_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
+_MAX_REASON = 300  # characters of an error's own text
 
 
 class Monitor(Protocol):
@@ -45,7 +35,7 @@ class Monitor(Protocol):
         """Record a decision; `state` is the policy's after it."""
 
     def on_outcome(self, outcome: RoundOutcome) -> StopPolicy | None:
-        """Record a round; return the policy to use from here on, None = the same."""
+        """Record a round; return the policy that replaces the current one, or None."""
 
     def reset(self) -> None:
         """Forget earlier rounds."""
@@ -70,7 +60,7 @@ class PolicyHost:
         first, trims: of the policy.
         selects, observes: whether the policy implements `select` and `observe`.
         state, history: of the S streams.
-        failure: of the given policy; None if it has not failed.
+        failure: of the original policy; None if it has not failed.
     """
 
     def __init__(
@@ -85,11 +75,10 @@ class PolicyHost:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.profile, self.batch, self.clock = profile, batch, clock
-        self._fallback, self._given, self._on_replaced = fallback, policy, on_replaced
+        self._fallback, self._original, self._on_replaced = fallback, policy, on_replaced
         self._monitor, self._warned = monitor, False
-        self.failure: Failure | None = None
-        self.state: State = None
-        self.history = History.start(0)
+        self.failure: PolicyFailure | None = None
+        self.history, self.state = History.start(0), None
         # By row: history and state that contain it, and its index in them.
         self._stored: dict[int, tuple[History, State, int]] = {}
         self._use(policy)
@@ -108,11 +97,9 @@ class PolicyHost:
             self._on_replaced(policy)
 
     def reset(self) -> None:
-        """Use the given policy again, without state from earlier streams."""
-        if self.policy is not self._given:
-            self._use(self._given)
-            if self._on_replaced is not None:
-                self._on_replaced(self._given)
+        """Use the original policy again, without state from earlier streams."""
+        if self.policy is not self._original:
+            self._replace(self._original)
         if self._monitor is not None:
             self._monitor.reset()
         self.failure = None
@@ -126,7 +113,7 @@ class PolicyHost:
     def start(self, keys: Array) -> None:
         """Begin new streams, one for each of `keys` [S] int64."""
         self.history = History.start(len(keys))
-        self.state = self._start(keys)
+        self.state = self._call("start", len(keys), keys)
 
     def refill(self, rows: Array, keys: Array) -> None:
         """Begin new texts with `keys` [R] in the streams `rows` [R]; state is kept if the policy carries it."""
@@ -137,7 +124,7 @@ class PolicyHost:
             return self.start(all_keys)
         self.history = put(self.history, rows, History.start(len(rows)))
         if not self.policy.carries:
-            fresh = self._start(keys)
+            fresh = self._call("start", len(keys), keys)
             self.state = fresh if len(rows) == len(self.history.record) else put(self.state, rows, fresh)
         return None
 
@@ -145,8 +132,21 @@ class PolicyHost:
         """Continue with the streams `rows` [R] only, in that order."""
         self.history, self.state = take(self.history, rows), take(self.state, rows)
 
+    def refill_rows(self, rows: Array, keys: Array) -> None:
+        """Begin new texts with `keys` [R] in stored rows [R]; state is kept if the policy carries it."""
+        if not self.policy.carries:
+            self.start(keys)
+        else:
+            new = np.array([row for row in rows.tolist() if row not in self._stored], dtype=np.int64)
+            if len(new):
+                self.start(new)  # a row outlives its texts, so its number is the key
+                self.store_rows(new)
+            self.load_rows(rows)
+            self.history = History.start(len(rows))
+        self.store_rows(rows)
+
     def store_rows(self, rows: Array) -> None:
-        """Store the current streams under these row numbers [S], for an engine whose requests come and go."""
+        """Store the current streams under these row numbers [S], for an engine in which each step has other requests."""
         # Rows keep their own state instead of one padded array: its width may depend on the depth that a round reached.
         for at, row in enumerate(rows.tolist()):
             self._stored[row] = self.history, self.state, at
@@ -162,21 +162,7 @@ class PolicyHost:
         self.history = join([take(history, np.array(at)) for history, _, at in parts])
         states = [take(state, np.array(at)) for _, state, at in parts]
         like = next((state for state in states if state is not None), None)
-        sizes = [len(at) for *_, at in parts]
-        self.state = join([empty(like, n) if s is None else s for s, n in zip(states, sizes, strict=True)])
-
-    def refill_rows(self, rows: Array, keys: Array) -> None:
-        """Begin new texts with `keys` [R] in stored rows [R]; state is kept if the policy carries it."""
-        if not self.policy.carries:
-            self.start(keys)
-        else:
-            new = np.array([row for row in rows.tolist() if row not in self._stored], dtype=np.int64)
-            if len(new):
-                self.start(new)  # a row outlives its texts, so its number is the key
-                self.store_rows(new)
-            self.load_rows(rows)
-            self.history = History.start(len(rows))
-        self.store_rows(rows)
+        self.state = join([empty(like, len(p[2])) if s is None else s for s, p in zip(states, parts, strict=True)])
 
     def fixed_length(self, alive: Array) -> int | None:
         """Return how many tokens to draft without calling the policy, for `alive` [S, B]; None = call it."""
@@ -186,114 +172,226 @@ class PolicyHost:
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
-        try:
-            if self._trusted:
-                kept, self.state = self.policy.keep(step, self.state)
-            else:
-                kept, self.state = self._keep(step)
-        except Exception as error:  # a plugin may raise anything
-            self._fail(error)
-            return self.policy.keep(step, None)[0]
-        if self._monitor is not None and self.policy is self._given:
+        kept, self.state = self._call("keep", step)
+        if self._monitor is not None and self.policy is self._original:
             self._monitor.on_decision(step, self.state)
         return kept
 
-    def _keep(self, step: DraftStep) -> tuple[Array, State]:
-        with plugin_errors(self.policy, "keep()"):
-            alive, parent, features, batch = (a.copy() for a in (step.alive, step.parent, step.features, step.batch))
-            shown = DraftStep(step.depth, alive, parent, features, _copies(step.hidden), batch)
-            answer = self.policy.keep(shown, self.state)
-            if not (isinstance(answer, tuple) and len(answer) == 2):
-                raise PolicyFailure(
-                    f"{self.policy.name}: keep() must return (mask, state), not {type(answer).__name__}"
-                )
-            mask, state = answer
-            _validate_mask(mask, step.alive, f"{self.policy.name}: keep()")
-            return mask & step.alive, state
-
     def select(self, tree: DraftTree) -> Array | None:
         """Return [S, N] bool, the nodes to verify; None = all."""
-        try:
-            if self._trusted:
-                return self.policy.select(tree, self.state)
-            with plugin_errors(self.policy, "select()"):
-                mask = self.policy.select(DraftTree(**_copies(vars(tree))), self.state)
-                if mask is not None:
-                    _validate_mask(mask, tree.drawn, f"{self.policy.name}: select()")
-                return mask
-        except Exception as error:  # a plugin may raise anything
-            self._fail(error)
-            return None
+        mask: Array | None = self._call("select", tree)
+        return mask
 
-    def finished(self, played: FinishedRound) -> None:
-        """Record a round: set its modelled seconds, update the history, call `observe`."""
+    def finished(self, round: Any) -> None:
+        """Observe a round (`decode.round_state.RoundState`), after setting its modelled seconds."""
         if self.profile is not None:
-            played.seconds = self._modelled_seconds(self.profile, played) * played.active
-        seconds = played.seconds
+            round.seconds = self._modelled_seconds(self.profile, round) * round.active
+        seconds = round.seconds
         if self.policy.reads_clock and self.clock is not None:
-            seconds = np.full(len(played.active), self.clock())
-        cut = played.cut & played.active
-        self.observe(RoundOutcome(played.active, played.drafted, played.verified, played.accepted, cut, seconds))
+            seconds = np.full(len(round.active), self.clock())
+        cut = round.cut & round.active
+        self.observe(RoundOutcome(round.active, round.drafted, round.verified, round.accepted, cut, seconds))
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Update the history after a round, and call the policy's `observe`."""
         self.history = self.history.after(outcome.accepted, outcome.verified, outcome.active, outcome.cut)
         if self.observes:
-            try:
-                if self._trusted:
-                    self.state = self.policy.observe(outcome, self.state)
-                else:
-                    with plugin_errors(self.policy, "observe()"):
-                        self.state = self.policy.observe(RoundOutcome(**_copies(vars(outcome))), self.state)
-            except Exception as error:  # a plugin may raise anything
-                self._fail(error)
-        if self._monitor is not None and self.policy is self._given:
+            self.state = self._call("observe", outcome)
+        if self._monitor is not None and self.policy is self._original:
             other = self._monitor.on_outcome(outcome)
             if other is not None:
                 self._replace(other)
 
-    def _modelled_seconds(self, profile: Profile, played: FinishedRound) -> Array:
+    def _modelled_seconds(self, profile: Profile, round: Any) -> Array:
         price = profile.decision(self.policy.cost_name)
-        if self.batch > 1 and profile.batch is not None and played.fed_by_step is None:  # trees have no price by batch
-            columns = played.context, played.drafted, played.verified, played.backlog, played.decisions
-            context, drafted, verified, backlog, decisions = (column[played.active] for column in columns)
-            shared = profile.batch.shared_s(context, drafted, verified, backlog, decisions) + price.together(decisions)
-            return np.full(len(played.active), shared)
-        return profile.round_seconds(
-            played.context, played.drafted, played.verified, played.backlog, played.decisions, price, played.fed_by_step
-        )
+        if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no price by batch
+            active = (x[round.active] for x in (round.context, round.drafted, round.verified, round.decisions))
+            return np.full(len(round.active), profile.batch_seconds(*active, price))
+        columns = round.context, round.drafted, round.verified, round.backlog, round.decisions
+        seconds: Array = profile.round_seconds(*columns, price, round.fed_by_step)
+        return seconds
 
-    def _start(self, keys: Array) -> State:
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the policy, with the state except for `start`. After a failure, call the fallback."""
         try:
+            state = () if method == "start" else (self.state,)
             if self._trusted:
-                return self.policy.start(len(keys), keys)
-            with plugin_errors(self.policy, "start()"):
-                return self.policy.start(len(keys), keys.copy())
+                return getattr(self.policy, method)(*args, *state)
+            with plugin_errors(self.policy, f"{method}()"):
+                answer = getattr(self.policy, method)(*map(_copy, args), *state)
+                if method == "keep":
+                    if not (isinstance(answer, tuple) and len(answer) == 2):
+                        raise PolicyFailure(
+                            f"{self.policy.name}: keep() must return (mask, state), not {_describe(answer)}"
+                        )
+                    return self._validated(method, answer[0], args[0].alive) & args[0].alive, answer[1]
+                if method == "select" and answer is not None:
+                    return self._validated(method, answer, args[0].drawn)
+                return answer
         except Exception as error:  # a plugin may raise anything
-            self._fail(error)
-            return None
+            if self._fallback is None or self.policy is self._fallback:
+                raise
+            # A copy has no traceback, which would keep the frames of the loop alive.
+            self.failure = copy.copy(policy_failure(error, self.policy, f"{method}()"))
+            if not self._warned:
+                reason = self.failure.text.removeprefix(f"{self.policy.name}: ")
+                text = f"policy {self.policy.name} failed ({reason}); using {self._fallback.name} from here on"
+                warnings.warn(text, SpecstopWarning, stacklevel=4)
+            self._warned = True
+            self._replace(self._fallback)
+        return self._call(method, *args)
 
-    def _fail(self, error: Exception) -> None:
-        """Replace the policy after an error; warn at the first one."""
-        if self._fallback is None:
-            raise error
-        self.failure = Failure.of(self.policy, error)
-        if not self._warned:
-            text = (
-                f"policy {self.failure.policy} failed ({self.failure.text}); using {self._fallback.name} from here on"
-            )
-            warnings.warn(text, SpecstopWarning, stacklevel=4)
-        self._warned = True
-        self._replace(self._fallback)
+    def _validated(self, method: str, mask: Any, like: Array) -> Array:
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_ or mask.shape != like.shape:
+            kind = f"{mask.dtype} of shape {mask.shape}" if isinstance(mask, np.ndarray) else type(mask).__name__
+            expected = f"a bool array of shape {like.shape}"
+            raise PolicyFailure(f"{self.policy.name}: {method}() must return {expected}, not {kind}")
+        return mask
 
 
-def _copies(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: values.copy() for name, values in arrays.items()}
+def _copy(value: Any) -> Any:
+    """Return a copy of an argument of a policy: an array, a mapping or dataclass of arrays, or a number."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {name: _copy(inner) for name, inner in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value)(*(_copy(getattr(value, field.name)) for field in dataclasses.fields(value)))
+    return value
 
 
-def _validate_mask(mask: Any, like: Array, who: str) -> None:
-    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-        kind = mask.dtype if isinstance(mask, np.ndarray) else type(mask).__name__
-        raise PolicyFailure(f"{who} must return a bool array, not {kind}")
-    if mask.shape != like.shape:
-        raise PolicyFailure(f"{who} must return shape {like.shape}, not {mask.shape}")
+def is_trusted(policy: StopPolicy) -> bool:
+    """Whether a policy and all policies that it calls are part of specstop."""
+    return type(policy).__module__.startswith(_PACKAGE) and all(map(is_trusted, policy.parts))
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as one line; the type is omitted for errors of specstop."""
+    try:
+        text = error.command_line if isinstance(error, SpecstopError) else str(error)
+    except Exception:  # `__str__` of a plugin's error
+        text = ""
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:_MAX_REASON]
+    kind = type(error).__name__
+    return text if isinstance(error, SpecstopError) and text else f"{kind}: {text}" if text else kind
+
+
+@contextlib.contextmanager
+def plugin_errors(who: StopPolicy | str, action: str) -> Iterator[None]:
+    """Turn exceptions of a block that runs code of a plugin into `PolicyFailure`.
+
+    `KeyboardInterrupt` and exceptions of specstop pass.
+
+    Args:
+        who: the policy, or text that begins the message.
+        action: what fails.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a `SystemExit` must not end the program either
+        if type(error).__module__.startswith(_PACKAGE) and not isinstance(error, PolicyFailure):
+            raise
+        failure = policy_failure(error, who, action)
+        raise failure from (None if failure is error else error)
+
+
+def policy_failure(error: BaseException, who: StopPolicy | str, action: str) -> PolicyFailure:
+    """Return an error of a policy as a failure with its location; see `plugin_errors`."""
+    name = who if isinstance(who, str) else who.name
+    failure = (
+        error if isinstance(error, PolicyFailure) else PolicyFailure(f"{name}: {action} failed: {error_text(error)}")
+    )
+    if not failure.file:
+        failure.policy, (failure.file, failure.line) = name, _location(error, who, action)
+    return failure
+
+
+def _location(error: BaseException, who: StopPolicy | str, action: str) -> tuple[str, int]:
+    """Return the innermost file and line of the policy's own code, otherwise those of the method that was called."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    policies = () if isinstance(who, str) else (who, *who.parts)
+    files = {getattr(sys.modules.get(type(policy).__module__), "__file__", None) for policy in policies}
+    outside = [at for at in frames if not at[0].startswith(_FOLDER)]
+    if candidates := [at for at in frames if at[0] in files] or outside:
+        return candidates[-1]
+    code = getattr(getattr(type(who), action.removesuffix("()"), None), "__code__", None)
+    return (frames[-1] if frames else ("", 0)) if code is None else (code.co_filename, code.co_firstlineno)
+
+
+_TYPES: Mapping[str, tuple[type, str]] = {
+    **dict.fromkeys(("name", "cost_name"), (str, "one line of text")),
+    **dict.fromkeys(("first", "max_depth"), (int, "a whole number, 0 or more")),
+    **dict.fromkeys(("trims", "carries", "reads_clock", "reads_seconds", "joint"), (bool, "True or False")),
+}
+"""Type and description of the plain attributes of a policy."""
+
+
+def _is_valid(value: Any, kind: type) -> bool:
+    if type(value) is not kind or (kind is int and value < 0):
+        return False
+    return kind is not str or (value.isprintable() and bool(value.strip()))
+
+
+def validate_policy(policy: Any) -> StopPolicy:
+    """Return the policy.
+
+    Raises:
+        PolicyError: it is not a policy, or an attribute of a plugin's is wrong.
+    """
+    if isinstance(policy, type) and issubclass(policy, StopPolicy):
+        raise PolicyError(f"expected a policy, not the class {policy.__name__}; write {policy.__name__}(...)")
+    if not isinstance(policy, StopPolicy):
+        raise PolicyError(f"expected a StopPolicy, not {_describe(policy)}")
+    if is_trusted(policy):
+        return policy
+    who = type(policy).__name__  # its `name` is not validated yet
+    with plugin_errors(who, "reading its attributes"):
+        for name, (kind, expected) in _TYPES.items():
+            if not _is_valid(value := getattr(policy, name), kind):
+                raise PolicyError(f"{who}.{name}: expected {expected}, not {_describe(value)}")
+        for name, valid in (("features", FEATURES), ("hidden", HIDDEN_STATES)):
+            _validate_names(f"{who}.{name}", getattr(policy, name), valid)
+        for name in ("unasked", "sizes"):  # `sizes` only of policies that require widths of hidden states
+            counts = getattr(policy, name, {})
+            keys = counts if name == "unasked" else ()
+            if not isinstance(counts, Mapping) or not all(_is_valid(x, int) for x in (*keys, *counts.values())):
+                raise PolicyError(f"{who}.{name}: expected a mapping to whole numbers, not {_describe(counts)}")
+        depth = max(policy.max_depth - 1, 0)
+        shorter = policy.limited(depth)
+        if not isinstance(shorter, StopPolicy) or not _is_valid(shorter.max_depth, int) or shorter.max_depth > depth:
+            raise PolicyError(f"{who}.limited: expected limited({depth}) to draft no deeper than {depth}")
+    return policy
+
+
+def with_costs(policy: StopPolicy, profile: Profile | None) -> StopPolicy:
+    """Return a policy with the costs of a profile, if there is one and the policy uses costs.
+
+    Raises:
+        PolicyFailure: a plugin raised an error.
+        PolicyError: it is not a policy, or it returned something else.
+    """
+    if profile is None:
+        return policy
+    if is_trusted(validate_policy(policy)):
+        return policy.with_costs(profile)
+    with plugin_errors(policy, "with_costs()"):
+        priced = policy.with_costs(profile)
+    return validate_policy(priced)
+
+
+def _validate_names(where: str, names: Any, valid: Mapping[str, Any]) -> None:
+    """Raise `PolicyError` unless `names` is a tuple of valid names without repetitions."""
+    if not isinstance(names, tuple) or len(set(names)) < len(names):
+        raise PolicyError(f"{where}: expected a tuple of different names, not {_describe(names)}")
+    for name in names:
+        if name not in valid:
+            hint = f"{close_match(str(name), valid)}; expected names among {', '.join(valid)}"
+            raise PolicyError(f"{where}: unknown name {_describe(name)}{hint}")
+
+
+def _describe(value: Any) -> str:
+    """Return a short representation of a value with its type."""
+    text = "".join(c if c.isprintable() else "?" for c in reprlib.repr(value))
+    return text if value is None or isinstance(value, bool) else f"the {type(value).__name__} {text}"

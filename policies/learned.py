@@ -11,14 +11,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from .calibration import NO_PIECES, Calibrator, PathCalibrator, SurvivalMaps
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError
 from .features import Kind, feature
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
 from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
 from .tree_rules import TreeRule, kernels as tree_kernels
-from .typing import Array
 
 kernels = on_first_use("decisions")
 
@@ -240,7 +239,7 @@ class TreeGain(LearnedPolicy):
         depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
         unknown = state is None or depth <= max(self.first, 1)  # above the first decision nothing was read
         known, before = (np.empty((streams, 2, 0)),) * 2 if unknown else state
-        rows, parent_chance, read = rule.ask(depth, step.alive, step.parent, step.features, before)
+        rows, parent_chance, read = rule.read_branches(depth, step.alive, step.parent, step.features, before)
         scores = self.head.scores(read, depth) if len(rows) else _NO_SCORES
         if (depth, branches) not in self._maps:
             ranks = rule.level(depth, branches).ranks
@@ -250,9 +249,9 @@ class TreeGain(LearnedPolicy):
         values = np.empty((streams, 2, branches))
         tree_kernels().survive(scores, rows, parent_chance, self._maps[depth, branches], depth == 0, values)
         if depth == 0:  # the root is no node
-            return rule.extend(0, values, rule.price(known)), None
+            return rule.extend(0, values, known), None
         known = np.concatenate((known, values), 2)  # [S, 2, N + B]
-        return rule.extend(depth, values, rule.price(known)), (known, values)
+        return rule.extend(depth, values, known), (known, values)
 
     def node_survival(self, tree: DraftTree, state: State) -> Array:
         """Return [S, N], the survival of the nodes: expected if never read, -1 if not drawn."""

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from .calibration import Calibrator
+from .contract import Array
 from .errors import PolicyError
 from .files import prepare_output_file, write_atomic
 from .heads.base import kernels
 from .heads.layers import LinearHead, MLPHead
 from .heads.trees import TreesHead
 from .learned import LearnedPolicy
-from .typing import Array
 
 OPSET, ML_OPSET = 17, 3
 PRODUCER = "specstop"

@@ -1,4 +1,4 @@
-"""Policies and drafters of installed packages, and the specs `name:value` and `name?key=value` that name them."""
+"""Entry points of policies and drafters, and the specs `name:value?key=value` that name them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from .errors import PolicyError, SpecstopWarning
-from .validation import error_text, plugin_errors
+from .host import error_text, plugin_errors
 
 SWITCH = "SPECSTOP_PLUGINS"
 """Environment variable; 0 turns the discovery of plugins off."""
@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """A row of `specstop policies`; `problem` says why the entry cannot be used, "" if it can."""
+    """A row of `specstop policies`; `problem` is the reason why the entry cannot be used, "" if it can."""
 
     name: str
     where: str
@@ -33,51 +33,40 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Plugins:
-    """Entry points of one kind.
-
-    Attributes:
-        group: of the entry points.
-        kind, kinds: singular and plural, for messages.
-        builtin: names that no plugin may have.
-    """
+    """Entry points of one group; `kind` is its singular, for messages, and no plugin may have a name in `builtin`."""
 
     group: str
     kind: str
-    kinds: str
     builtin: Collection[str]
 
     def installed(self) -> dict[str, tuple[EntryPoint, str]]:
         """Return the entry points by name, not imported, each with the reason why it cannot be used, or ""."""
-        found: dict[str, tuple[EntryPoint, str]] = {}
+        out: dict[str, tuple[EntryPoint, str]] = {}
         if os.environ.get(SWITCH) == "0":
-            return found
+            return out
+        plural = self.group.rpartition(".")[2]
         try:
             points = list(entry_points(group=self.group))
         except Exception as error:  # the metadata of any package may be damaged
-            text = f"installed {self.kinds} cannot be looked for: {error_text(error)}"
-            warnings.warn(text, SpecstopWarning, stacklevel=2)
-            return found
+            warnings.warn(f"installed {plural} cannot be listed: {error_text(error)}", SpecstopWarning, stacklevel=2)
+            return out
         for point in points:
-            problem, two = "", f"two {self.kinds} are called {point.name!r}: {_origin(point)}"
+            problem, two = "", f"two {plural} are called {point.name!r}: {_origin(point)}"
             if not NAME.fullmatch(point.name):
                 problem = f"the {self.kind} {point.name!r} of {_origin(point)} needs a name of letters, digits, - and _"
             elif point.name in self.builtin:
                 problem = f"{two} and a built-in; rename that entry point"
-            elif point.name in found:
-                problem = f"{two} and {_origin(found[point.name][0])}; uninstall one"
-            found[point.name] = point, problem
-        return found
+            elif point.name in out:
+                problem = f"{two} and {_origin(out[point.name][0])}; uninstall one"
+            out[point.name] = point, problem
+        return out
 
     def usable(self) -> dict[str, EntryPoint]:
         """Return the entry points that can be used by name, not imported."""
         return {name: point for name, (point, problem) in self.installed().items() if not problem}
 
     def find(self, name: str) -> EntryPoint | None:
-        """Return the entry point of a name, not imported, or None.
-
-        Raises:
-            PolicyError: the name is ambiguous, as several packages, or a package and specstop, use it.
-        """
+        """Return the entry point of a name, not imported, or None; a `PolicyError` if the name is ambiguous."""
         point, problem = self.installed().get(name, (None, ""))
         if problem:
             raise PolicyError(f"--{self.kind}: {problem}")
@@ -88,9 +77,8 @@ class Plugins:
         with plugin_errors(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
             build: Callable[..., Any] = point.load()
         if not callable(build):
-            raise PolicyError(
-                f"--{self.kind}: {point.value} is a {type(build).__name__}, no class or function that makes a {self.kind}"
-            )
+            kind = type(build).__name__
+            raise PolicyError(f"--{self.kind}: expected a class or function at {point.value}, not the {kind} there")
         return build
 
     def listed(self, builtin: Mapping[str, tuple[str, str]], usage: Callable[[EntryPoint], str]) -> list[PluginInfo]:
@@ -102,9 +90,8 @@ class Plugins:
         """
         installed = self.installed()
         rows = [PluginInfo(name, "built in", *row, installed.get(name, ("", ""))[1]) for name, row in builtin.items()]
-        for name, (point, problem) in installed.items():
-            if name in builtin:
-                continue
+        for name in (name for name in installed if name not in builtin):
+            point, problem = installed[name]
             what = f"{name}?key=value"
             try:
                 what = what if problem else usage(point)
@@ -126,17 +113,24 @@ def _origin(point: EntryPoint) -> str:
     return point.value if package == "?" else f"{point.value} of {package}"
 
 
-def read_options(query: str, where: str) -> dict[str, Any]:
-    """Return the options of `key=value&key=value`, numbers as numbers; `where` begins the message of an error."""
+def split_spec(text: str, where: str) -> tuple[str, str | None, dict[str, Any]]:
+    """Return name, value (None if there is no colon) and options of a spec; `where` begins the message of an error."""
+    head, _, query = text.partition("?")
+    name, colon, value = head.partition(":")
     options: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
-        key, equals, value = part.partition("=")
+        key, equals, option = part.partition("=")
         if not equals or not key:
             raise PolicyError(f"{where}: expected key=value after the question mark, not {part!r}")
-        if key in options:
-            raise PolicyError(f"{where}: {key} is given twice; give it once")
-        options[key] = read_number(value)
-    return options
+        set_option(options, key, read_number(option), where)
+    return name, value if colon else None, options
+
+
+def set_option(options: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Add an option; a `PolicyError` if it is there already."""
+    if key in options:
+        raise PolicyError(f"{where}: {key} is given twice; give it once")
+    options[key] = value
 
 
 def read_number(value: str) -> int | float | str:
@@ -151,36 +145,32 @@ def read_number(value: str) -> int | float | str:
 
 def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a class or function of a plugin."""
-    with plugin_errors(where, "reading what it takes"):
+    with plugin_errors(where, "reading its parameters"):
         return inspect.signature(build).parameters
 
 
-def check_options(
-    takes: Mapping[str, inspect.Parameter], where: str, options: Mapping[str, Any], given: tuple[Any, ...] = ()
-) -> None:
-    """Raise `PolicyError` unless these parameters accept the options after the positional arguments `given`."""
-    try:  # before the call: a TypeError of a plugin's own code is not a wrong option
-        inspect.Signature([*takes.values()]).bind(*given, **options)
+def check_options(build: Callable[..., Any], where: str, options: Mapping[str, Any], *positional: Any) -> None:
+    """Raise `PolicyError` unless a class or function accepts these arguments."""
+    accepted = parameters(build, where)
+    try:  # before the call, so that a TypeError raised by the plugin is not taken for a wrong option
+        inspect.Signature([*accepted.values()]).bind(*positional, **options)
     except TypeError as error:
-        raise PolicyError(f"{where}: {error}; it takes {', '.join([*takes][len(given) :]) or 'nothing'}") from None
+        names = ", ".join([*accepted][len(positional) :]) or "nothing"
+        raise PolicyError(f"{where}: {error}; it takes {names}") from None
 
 
 DRAFTERS = ("model", "lookup", "suffix", "medusa", "hydra", "ctc", "ctc-released", "layer")
-"""Built-in drafters, which `decode.drafters` makes; traces and profiles compare their specs."""
+"""Built-in drafters, which `decode.drafters` builds; traces and profiles compare their specs."""
 
-DRAFTER_PLUGINS = Plugins("specstop.drafters", "drafter", "drafters", DRAFTERS)
-"""Classes or functions that make a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
+DRAFTER_PLUGINS = Plugins("specstop.drafters", "drafter", DRAFTERS)
+"""Classes or functions that build a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
 
 _FIRST = re.compile(rf"({NAME.pattern})(?:[:?+]|$)")
 
 
-def known_names(text: str) -> set[str]:
-    """Return the names of drafters that a spec may contain."""
-    return {*DRAFTERS, *(DRAFTER_PLUGINS.usable() if "+" in text else ())}
-
-
-def split_first(text: str, known: Collection[str]) -> tuple[str, str | None]:
+def split_first(text: str) -> tuple[str, str | None]:
     """Return the first drafter of a spec such as `suffix:FILE?sure=0.6+hydra:PATH` and the rest, None if there is none."""
+    known = {*DRAFTERS, *DRAFTER_PLUGINS.usable()} if "+" in text else set()
     for sign in re.finditer(r"\+", text):
         first, rest = text[: sign.start()], text[sign.end() :]
         start = _FIRST.match(rest)
@@ -192,6 +182,6 @@ def split_first(text: str, known: Collection[str]) -> tuple[str, str | None]:
 
 def kinds_of(text: str) -> str:
     """Return the spec of a drafter without values and options, such as `suffix+hydra`."""
-    first, rest = split_first(text, known_names(text))
+    first, rest = split_first(text)
     kind = re.split("[:?]", first, maxsplit=1)[0]
     return kind if rest is None else f"{kind}+{kinds_of(rest)}"

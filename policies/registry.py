@@ -12,11 +12,10 @@ from .arguments import as_list
 from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, close_match
-from .latency.profile import Profile
-from .learned import LearnedPolicy
-from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, read_options
+from .host import plugin_errors, validate_policy
+from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, set_option, split_spec
+from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
-from .validation import plugin_errors, validate_policy
 
 GROUP = "specstop.policies"
 
@@ -45,12 +44,12 @@ BUILTINS = {
         "smartspec": "published.smartspec:SmartSpec",
     }.items()
 }
-"""The policies of specstop, declared as the entry points of a plugin are. Each is imported when it is used."""
+"""The policies of specstop, declared like the entry points of a plugin. Each is imported when it is used."""
 
-_PLUGINS = Plugins(GROUP, "policy", "policies", BUILTINS)
+_PLUGINS = Plugins(GROUP, "policy", BUILTINS)
 
 PolicySpec = StopPolicy | str | Path
-"""A policy, or what `load_policy` reads."""
+"""A policy, or an argument of `load_policy`."""
 
 
 def plugins() -> dict[str, EntryPoint]:
@@ -59,7 +58,7 @@ def plugins() -> dict[str, EntryPoint]:
 
 
 def listed_policies() -> list[PluginInfo]:
-    """Return the built-in policies and the plugins, all imported, with the reason where one does not load."""
+    """Return the built-in policies and the plugins, all imported, with the reason if one does not load."""
     builtin = {name: (point.value.partition(":")[0], _usage(point)) for name, point in BUILTINS.items()}
     return _PLUGINS.listed(builtin, _usage)
 
@@ -86,45 +85,41 @@ def as_policies(policies: PolicySpec | Sequence[PolicySpec]) -> list[StopPolicy]
 
 
 def _load(text: str) -> StopPolicy:
-    name, _, query = text.partition("?")
+    folder, mark, _ = text.partition("?")
     where = f"--policy: {text!r}"
     if _is_folder(text):
         return load_policy_folder(Path(text).expanduser())
-    if query and _is_folder(name):
-        return _batch_policy(load_policy_folder(Path(name).expanduser()), read_options(query, where), where)
-    name, colon, value = name.partition(":")
+    if mark and _is_folder(folder):
+        return _load_batch_policy(folder, split_spec(text.removeprefix(folder), where)[2], where)
+    name, value, options = split_spec(text, where)
     point = _PLUGINS.find(name) or BUILTINS.get(name)
     if point is None:
-        if text.startswith("hub:"):
+        if name == "hub":
             return from_pretrained(text.removeprefix("hub:"))
         if "/" in text or text.startswith("."):
             raise PolicyError(f"--policy: the folder {text} does not exist; one on the hub is written hub:owner/name")
         known = sorted([*BUILTINS, *plugins()])
-        raise PolicyError(
-            f"--policy: unknown policy {text!r}{close_match(name, known)}; expected a policy folder or one of "
-            f"{', '.join(known)}"
-        )
-    build, options = _PLUGINS.load(point), read_options(query, where)
-    takes = parameters(build, where)
-    if colon:
-        first = next(iter(takes), "value")
-        if first in options:
-            raise PolicyError(f"{where}: {first} is given twice; give it once")
-        options[first] = read_number(value)
-        if isinstance(options[first], str):
+        names, match = ", ".join(known), close_match(name, known)
+        raise PolicyError(f"--policy: unknown policy {text!r}{match}; expected a policy folder or one of {names}")
+    build = _PLUGINS.load(point)
+    if value is not None:
+        number = read_number(value)
+        if isinstance(number, str):
             raise PolicyError(f"{where}: expected a number after the colon, not {value!r}")
-    check_options(takes, where, options)
+        set_option(options, next(iter(parameters(build, where)), "value"), number, where)
+    check_options(build, where, options)
     return _build(build, options, where)
 
 
 def _is_folder(text: str) -> bool:
     # A bare name is a folder only if a policy is in it: a folder `fixed` does not hide the built-in.
-    path = Path(os.path.expanduser(text))  # unlike that of `Path`, leaves an unknown user as it is
+    path = Path(os.path.expanduser(text))  # unlike `Path.expanduser`, does not raise for an unknown user
     return (path / POLICY_FILE).is_file() or (path.is_dir() and ("/" in text or text.startswith(".")))
 
 
-def _batch_policy(policy: LearnedPolicy, options: dict[str, Any], where: str) -> StopPolicy:
-    """Return the policy of a folder under the rule `batch`, the only one that needs no training of its own."""
+def _load_batch_policy(folder: str, options: dict[str, Any], where: str) -> StopPolicy:
+    """Return the policy of a folder under the rule `batch`, the only one that can be chosen without training."""
+    policy = load_policy_folder(Path(folder).expanduser())
     rule, profile, send = (str(options.pop(name, "")) for name in ("rule", "profile", "send"))
     if options or rule != "batch":
         raise PolicyError(f"{where}: expected rule=batch after the folder, and perhaps profile=FILE or send=all")
@@ -135,15 +130,17 @@ def _batch_policy(policy: LearnedPolicy, options: dict[str, Any], where: str) ->
 
 
 def _usage(point: EntryPoint) -> str:
-    """Return how a policy is written, with its parameters and summary; build it with its defaults if it is a plugin."""
+    """Return the spec of a policy, with its parameters and summary; a plugin is built with its defaults."""
     build, where = _PLUGINS.load(point), f"{point.name!r}"
-    takes = parameters(build, where)
-    needed = [p for p in takes.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if not needed and point.name not in BUILTINS:
+    accepted = parameters(build, where)
+    required = [
+        p for p in accepted.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if not required and point.name not in BUILTINS:
         _build(build, {}, where)
-    written = f"{point.name}:{next(iter(takes))}; takes {', '.join(takes)}" if takes else point.name
+    usage = f"{point.name}:{next(iter(accepted))}; takes {', '.join(accepted)}" if accepted else point.name
     summary = (build.__doc__ or "").strip().partition("\n")[0]
-    return f"{written}. {summary}" if summary else written
+    return f"{usage}. {summary}" if summary else usage
 
 
 def _build(build: Callable[..., Any], options: dict[str, Any], where: str) -> StopPolicy:

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from .contract import Array
+from .costs import MAX_STREAMS
 from .errors import PolicyError
-from .typing import Array
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
-"""What a rule compares with its threshold; see `kernels.decisions.decide`."""
+"""Values that a rule compares with its threshold; see `kernels.decisions.decide`."""
 
 THRESHOLD_RULES = ("survival", "step", "any")
 """Kinds of `Threshold`."""
 
-MAX_STREAMS = 4096
 Lengths = Sequence[tuple[int, int | None]]
 Factors = Sequence[tuple[int, float]]
 
@@ -32,8 +32,8 @@ class Rule:
         by: compared value.
         strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
         levels: thresholds by depth, [1] for all streams or [S]; the last one holds for all deeper depths.
-        lengths: by batch size, rising: tokens that are drafted without a decision, which costs more than it gains there;
-            None = the rule decides.
+        lengths: by batch size, rising: tokens that are drafted without a decision, because decisions would cost more than
+            they gain; None = the rule decides.
         scales: by batch size, rising: factors of the thresholds.
     """
 
@@ -69,11 +69,11 @@ class Rule:
 
     @property
     def undecided(self) -> str:
-        """The batch sizes at which nothing is decided and what is drafted there, as text."""
+        """The batch sizes without decisions and their draft lengths, as text."""
         return ", ".join(f"{size} (drafts {tokens})" for size, tokens in self.lengths if tokens is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the rule as it is saved."""
+        """Return the rule as it is saved; empty tuples are left out."""
         entries = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # type: ignore[arg-type]
         return {"kind": self.kind, **{name: _to_lists(value) for name, value in entries.items() if value != ()}}
 
@@ -100,15 +100,15 @@ class Threshold(Rule):
 
 @dataclass(eq=False)
 class Derived(Rule):
-    """Continue while some further length is worth its time, at the policy's own rate rho (METHODS D3).
+    """Continue while a further length is worth its time, at the policy's rate rho (METHODS D3).
 
     With S = S_j and n = `next`, continuing to depth j + m is expected to commit S n (1 + a_{j+2} + a_{j+2} a_{j+3} + ...)
     more tokens, m terms, and costs rho (cost(j + m) - cost(j)) tokens. The best m does not depend on the factor S n:
-    continue iff S n > tau_j, the least ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio
+    continue iff S n > tau_j, the smallest ratio of that cost to that sum. (One-step rule of optimal stopping under a ratio
     objective, with look-ahead; see `derived_thresholds`.)
 
-    `thresholds` are tau_0 .. tau_{K-1}, for one stream; `first` 0 decides before drafting too, and S_j counts from x_first
-    on.
+    `thresholds` are tau_0 .. tau_{K-1}, for one stream; `first` 0 decides before drafting too, and S_j is the product from
+    x_first on.
     """
 
     thresholds: Sequence[float]
@@ -121,23 +121,18 @@ class Derived(Rule):
         self.thresholds = tuple(float(t) for t in self.thresholds)
         if not self.thresholds or any(math.isnan(t) for t in self.thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
-        _check_depth(self.kind, self.first, len(self.thresholds))
+        check_depth(self.kind, "first", self.first, len(self.thresholds))
         self.levels = tuple(np.array([t]) for t in self.thresholds)
-        self.lengths, self.scales = (
-            _check_lengths(self.kind, self.lengths),
-            _check_factors(self.kind, "scales", self.scales),
-        )
+        self.lengths, self.scales = _check_lengths(self.kind, self.lengths), _check_factors(self.kind, self.scales)
 
 
 @dataclass(eq=False)
 class Continuation(Rule):
     """Continue while the head's second output is above a margin.
 
-    That output is not a probability but the fitted value of continuing, in tokens: what continuing and deciding optimally
-    later saves against stopping now, cost of decisions included (optimal stopping by backward regression, Longstaff and
-    Schwartz 2001).
-
-    If it `remembers`, the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
+    That output is the fitted value of continuing, in tokens: the saving of continuing and deciding optimally later over
+    stopping now, cost of decisions included (optimal stopping by backward regression, Longstaff and Schwartz 2001). If the
+    rule `remembers`, the head reads the features of the previous decision too (`learned.ContinuationPolicy`).
     """
 
     margin: float = 0.0
@@ -147,20 +142,21 @@ class Continuation(Rule):
 
     def __post_init__(self) -> None:
         self.margin = float(self.margin)
-        _check_depth(self.kind, self.first)
-        if not math.isfinite(self.margin):
-            raise PolicyError(f"rule continuation: expected a number as margin, not {self.margin}")
-        if not isinstance(self.remembers, bool):
-            raise PolicyError(f"rule continuation: expected true or false for remembers, not {self.remembers!r}")
+        check_depth(self.kind, "first", self.first)
+        if not math.isfinite(self.margin) or not isinstance(self.remembers, bool):
+            raise PolicyError(
+                f"rule continuation: expected a finite margin and true or false for remembers, not {self.margin} and "
+                f"{self.remembers!r}"
+            )
 
 
 @dataclass(eq=False)
 class BatchRule(Rule):
-    """Draft and send the tokens of the whole batch that are worth their time; the policy of batches decides.
+    """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`.
 
-    Args:
+    Attributes:
         send: `best` = drafted tokens that are worth their verification; `all` = all of them, as every mode permits.
-        rates: by batch size, rising: the policy's own rate over the best fixed length's.
+        rates: by batch size, rising: the policy's rate over the best fixed length's.
         first: depth of the first decision; 0 includes plain decoding.
         lengths: see `Rule`; at the other sizes of `rates` the rule decides.
     """
@@ -172,13 +168,10 @@ class BatchRule(Rule):
     kind = "batch"
 
     def __post_init__(self) -> None:
-        _check_depth(self.kind, self.first)
+        check_depth(self.kind, "first", self.first)
         if self.send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {self.send!r}")
-        self.rates, self.lengths = (
-            _check_factors(self.kind, "rates", self.rates),
-            _check_lengths(self.kind, self.lengths),
-        )
+        self.rates, self.lengths = _check_factors(self.kind, self.rates), _check_lengths(self.kind, self.lengths)
 
     def lengths_by_size(self) -> dict[int, int | None]:
         """See `Rule.lengths_by_size`."""
@@ -188,20 +181,20 @@ class BatchRule(Rule):
         """See `Rule.to_dict`; a `first` of 0 is not saved."""
         return {name: value for name, value in super().to_dict().items() if value}
 
-    def times(self, streams: Array) -> Array:
+    def rate_factors(self, streams: Array) -> Array:
         """Return the factors [n] of the best fixed length's rate in batches of these sizes [n]."""
-        return _interpolated(self.rates, streams)
+        return _factors_at(self.rates, streams)
 
 
-@functools.lru_cache(maxsize=4)  # the same at every depth of a round, and usually in the next round
+@functools.lru_cache(maxsize=4)  # the same at each depth of a round, and usually in the next round
 def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
     """Return [S], the factor for the batch of each stream; `batch` as bytes, since arrays have no hash."""
     _, number, streams = np.unique(np.frombuffer(batch, dtype=np.int64), return_inverse=True, return_counts=True)
-    return _interpolated(scales, streams)[number]
+    return _factors_at(scales, streams)[number]
 
 
-def _interpolated(factors: Factors, streams: Array) -> Array:
-    """Return [n] factors at batch sizes [n]: linear between the given sizes, constant beyond them; 1 if none is given."""
+def _factors_at(factors: Factors, streams: Array) -> Array:
+    """Return [n] factors at batch sizes [n]: linear between the listed sizes, constant beyond them; 1 if there are none."""
     sizes, values = zip(*factors, strict=True) if factors else ((1,), (1.0,))
     out: Array = np.interp(streams, sizes, values)
     return out
@@ -211,25 +204,26 @@ def _to_lists(value: Any) -> Any:
     return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _check_depth(kind: str, first: Any, most: float = math.inf) -> None:
-    if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= most:
-        raise PolicyError(f"rule {kind}: expected first to be a depth up to {most}, not {first!r}")
+def check_depth(kind: str, name: str, value: Any, high: float = math.inf) -> None:
+    """Raise `PolicyError` unless an entry of a rule is a whole number from 0 to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
+        raise PolicyError(f"rule {kind}: expected for {name} a whole number from 0 to {high:g}, not {value!r:.80}")
 
 
-def _check_factors(kind: str, name: str, factors: Factors) -> Factors:
+def _check_factors(kind: str, factors: Factors) -> Factors:
     out = tuple((int(streams), float(factor)) for streams, factor in factors)
-    if not _is_rising(out) or not all(0.0 < factor < math.inf for _, factor in out):
-        raise PolicyError(f"rule {kind}: expected {name} as [streams, factor], streams rising, not {factors!r:.80}")
-    return out
+    return _check_pairs(kind, out, all(0.0 < factor < math.inf for _, factor in out))
 
 
 def _check_lengths(kind: str, lengths: Lengths) -> Lengths:
     out = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
-    if not _is_rising(out) or any(tokens is not None and tokens < 0 for _, tokens in out):
-        raise PolicyError(f"rule {kind}: expected lengths as [streams, tokens], streams rising, not {lengths!r:.80}")
-    return out
+    return _check_pairs(kind, out, all(tokens is None or tokens >= 0 for _, tokens in out))
 
 
-def _is_rising(pairs: Sequence[tuple[int, Any]]) -> bool:
+def _check_pairs(kind: str, pairs: tuple[tuple[int, Any], ...], is_valid: bool) -> tuple[tuple[int, Any], ...]:
     sizes = [streams for streams, _ in pairs]
-    return sizes == sorted({n for n in sizes if 0 < n <= MAX_STREAMS})
+    if not is_valid or sizes != sorted({n for n in sizes if 0 < n <= MAX_STREAMS}):
+        raise PolicyError(
+            f"rule {kind}: expected [streams, value], streams rising and values positive, not {pairs!r:.80}"
+        )
+    return pairs

@@ -1,4 +1,8 @@
-"""Reading untrusted folders: only regular files within size limits, and everything is checked before anything is used."""
+"""Reading of untrusted JSON and folders. Everything is checked before anything is used.
+
+A folder consists of a JSON file, `weights.safetensors`, and files that are not read. The JSON file contains checksums of
+itself and of the other files, so a folder that was damaged or edited by hand is refused.
+"""
 
 from __future__ import annotations
 
@@ -8,98 +12,67 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from .errors import PolicyError
-from .files import MANIFEST
-from .text import strict_loads
+from .errors import InputError, PolicyError
+from .files import MANIFEST, RUN_FILE
 
-MOST_TEXT = 16 << 20
-MOST_DATA = 256 << 20
-IGNORED = frozenset({MANIFEST, ".cache", ".git", ".gitattributes", ".DS_Store"})
-"""Left in a folder by `files`, the hub, git and file managers; never read."""
+WEIGHTS_FILE, CARD_FILE = "weights.safetensors", "README.md"
+MAX_TEXT_BYTES = 16 << 20
+MAX_DATA_BYTES = 256 << 20
+SURROGATE = "half a surrogate pair, which is not valid text"
+
+_UNREAD = frozenset({CARD_FILE, RUN_FILE, MANIFEST, ".cache", ".git", ".gitattributes", ".DS_Store"})
+"""Files for people, and what the hub, git and file managers leave in a folder."""
 
 _SIDE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.ubj")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_MOST_LEVELS = 64
+_MAX_LEVELS = 64
 
 
-def read_plain(path: Path, most: int) -> bytes:
-    """Return the content of a regular file of at most `most` bytes. Raises `PolicyError` for links, devices and pipes."""
-    # No link is followed, and a pipe does not wait for a writer. Some systems lack some of these flags.
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    try:
-        if path.is_symlink():
-            raise PolicyError(f"{path.name} is a link; expected a plain file")
-        handle = os.open(path, flags)
-    except OSError as error:
-        raise PolicyError(f"{path.name} cannot be read: {error.strerror}") from None
-    with os.fdopen(handle, "rb") as file:
-        status = os.fstat(file.fileno())  # of the open file: the path may have been replaced
-        if not stat.S_ISREG(status.st_mode):
-            raise PolicyError(f"{path.name} is no plain file")
-        if status.st_size > most:
-            raise PolicyError(f"{path.name} has {status.st_size} bytes; expected at most {most}")
-        return file.read(most)
+def strict_loads(text: str | bytes) -> Any:
+    """Parse JSON. Raises `ValueError` for a duplicate key, because parsers disagree about which of the values is used."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            keys = [key for key, _ in pairs]
+            raise ValueError(
+                f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice; keep one of them"
+            )
+        return values
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
-def check_side_names(names: Iterable[str]) -> None:
-    """Raise `PolicyError` unless all names are of the form `name.ubj`."""
-    for name in names:
-        if not _SIDE_FILE.fullmatch(name):
-            raise PolicyError(f"the further file {name!r} must be called like booster.ubj, without a path")
-
-
-def check_folder(folder: Path, known: Iterable[str], side: Iterable[str], index: str, texts: Iterable[str]) -> None:
-    """Check the names of all files in a folder, and the files that are for people.
-
-    Args:
-        folder: The folder.
-        known: Names of files that may exist.
-        side: Names of further files, which must exist.
-        index: The file that lists them, for messages.
-        texts: Those of `known` that are not used but must be UTF-8 text.
+def read_json(path: Path, what: str) -> Any:
+    """Read a JSON file, described in messages as `what`.
 
     Raises:
-        PolicyError: There is another file, a link or a folder, or a file is missing or not text.
+        InputError: the file does not exist, is not valid JSON, or has duplicate keys.
     """
-    check_side_names(side)
-    allowed, existing = {*known, *side}, set()
-    for entry in os.scandir(folder):
-        if entry.name in IGNORED:
-            continue
-        if entry.name not in allowed:
-            raise PolicyError(
-                f"there is a file {entry.name!r} that {index} does not name; expected only {', '.join(sorted(allowed))}"
-            )
-        if entry.is_symlink() or not entry.is_file(follow_symlinks=False):
-            raise PolicyError(f"{entry.name} is a link or no plain file")
-        existing.add(entry.name)
-    if missing := set(side) - existing:
-        raise PolicyError(f"{', '.join(sorted(missing))} is missing")
-    for name in set(texts) & existing:
-        try:
-            read_plain(folder / name, MOST_TEXT).decode("utf-8")
-        except UnicodeDecodeError:
-            raise PolicyError(f"{name} is no text") from None
-
-
-def parse_json(raw: bytes, name: str) -> dict[str, Any]:
-    """Return a JSON object. Raises `PolicyError` for duplicate keys and values that `check_values` refuses."""
     try:
-        value = strict_loads(raw.decode("utf-8"))
-        check_values(value)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise PolicyError(f"expected JSON in {name}, which cannot be read: {reason}") from None
-    if not isinstance(value, dict):
-        raise PolicyError(f"expected a JSON object in {name}, not {type(value).__name__}")
-    return value
+        return strict_loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{what}: expected the file {path}, which does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{what}: expected JSON in {path}, which cannot be read: {error}") from None
 
 
-def check_values(value: Any, levels: int = _MOST_LEVELS) -> None:
+def is_text(value: Any) -> bool:
+    """Whether the string form of a value, or of all items of a list, can be encoded as UTF-8 (no lone surrogates)."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_text, value))
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_values(value: Any, levels: int = _MAX_LEVELS) -> None:
     """Raise `ValueError` for deep nesting, numbers that are not finite, control characters and lone surrogates."""
     if isinstance(value, dict | list):
         if not levels:
@@ -107,7 +80,7 @@ def check_values(value: Any, levels: int = _MOST_LEVELS) -> None:
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             check_values(inner, levels - 1)
     elif isinstance(value, str) and _CONTROL.search(value):
-        raise ValueError("a text has control characters or half surrogates in it")
+        raise ValueError("a text contains control characters or lone surrogates")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("a number is not finite")
 
@@ -121,4 +94,76 @@ def digest(raw: Mapping[str, Any]) -> str:
 def check_digest(raw: Mapping[str, Any], name: str) -> None:
     """Raise `PolicyError` unless the entry `sha256` of the JSON object in a file is its `digest`."""
     if raw["sha256"] != digest(raw):
-        raise PolicyError(f"{name} is not as it was written (its checksum differs); train or copy it again")
+        raise PolicyError(f"{name} was changed after it was written (its checksum differs); train or copy it again")
+
+
+def read_plain(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raises `PolicyError` for links, devices, pipes and large files."""
+    # No link is followed, and a pipe does not wait for a writer. These flags do not exist on every system.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        if path.is_symlink():
+            raise PolicyError(f"{path.name} is a link; expected a regular file")
+        handle = os.open(path, flags)
+    except OSError as error:
+        raise PolicyError(f"{path.name} cannot be read: {error.strerror}") from None
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(file.fileno())  # of the open file, because the path may have been replaced
+        if not stat.S_ISREG(status.st_mode):
+            raise PolicyError(f"{path.name} is not a regular file")
+        if status.st_size > max_bytes:
+            raise PolicyError(f"{path.name} has {status.st_size} bytes; expected at most {max_bytes}")
+        return file.read(max_bytes)
+
+
+def read_signed_json(path: Path, schema: int, keys: Collection[str]) -> dict[str, Any]:
+    """Return the JSON object in a file, with the entries `schema`, `sha256` and `keys`.
+
+    Raises:
+        PolicyError: the file is not such an object, or was changed after it was written.
+    """
+    try:
+        raw = strict_loads(read_plain(path, MAX_TEXT_BYTES).decode("utf-8"))
+        check_values(raw)
+    except RecursionError:
+        raise PolicyError(f"{path.name}: expected JSON, but it is nested too deeply") from None
+    except PolicyError:
+        raise
+    except ValueError as error:
+        raise PolicyError(f"{path.name}: expected JSON, which cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise PolicyError(f"{path.name}: expected a JSON object, not {type(raw).__name__}")
+    if type(raw.get("schema")) is not int or raw["schema"] != schema:
+        raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {schema}; train it again")
+    if unexpected := sorted(set(raw) ^ {"schema", "sha256", *keys}):
+        raise PolicyError(f"{path.name} has keys missing or unknown: {', '.join(map(repr, unexpected))}")
+    check_digest(raw, path.name)
+    return raw
+
+
+def check_side_names(names: Collection[str]) -> None:
+    """Raise `PolicyError` unless all names are of the form `name.ubj`."""
+    for name in names:
+        if not _SIDE_FILE.fullmatch(name):
+            raise PolicyError(f"expected a name such as booster.ubj for a further file, without a path, not {name!r}")
+
+
+def read_files(
+    folder: Path, index: str, digests: Mapping[str, str], max_bytes: int = MAX_DATA_BYTES
+) -> dict[str, bytes]:
+    """Return the files of a folder that the JSON file `index` lists with their SHA-256.
+
+    Raises:
+        PolicyError: a listed file is missing, too large or changed, or the folder contains an unlisted file.
+    """
+    check_side_names(set(digests) - {WEIGHTS_FILE})
+    for entry in os.scandir(folder):
+        if entry.name not in {index, *digests, *_UNREAD}:
+            raise PolicyError(f"the file {entry.name!r} is not listed in {index}; remove it")
+    contents = {name: read_plain(folder / name, max_bytes) for name in digests}
+    for name, data in contents.items():
+        if hashlib.sha256(data).hexdigest() != digests[name]:
+            raise PolicyError(f"{name} was changed after it was written (its checksum differs); train or copy it again")
+        if name != WEIGHTS_FILE and data[:1] != b"{":  # UBJSON begins an object as JSON does
+            raise PolicyError(f"{name} is not UBJSON")
+    return contents  # not read a second time, because files could be replaced

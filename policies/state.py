@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .contract import State
+from .contract import Array, State
 from .errors import PolicyFailure
-from .typing import Array
 
 
 def take(state: State, rows: Array | slice) -> State:

@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from .contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden, feature
 from .state import put, take
-from .typing import Array
 
 STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests
 HIDDEN = 16  # size H of the hidden states, unless the policy has `sizes`: H by name

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 
 if TYPE_CHECKING:
     from specstop.collect.prompts.read import Prompt
@@ -80,12 +80,16 @@ def no_wait_for_the_disk() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def decisions_timed_briefly() -> None:
     """What a decision costs is measured in many tests that want any price at all, of warm caches too."""
-    from specstop.decode.profile import alone, decisions
+    from specstop.decode.profile import decisions
     from specstop.decode.profile.measuring import Effort
-    from specstop.policies.progress import silent
+    from specstop.policies.display import silent
 
-    alone.EFFORT, alone.EACH, alone.SCRATCH = Effort(repetitions=2), 2, 64
-    decisions.loop_decisions.__defaults__ = (None, alone.EFFORT, silent)  # a default is read once, with the function
+    decisions.EFFORT, decisions.ROUNDS, decisions.SCRATCH = Effort(repetitions=2), 2, 64
+    decisions.loop_decisions.__defaults__ = (
+        None,
+        decisions.EFFORT,
+        silent,
+    )  # a default is read once, with the function
 
 
 @pytest.fixture(scope="module")

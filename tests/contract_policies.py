@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.splitmix import mix
-from specstop.policies.typing import Array
 from trees import make_tree_policy
 
 DEPTH = 5

@@ -9,11 +9,11 @@ import numpy as np
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable
 from specstop.policies.features import feature
 from specstop.policies.heads import build_head
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.profile import Profile
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec

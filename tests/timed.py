@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from specstop.policies.latency.estimate import (
-    CONTEXTS,
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PLAIN,
-    PLAIN_OUTSIDE,
-    PREFILL,
-    VERIFY,
-)
-from specstop.policies.latency.measurements import Key, collected
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.costs import CostTable
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL
+from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, collected
+from specstop.policies.profile import Profile
 
 PROMPTS = (10, 40)
 ASKED = (1, 2, 4)
@@ -59,7 +49,7 @@ def timed_profile(
         for name in policies:
             price = costs.decision(name)
             for count in ASKED:
-                text[Key(DECISIONS, name, (count,))] = times(price.each * count + price.opening, now)
+                text[Key(DECISIONS, name, (count,))] = times(price * count, now)
         texts.append(text)
     return Profile.measured(
         collected(texts), (costs.low.context, costs.high.context), costs.max_depth, costs.temperature, costs.facts
@@ -68,7 +58,6 @@ def timed_profile(
 
 def _of_rounds(costs: Profile, table: CostTable, side: str) -> dict[Key, float]:
     """Return the seconds of the parts of rounds at one context."""
-    second = table.later_s if table.second_draft_s is None else table.second_draft_s
     found = {Key(PLAIN, side): table.verify_s[0]}
     if costs.plain_outside_s is not None:
         found[Key(PLAIN_OUTSIDE, side)] = costs.plain_outside_s
@@ -76,7 +65,7 @@ def _of_rounds(costs: Profile, table: CostTable, side: str) -> dict[Key, float]:
         found[Key(VERIFY, side, (count,))] = seconds
         found[Key(OUTSIDE, side, (count,))] = costs.round_s + costs.step_s * count
         if count > 1:
-            found[Key(LATER, side, (count,))] = second + (count - 2) * table.later_s
+            found[Key(LATER, side, (count,))] = (count - 1) * table.later_s
     for backlog, seconds in (
         (1, table.draft_s[0]),
         (2, table.draft_s[1]),

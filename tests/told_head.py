@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Rule
-from specstop.policies.typing import Array
 
 EXACT = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))
 """Leaves probabilities as they are."""

@@ -23,7 +23,7 @@ from unittest import mock
 
 from specstop.collect.store.folder import open_trace
 from specstop.policies.files import STAGE_PREFIX
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 
 from .in_process import Answer, cli

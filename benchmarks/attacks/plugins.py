@@ -27,9 +27,9 @@ from specstop.cli.main import run
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import load_pair
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import PolicyError
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import check_sizes
 from specstop.policies.heads import build_head
@@ -30,7 +30,6 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.typing import Array
 from specstop.train.heads.exported import with_ranges
 
 COUNT, QUICK = 1000, 100

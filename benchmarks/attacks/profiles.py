@@ -29,11 +29,10 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.profile import Profile
 from specstop.train.report.evaluate import evaluate
 
 from .random_pair import PROMPTS, prompt_ids, save_pair
@@ -58,7 +57,7 @@ def chain_profile() -> Profile:
     """Return the profile of a chain."""
     low = CostTable(8.0, (1e-3, 1.1e-3), 2e-5, (4e-3, 4.1e-3, 4.3e-3, 4.8e-3, 5.4e-3, 4.9e-3, 5.5e-3))
     high = CostTable(40.0, (1.5e-3, 1.7e-3), 3e-5, (6e-3, 6.2e-3, 6.3e-3, 7e-3, 7.6e-3, 7.1e-3, 8e-3), 1.2e-3)
-    prices = {"confidence": 6e-5, "logistic": Price(5e-5, 1e-4)}
+    prices = {"confidence": 6e-5, "logistic": 5e-5}
     facts = {"device": "cpu", "threads": 1, "versions": {"torch": "2"}, "spread": 0.1}
     return Profile(low, high, 3e-5, 2e-4, (5e-3, 1e-4), prices, 0.0, facts)
 
@@ -71,11 +70,11 @@ def good_profiles(pair: Pair) -> list[str]:
             for t in (chain.low, chain.high)]  # fmt: skip
     tree = dataclasses.replace(chain, low=wide[0], high=wide[1], temperature=0.7, tree_outside_s=(1e-4, 2e-5, 1e-6))
     sides = [
-        BatchTable(at, ((1, 1e-3), (4, 2e-3)), 1e-5, ((1, 1e-3), (2, 1.1e-3), (4, 1.5e-3)),
+        BatchTable(at, ((1, 1e-3), (2, 1.1e-3), (4, 1.5e-3)),
                    {1: ((1, 4e-3), (5, 5e-3)), 4: ((4, 5e-3), (16, 5e-3), (17, 7e-3), (20, 7e-3))})
         for at in (8.0, 40.0)
     ]  # fmt: skip
-    batch = dataclasses.replace(chain, batch=BatchCosts(sides[0], sides[1], (1e-4, 1e-5, 1e-6)))
+    batch = dataclasses.replace(chain, batch=BatchCosts(sides[0], sides[1]))
     options: dict[str, Any] = {"depth": 3, "new_tokens": 24, "effort": Effort(repetitions=3)}
     with tempfile.TemporaryDirectory() as folder:
         path, texts = Path(folder) / "profile.json", []
@@ -145,9 +144,7 @@ def add(text: str, chance: random.Random) -> str:
         "\ud83d",
         "verify_s",
         "tree_verify_s",
-        "tree_draft_s",
         "tree_outside_s",
-        "second_draft_s",
         "kind",
         "batch",
     ]

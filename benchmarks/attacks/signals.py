@@ -28,7 +28,7 @@ from specstop.collect.store.folder import open_trace
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256, staging_path
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 
 from .profiles import chain_profile

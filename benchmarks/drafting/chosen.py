@@ -8,7 +8,7 @@ from specstop.decode import Settings, with_drafter
 from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train
 from specstop.train.fit.trees.choice import TreeChoice, choose_tree

@@ -12,8 +12,8 @@ from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, with_drafter
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
-from specstop.policies.latency.profile import Profile
-from specstop.policies.progress import Progress
+from specstop.policies.display import Progress
+from specstop.policies.profile import Profile
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
 

@@ -23,7 +23,7 @@ from specstop.decode.profile import CalibrationRun, loop_decisions
 from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.contract import StopPolicy
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

@@ -14,7 +14,7 @@ from specstop.collect.dense.completion_check import MOST_ERRORS, balance
 from specstop.collect.prompts.read import Prompt, encode
 from specstop.collect.store.folder import Trace
 from specstop.decode import Pair, Settings
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

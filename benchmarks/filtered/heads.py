@@ -12,13 +12,13 @@ from bars import Bars
 from specstop.collect.prompts.read import Prompt, encode
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
-from specstop.decode import Generation, Pair, Settings, Shaping, Speculator, stream_key
+from specstop.decode import Generation, Pair, SamplingParams, Settings, Speculator, stream_key
 from specstop.decode.profile import add_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength, Profile, StopPolicy
+from specstop.policies.display import Progress
 from specstop.policies.errors import SpecstopError
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.progress import Progress
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 
@@ -26,12 +26,12 @@ TEMPERATURE, DEPTH, BAR = 0.7, 8, 0.98
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 HEADS = ("logistic", "mlp", "xgboost", "tokens")
 FILTERS = {
-    "none": Shaping(),
-    "top-p 0.5": Shaping(top_p=0.5),
-    "top-k 1": Shaping(top_k=1),
-    "min-p 0.9": Shaping(min_p=0.9),
+    "none": SamplingParams(),
+    "top-p 0.5": SamplingParams(top_p=0.5),
+    "top-k 1": SamplingParams(top_k=1),
+    "min-p 0.9": SamplingParams(min_p=0.9),
 }
-TRAINED = Shaping(top_p=0.9)
+TRAINED = SamplingParams(top_p=0.9)
 
 ENOUGH = 40
 """Test prompts from which on the achievable estimate, which takes minutes, is worth having."""
@@ -57,14 +57,16 @@ class Place:
     room: Path
     progress: Progress
 
-    def traces(self, name: str, prompts: Sequence[Prompt], shaping: Shaping = Shaping(), **more: Any) -> Trace:  # noqa: B008
+    def traces(
+        self, name: str, prompts: Sequence[Prompt], shaping: SamplingParams = FILTERS["none"], **more: Any
+    ) -> Trace:
         """Return a dense trace."""
         return collect(
             self.pair, prompts, self.room / name, temperature=TEMPERATURE, verification="match", depth=DEPTH,
             max_new_tokens=self.tokens, shaping=shaping, progress=self.progress, **more,
         )  # fmt: skip
 
-    def profile(self, shaping: Shaping) -> Profile:
+    def profile(self, shaping: SamplingParams) -> Profile:
         """Return what rounds cost."""
         ids = encode(self.train, self.pair.tokenizer, self.pair.readable - self.tokens)
         return measure_profile(

@@ -10,22 +10,21 @@ import numpy as np
 import torch
 from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
-from specstop.decode import Pair, Settings, Shaping, Speculator, stream_key
+from specstop.decode import Pair, SamplingParams, Settings, Speculator, stream_key
 from specstop.policies import DraftStep, FixedLength, StopPolicy
-from specstop.policies.contract import State
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.contract import Array, State
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
 DEPTH, TREE = 5, "3,2,1,1,1"
 FILTERS = {
-    "top-p 0.9": Shaping(top_p=0.9),
-    "top-k 20": Shaping(top_k=20),
-    "min-p 0.05": Shaping(min_p=0.05),
-    "repetition penalty 1.2": Shaping(repetition_penalty=1.2),
+    "top-p 0.9": SamplingParams(top_p=0.9),
+    "top-k 20": SamplingParams(top_k=20),
+    "min-p 0.05": SamplingParams(min_p=0.05),
+    "repetition penalty 1.2": SamplingParams(repetition_penalty=1.2),
 }
 TEMPERATURES = (0.5, 0.7, 1.0)
 SHAPES = {"chain": None, "tree": TREE}
@@ -74,7 +73,7 @@ def same_rounds(
     pair: Pair,
     prompts: Sequence[Prompt],
     tokens: int,
-    shaping: Shaping,
+    shaping: SamplingParams,
     temperature: float,
     tree: str | None,
     room: Path,

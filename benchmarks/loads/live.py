@@ -13,7 +13,7 @@ from specstop.decode.benchmark import run_alternating, texts_per_turn
 from specstop.decode.profile import CalibrationRun
 from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.arrivals import at_once
 from specstop.train.replay.batch import replay_batch
 from specstop.train.replay.traces.arrays import TraceArrays

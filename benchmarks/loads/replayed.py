@@ -10,11 +10,10 @@ from typing import Any
 from bars import Bars
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
@@ -52,8 +51,8 @@ def gpu_like(sizes: Sequence[int], depth: int) -> Profile:
 
     drafts = tuple((n, DRAFT * seconds) for n, seconds in corners(1, max(sizes)))
     verify = {size: corners(size, size * (depth + 1)) for size in sizes}
-    low = BatchTable(1.0, drafts, 0.0, drafts, verify)
-    batch = BatchCosts(low, dataclasses.replace(low, context=1000.0), OUTSIDE_S)
+    low = BatchTable(1.0, drafts, verify)
+    batch = BatchCosts(low, dataclasses.replace(low, context=1000.0))
     alone = CostTable(1.0, (DRAFT * STEP_S,) * 2, 0.0, tuple(call(n + 1) for n in range(depth + 1)))
     outside = OUTSIDE_S[0] + OUTSIDE_S[1]
     sides, facts = (alone, dataclasses.replace(alone, context=1000.0)), {"device": "like a GPU"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bars import Bars
 from specstop.decode.profile.measuring import Effort, measure
-from specstop.policies.latency.noise import Noise, judge
+from specstop.policies.measurements import Noise, judge
 
 from .machines import NOISY, QUIET, Disturbance, Machine
 

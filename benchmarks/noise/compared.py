@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from bars import Bars
 from specstop.decode.benchmark import Ratio
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.report.comparing.compare import compare
 from specstop.train.report.evaluate import evaluate
 

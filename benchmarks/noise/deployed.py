@@ -9,7 +9,7 @@ import intervals as worlds
 import numpy as np
 from bars import Bars
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.records import DEPLOY, Line
 

@@ -21,10 +21,10 @@ from scipy.signal import lfilter
 from scipy.special import expit
 from specstop.collect.acceptance import DEPENDENT, LENGTHS
 from specstop.collect.engines.vllm_records import import_vllm
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.insight import trace_outcomes

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from bars import Bars
 from specstop.collect.schema import Header, chain
+from specstop.policies.costs import CostTable
 from specstop.policies.features import DRAFT_HIDDEN, Kind, feature
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train_arrays
 from specstop.train.heads.fitting import HEAD_KINDS, FitOptions

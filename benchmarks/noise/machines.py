@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from specstop.decode.profile.measuring import Seconds
-from specstop.policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
-from specstop.policies.latency.measurements import Key, Measurements
-from specstop.policies.latency.profile import Profile
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL
+from specstop.policies.measurements import CONTEXTS, VERIFY, Key, Measurements
+from specstop.policies.profile import Profile
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
 """Of the simulated pair: the longest chain, the tokens of a text, the chance that a drafted token is accepted."""

@@ -11,8 +11,7 @@ from unittest import mock
 import intervals as worlds
 import numpy as np
 from bars import Bars
-from specstop.policies.latency.estimate import DECISIONS
-from specstop.policies.latency.measurements import Measurements
+from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.train.report.evaluate import evaluate
 
 from .machines import NOISY

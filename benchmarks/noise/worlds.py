@@ -7,9 +7,9 @@ from collections import defaultdict
 import intervals as worlds
 import numpy as np
 from specstop.decode.profile.measuring import Case, Effort, Seconds, measure
-from specstop.policies.latency.estimate import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY
-from specstop.policies.latency.measurements import Key
-from specstop.policies.latency.profile import Profile
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL
+from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key
+from specstop.policies.profile import Profile
 
 from .machines import Disturbance, Machine
 
@@ -48,7 +48,7 @@ def _case(world: worlds.World, machine: Machine, seed: int) -> Case:
                 asked = min(drafted, worlds.DEPTH - 1)
                 if drafted:
                     timed[Key(FIRST, side, (backlog,))].append(work(table.draft_s[backlog - 1]))
-                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price.each * asked))
+                    timed[Key(DECISIONS, "confidence", (asked,))].append(work(price * asked))
                 if drafted > 1:
                     later = sum(work(table.later_s) for _ in range(drafted - 1))
                     timed[Key(LATER, side, (drafted,))].append(later)

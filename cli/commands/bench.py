@@ -62,7 +62,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure policies, plain decoding and transformers' own loops live, alternating on the same prompts."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...decode.benchmark import FEWEST_TURNS, bench as run, texts_per_turn
@@ -148,7 +148,7 @@ def show_bench(lines: list[BenchLine], title: str) -> None:
                 f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005
             )
             if line.failure is None
-            else line.failure.error,
+            else line.failure.text,
         )
         for line in lines
     ]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...policies.display import Progress
 from ...policies.errors import InputError
 from ...policies.files import RUN_FILE, prepare_output_dir, staging_path
-from ...policies.progress import Progress
 from ..common import say_defaults
 from ..console.interrupt import Interrupted, finish_first
 from ..console.output import progress_bars
@@ -197,7 +197,7 @@ def collect(
 
     Under torchrun or accelerate each process collects the shards that RANK and WORLD_SIZE deal to it; srun sets neither.
     """
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...collect.estimates import estimate

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...policies.display import printable
 from ...policies.errors import InputError
-from ...policies.text import printable
 from ..common import PHASES, find_prompts, fitting, percent, piped_prompt, say_defaults
 from ..console.output import print_json, progress_bars, table
 from ..console.streams import results, say
@@ -65,7 +65,7 @@ def decode(
     quiet: Annotated[bool, typer.Option("--quiet", help="Write the texts alone: no progress, no tables.")] = False,
 ) -> None:
     """Generate with a policy. Under every lossless verification the text is the target's own, whatever the policy."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
     from ...collect.prompts.read import Prompt

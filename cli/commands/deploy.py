@@ -14,7 +14,7 @@ from ..options.config import config_saved
 from ..options.shared import Json, Out, Overwrite, Quiet, Seed
 
 if TYPE_CHECKING:
-    from ...policies.progress import Progress
+    from ...policies.display import Progress
 
 TARGETS = ("onnx", "hf", "vllm", "sglang", "trtllm", "llama.cpp")
 FROM_TRACES = ("vllm", "sglang", "trtllm", "llama.cpp")
@@ -110,7 +110,7 @@ def _deploy(
         from ...decode.hf.export import deploy_hf
 
         return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
     from ...train.report.checks import load_traces
 
     assert traces is not None and profile is not None

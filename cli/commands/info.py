@@ -16,7 +16,8 @@ from ..options.shared import Json
 if TYPE_CHECKING:
     from ...collect.acceptance import DepthOutcomes
     from ...collect.store.folder import Trace
-    from ...policies.latency.batch import BatchCosts
+    from ...policies.costs import BatchCosts
+    from ...policies.profile import Profile
 
 _NAMED = 6
 _NOT_OBSERVED, _MEAN = "-", "accepted length, mean"
@@ -256,7 +257,7 @@ def _model(path: Path) -> dict[str, Any]:
     """Return what `generation_config.json` of a model says of the texts that it writes."""
     from transformers import AutoConfig, GenerationConfig
 
-    from ...decode.verify.model_defaults import APPLIED, LEFT_OUT, model_defaults
+    from ...decode.verify.sampling import IGNORED, NEUTRAL, model_defaults
     from ...policies.conditions import shaping_text
 
     try:
@@ -267,9 +268,9 @@ def _model(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {' '.join(str(error).split())[:200]}") from None
     fields = model_defaults(defaults)
     parts = {
-        "sampling defaults": {name: value for name, value in fields.items() if name in APPLIED},
-        "defaults left out": {name: value for name, value in fields.items() if name in LEFT_OUT},
-        "defaults that cannot be applied": {name: fields[name] for name in fields if name not in {*APPLIED, *LEFT_OUT}},
+        "sampling defaults": {name: value for name, value in fields.items() if name in NEUTRAL},
+        "defaults left out": {name: value for name, value in fields.items() if name in IGNORED},
+        "defaults that cannot be applied": {name: fields[name] for name in fields if name not in {*NEUTRAL, *IGNORED}},
     }
     return {
         "kind": "model",
@@ -281,7 +282,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _profile(path: Path) -> dict[str, Any]:
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     profile = Profile.load(path)
     return {
@@ -295,7 +296,7 @@ def _profile(path: Path) -> dict[str, Any]:
                 ("verification of 0, 1, ... tokens, ms", " ".join(f"{v * 1e3:.2f}" for v in table.verify_s)),
             )
         },
-        **(_batch_facts(profile.batch) if profile.batch else {}),
+        **(_batch_facts(profile, profile.batch) if profile.batch else {}),
         "framework overhead, ms a round": profile.round_s * 1e3,
         **(
             {}
@@ -303,23 +304,21 @@ def _profile(path: Path) -> dict[str, Any]:
             else {"framework overhead, ms a round of plain decoding": profile.plain_outside_s * 1e3}
         ),
         "framework overhead, ms a drafted token": profile.step_s * 1e3,
-        **{f"decision of {name}, us": profile.decision(name).each * 1e6 for name in profile.decision_s},
-        **{
-            f"the first of a round besides, us: {name}": profile.decision(name).opening * 1e6
-            for name in profile.decision_s
-            if profile.decision(name).opening
-        },
+        **{f"decision of {name}, us": profile.decision(name) * 1e6 for name in profile.decision_s},
         **dict(profile.facts),
     }
 
 
-def _batch_facts(costs: BatchCosts) -> dict[str, str]:
+def _batch_facts(profile: Profile, costs: BatchCosts) -> dict[str, str]:
     """Return what a step of plain decoding, a draft step and a full verification of each batch size cost."""
-    context = 0.5 * (costs.low.context + costs.high.context)
-    facts = {}
+    context, facts = 0.5 * (costs.low.context + costs.high.context), {}
     for size in costs.sizes:
         tokens = costs.low.verify_s[size][-1][0]
-        parts = (costs.plain_s(size, context), costs.draft_s(size, context), costs.verify_s(size, tokens, context))
+        parts = (
+            profile.verify_s(size, size, context),
+            profile.draft_s(size, context),
+            profile.verify_s(size, tokens, context),
+        )
         plain, draft, full = (f"{float(part) * 1e3:.2f}" for part in parts)
         facts[f"batch of {size}, ms"] = f"plain {plain}, draft step {draft}, verification of {tokens} tokens {full}"
     return facts

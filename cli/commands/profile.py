@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from ...decode.models.pair import Pair
     from ...policies.contract import StopPolicy
-    from ...policies.latency.measurements import Measurements
-    from ...policies.latency.profile import Profile
+    from ...policies.measurements import Measurements
+    from ...policies.profile import Profile
 
 NEW_TOKENS = 96
 """Of each text that decisions are timed on."""
@@ -74,7 +74,7 @@ def profile(
     from ...decode.profile.measuring import Effort
     from ...decode.settings import Settings
     from ...policies.files import check_separate, prepare_output_file
-    from ...policies.latency.profile import MARK
+    from ...policies.profile import MARK
     from ...policies.registry import load_policy
 
     if add_policy:
@@ -153,7 +153,7 @@ def _add_policies(
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
     from ...policies.conditions import warn_other_profile
     from ...policies.files import prepare_output_file
-    from ...policies.latency.profile import MARK, Profile
+    from ...policies.profile import MARK, Profile
     from ...policies.registry import load_policy
 
     if known is None:
@@ -186,7 +186,7 @@ def _decisions(
     """Return the timings of decisions where the profile was measured: inside vLLM, or in the loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
         from ...collect.engines.vllm_profile import measure_vllm_decisions
-        from ...decode.profile import streams_of
+        from ...decode.profile.decisions import largest_batch
 
         return measure_vllm_decisions(
             found.target,
@@ -195,14 +195,14 @@ def _decisions(
             rules,
             depth=costs.max_depth,
             temperature=costs.temperature,
-            most=streams_of(costs)[-1],
+            most=largest_batch(costs),
             **_of_pair(pair),
         )
     from ...decode.profile import loop_decisions
     from ...decode.settings import Settings
-    from ...decode.verify.sampling import Shaping
+    from ...decode.verify.sampling import SamplingParams
 
-    shaping, mode = Shaping.from_dict(costs.shaping), _verification(costs, rules)
+    shaping, mode = SamplingParams.from_dict(costs.shaping), _verification(costs, rules)
     settings = Settings(
         costs.temperature, NEW_TOKENS, costs.max_depth, ignore_eos=True, shaping=shaping, verification=mode
     )

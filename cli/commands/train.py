@@ -17,7 +17,7 @@ from ..options.shared import Json, Out, Overwrite, ProfileFile, Quiet, Seed
 from ..options.training import Training
 
 if TYPE_CHECKING:
-    from ...policies.progress import Progress
+    from ...policies.display import Progress
     from ...train.fit.trained import Trained
 
 HEADS = "logistic,tokens,mlp,xgboost"
@@ -113,7 +113,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Fit a stop head on traces and save it as a policy folder."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
     fit = training.fit_options(device=device, out_of_core=out_of_core, params=_params(param))

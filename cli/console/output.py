@@ -26,9 +26,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from ...policies.display import Progress, printable, silent
 from ...policies.errors import SpecstopWarning
-from ...policies.progress import Progress, silent
-from ...policies.text import printable
 from .streams import results, say
 
 _PLAIN_EVERY_S = 5.0

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from ...policies.display import printable
 from ...policies.errors import InputError
-from ...policies.text import printable
 
 
 def say(text: str) -> None:

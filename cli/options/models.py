@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...policies import kernels
+from ...policies.display import Progress, silent
 from ...policies.errors import InputError
-from ...policies.progress import Progress, silent
 from .shared import Device, DeviceMap, Draft, Drafter, Dtype, Engine, Target
 
 if TYPE_CHECKING:

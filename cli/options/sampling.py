@@ -13,12 +13,12 @@ from ...policies.errors import InputError
 if TYPE_CHECKING:
     from ...decode.models.pair import Pair
     from ...decode.verify.grammar import Grammar
-    from ...decode.verify.sampling import Shaping
+    from ...decode.verify.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Options by the names of the fields of `decode.Shaping`."""
+    """Options by the names of the fields of `decode.SamplingParams`."""
 
     top_k: Annotated[int | None, typer.Option(help="Sample among this many most likely tokens; 0 = all.")] = None
     top_p: Annotated[
@@ -43,11 +43,11 @@ class Filters:
         ),
     ] = True
 
-    def shaping(self, grammar: Grammar | None = None) -> Shaping:
+    def shaping(self, grammar: Grammar | None = None) -> SamplingParams:
         """Return what they make of a distribution, under a grammar if there is one."""
-        from ...decode.verify.sampling import Shaping
+        from ...decode.verify.sampling import SamplingParams
 
-        return Shaping(**asdict(self), processors=() if grammar is None else (grammar,))
+        return SamplingParams(**asdict(self), processors=() if grammar is None else (grammar,))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def combine(
     All figures are replayed: put together row by row the two traces are the trace of both. Without --policy every fixed
     length is tried.
     """
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     if (first_test is None) != (other_test is None):
         given, lacks = ("--first-test", "--other-test") if other_test is None else ("--other-test", "--first-test")

@@ -34,7 +34,7 @@ def estimate(
     json: Json = False,
 ) -> None:
     """Estimate a policy's rounds from a live trace of another policy that explored."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
     from ...policies.registry import load_policy

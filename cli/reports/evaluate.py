@@ -79,7 +79,7 @@ def evaluate(
 
     Filters are those that the traces were sampled with; traces sampled otherwise than --top-p and the like say are refused.
     """
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
@@ -118,7 +118,7 @@ def evaluate(
 
 def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
     """Return when requests arrive, by their number."""
-    from ...policies.text import read_json
+    from ...policies.safe_loading import read_json
     from ...train.replay.arrivals import at_once, poisson, recorded
 
     if told is None:

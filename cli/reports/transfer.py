@@ -38,7 +38,7 @@ def transfer(
     quiet: Quiet = False,
 ) -> None:
     """Use policies on traces that they were not trained on: a table that says where not to deploy them."""
-    from ...policies.latency.profile import Profile
+    from ...policies.profile import Profile
 
     costs = [Profile.load(path) for path in profile]  # report invalid profiles before torch is imported
     from ...policies.registry import load_policy

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.summaries import summarise
+from ...policies.contract import Array
 from ...policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
-from ...policies.typing import Array
 from ..work import Work
 from .threads import map_threads
 from .unroll import Anchors, Unroller

@@ -1,7 +1,7 @@
 """Texts that exist already, whoever wrote them, labelled in the place of the target's own: one target pass a text.
 
 At temperature 0 the positions count after which a text goes on as the target itself would. Above it a text is taken for what
-it says it is, a sample of the target's: then noise is drawn given the text (`noise.gumbel_given`), so that text and noise
+it says it is, a sample of the target's: then noise is drawn given the text (`gumbel_given`), so that text and noise
 together have the law of plain sampling, and every position is an exact anchor; other verifications than `match` need none.
 Texts that were not sampled so are refused.
 """
@@ -18,13 +18,14 @@ from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import check_rows, stored
 from ...decode.models.pair import Pair
 from ...decode.settings import Settings
-from ...decode.verify.noise import best_of_rows, gumbel_given
-from ...decode.verify.sampling import Sampler
+from ...decode.verify.noise import best_of_rows
+from ...decode.verify.sampler import Sampler
 from ...policies.errors import InputError
 from ...policies.features import TARGET_HIDDEN
 from ..prompts.samples import sample_text
 from ..work import Work
 from .collector import Written, text_columns
+from .given_text import gumbel_given
 from .unroll import Unroller
 
 Completions: TypeAlias = "Mapping[str, str | Sequence[int]] | Mapping[tuple[str, str], str | Sequence[int]]"
@@ -143,7 +144,7 @@ def target_rows(pair: Pair, prompt: list[int], text: list[int], hidden: bool = F
 def sampled_rows(pair: Pair, settings: Settings, prompt: Sequence[int], text: Sequence[int], rows: Tensor) -> Tensor:
     """Return [L, V], what each token of the text is sampled from: `target_rows`, processed."""
     temperature = settings.temperature
-    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device, prompt), temperature)
+    sampler = Sampler(settings.shaping.build(temperature, prompt, pair.eos, pair.device), temperature)
     return sampler(rows, lambda: [[*prompt, *text[:at]] for at in range(len(text))])
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...decode.models.pair import Pair
 from ...decode.topology import Topology
-from ...decode.verify.given_text import DrawsAt
-from ...decode.verify.sampling import UNCHANGED, Shaping
+from ...decode.verify.sampling import UNCHANGED, SamplingParams
 from ...policies.features import CHAIN_FEATURES, FEATURES, TREE_FEATURES, Kind
+from .given_text import DrawsAt
 from .proposals import BestScores, GivenText, Proposer, keyed_draws
 
 PRE_FEATURES = tuple(name for name in TREE_FEATURES if FEATURES[name].kind is Kind.PRE)
@@ -65,7 +65,7 @@ class Job:
     features: tuple[str, ...]
     temperature: float
     memory_bytes: int
-    shaping: Shaping = UNCHANGED
+    shaping: SamplingParams = UNCHANGED
     hidden: int = 0
     verification: str = "match"
     exact_off_text: bool = True

@@ -18,9 +18,10 @@ from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.settings import Settings
 from ...decode.summaries import lead_over_truncated, summarise
-from ...decode.verify.noise import gumbel, match_scores, mix as scramble
-from ...decode.verify.sampling import Sampler
+from ...decode.verify.noise import gumbel, match_scores
+from ...decode.verify.sampler import Sampler
 from ...policies.features import BOUND, CHAIN_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
+from ...policies.splitmix import mix as scramble
 from ..work import Work
 from .collector import Written, text_columns, texts_at_once
 from .unroll import MEMORY_BYTES, Unroller
@@ -92,7 +93,7 @@ def _mixed(
     check_rows(logits, "draft")
     # The noise that the samples Y were drawn with, at the same positions.
     noise = None if temperature == 0 else gumbel(key, at, pair.vocabulary, pair.logits_dtype)
-    sampler = Sampler(settings.shaping.build(temperature, len(prompt), pair.eos, pair.device, prompt), temperature)
+    sampler = Sampler(settings.shaping.build(temperature, prompt, pair.eos, pair.device), temperature)
     tokens = ids[0].tolist()
     sampled = sampler(logits, lambda: [tokens[: len(prompt) + 1 + row] for row in range(len(logits))])
     scores = match_scores(sampled, noise)

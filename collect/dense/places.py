@@ -12,10 +12,10 @@ from torch import Tensor
 from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import broken, check_rows, stored
 from ...decode.summaries import lead_over_truncated, summarise
-from ...decode.verify.given_text import OFF_TEXT, Candidates
-from ...decode.verify.sampling import Sampler
+from ...decode.verify.sampler import Sampler
 from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens
 from ...policies.typing import Array
+from .given_text import OFF_TEXT, Candidates
 from .job import PRE_FEATURES, Anchors, Job
 from .proposals import Asked
 
@@ -45,7 +45,7 @@ class Places:
         self.first, self.last, self.places = first, last, end - first + 1
         device = self.pair.device
         prompt = self.text[: self.prompt]
-        processors = job.shaping.build(self.temperature, self.prompt, self.pair.eos, device, prompt)
+        processors = job.shaping.build(self.temperature, prompt, self.pair.eos, device)
         self.sampler = Sampler(processors, self.temperature)
         self.propose = job.proposer(anchors, first, self.places)
         # Something is proposed after these rows only, so only they have records.
@@ -278,11 +278,11 @@ class Places:
         """Note the candidates after (state, row) [U]: the tokens, which is on the text, and what is known of acceptance."""
         self.token[state, self.at[row]] = found.tokens
         on_text = row == 0
-        self.kept[state[on_text]] = found.kept[on_text]
+        self.kept[state[on_text]] = found.accepted[on_text]
         if not self.job.given_text:
             return
-        self.chance[state[on_text]] = found.chance[on_text].to(self.chance.dtype)
-        self.some[state[on_text]] = found.some[on_text].to(self.some.dtype)
+        self.chance[state[on_text]] = found.accept_chance[on_text].to(self.chance.dtype)
+        self.some[state[on_text]] = found.next_chance[on_text].to(self.some.dtype)
         if found.weight is not None:  # a chain: row r is fed after row r - 1
             deeper = row + 1 < len(self.fed)
             self.weight[state[deeper], row[deeper] + 1] = found.weight[deeper, 0]

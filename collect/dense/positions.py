@@ -25,9 +25,8 @@ from ...decode.models.pair import Pair
 from ...decode.records import Generation
 from ...decode.round_state import RoundState
 from ...decode.settings import Settings
-from ...policies.contract import DraftStep, DraftTree, State, StopPolicy
+from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ...policies.features import ANCHOR_FEATURES, check_hidden
-from ...policies.typing import Array
 from ..live import Recorder, Row
 from ..schema import NO_TOKEN, READS
 from ..shards import BATCH

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from ...decode.models.pair import Pair
-from ...decode.verify.given_text import (
-    NOTHING_LEFT,
-    Candidates,
-    DrawsAt,
-    KeyedDraws,
-    block_candidates,
-    draw_key,
-    rejection_candidates,
-)
 from ...decode.verify.noise import best_scores, gumbel, in_order, match_scores
 from ..schema import NO_TOKEN
+from .given_text import NOTHING_LEFT, Candidates, DrawsAt, KeyedDraws, block_candidates, draw_key, rejection_candidates
 
 
 @dataclass(frozen=True)

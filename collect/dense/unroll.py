@@ -1,7 +1,7 @@
 """Unrolls a draft from every anchor of a text at once.
 
 Under `match` what is proposed depends on the prefix and the position alone, and what is drawn given the text
-(`verify.given_text`) on the place, so two anchors whose candidates follow the text up to the same place propose the same from
+(`given_text`) on the place, so two anchors whose candidates follow the text up to the same place propose the same from
 there on. Candidates on the text itself need no forward beyond the one that reads the text; only what leaves it is drafted,
 once for each place where it does, depth by depth, many places as rows of one forward under a mask that lets each see its
 prefix and its own branch.
@@ -22,11 +22,11 @@ from ...decode.models.pair import Pair
 from ...decode.models.view import token_bytes
 from ...decode.settings import shaping_of
 from ...decode.topology import Topology, chain
-from ...decode.verify.given_text import DrawsAt
-from ...decode.verify.sampling import MODEL_DEFAULTS, Shaping
+from ...decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
 from ...policies.errors import InputError
 from ...policies.features import CHAIN_FEATURES, DRAFT_HIDDEN, TREE_FEATURES
 from .gather import Unrolled as Unrolled, gather
+from .given_text import DrawsAt
 from .job import BYTES_PER_SCORE, Anchors as Anchors, Job
 from .places import Places
 from .proposals import keyed_draws
@@ -70,7 +70,7 @@ class Unroller:
         memory_bytes: int = MEMORY_BYTES,
         rows: int | None = None,
         hidden: Sequence[str] = (),
-        shaping: Shaping = MODEL_DEFAULTS,
+        shaping: SamplingParams = MODEL_DEFAULTS,
         verification: str = "match",
         off_text: str = "exact",
         draws: int = 1,
@@ -93,7 +93,7 @@ class Unroller:
             pair, self.shape, self.features, temperature, memory_bytes, shaping, self._hidden_width, verification,
             off_text == "exact", choices,
         )  # fmt: skip
-        # Off the text block verification alone looks at p (`verify.given_text`), from the second token of a round on.
+        # Off the text block verification alone looks at p (`given_text`), from the second token of a round on.
         reads = self._job.given_text and verification == "block" and off_text == "exact" and self.depth > 1
         if reads and not pair.readings[0].tree:
             name = type(pair.target).__name__

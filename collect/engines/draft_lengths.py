@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...policies.typing import Array
+from ...policies.contract import Array
 from ..acceptance import DEPENDENT, FIXED, INDEPENDENT
 
 LEVEL = 0.01

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.drafting import Heard, Sent
+from ...decode.engines.drafting import EngineDraft
 from ...decode.engines.vllm import Proposer
 from ...decode.summaries import summarise
+from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, PATH, SAMPLED, Columns, DrawnTokens
-from ...policies.typing import Array
 from ..explore import Exploring
 from ..schema import READS, TIMES
 from ..work import Work
@@ -57,7 +57,7 @@ class _Round:
     tokens: Array
     features: Array
     chance: Array
-    sent: Sent
+    sent: EngineDraft
     explored: bool
     draft_s: float
     seconds: float = 0.0
@@ -83,7 +83,7 @@ class RecordedText:
 
 
 class RoundRecorder:
-    """Takes note of the drafts of all requests; see `decode.engines.rounds.Observer`.
+    """Takes note of the drafts of all requests; see `decode.engines.drafting.EngineObserver`.
 
     Args:
         rows: requests that are drafted for at once.
@@ -112,8 +112,8 @@ class RoundRecorder:
         self._chance, self._path = np.zeros((rows, depth), dtype=np.float32), np.zeros(rows)
         self._begun = self._step = 0
 
-    def began(self, row: int, text: Array, name: str | None) -> None:
-        """See `Observer.began`."""
+    def on_begin(self, row: int, text: Array, name: str | None) -> None:
+        """See `EngineObserver.on_begin`."""
         if (ended := self._here[row]) is not None:
             self._ended.append(ended)
         kept = self._keep(self._begun)
@@ -121,8 +121,8 @@ class RoundRecorder:
         self._here[row] = RecordedText(name, text.tolist(), len(text) - 1, seen=self._step) if kept else None
         self._begun += 1
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-        """See `Observer.level`."""
+    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """See `EngineObserver.on_draft_step`."""
         if depth == 1:
             self._tokens[rows], self._features[rows], self._chance[rows], self._path[rows] = 0, 0.0, 0.0, 0.0
         own = DrawnTokens(drawn.ids, self._path[rows])
@@ -133,8 +133,8 @@ class RoundRecorder:
         self._features[rows, depth - 1] = self._columns(summary, own, self.temperature)
         self._chance[rows, depth - 1] = np.exp(summary.numbers[:, 1])
 
-    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
-        """See `Observer.sent`."""
+    def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
+        """See `EngineObserver.on_drafts`."""
         self._step += 1
         explored = self._explored(np.array([sent.row for sent in drafts], dtype=np.int64))
         for sent, full in zip(drafts, explored.tolist(), strict=True):
@@ -149,14 +149,14 @@ class RoundRecorder:
                 )
                 text.rounds.append(_Round(sent.context, before, tokens, features, chance, sent, full, draft_s))
 
-    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
-        """See `Observer.heard`."""
-        for one, seconds in zip(rounds, step_s, strict=True):
-            text = self._here[one.sent.row]
+    def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
+        """See `EngineObserver.on_outcomes`."""
+        for one, seconds in zip(drafts, step_s, strict=True):
+            text = self._here[one.row]
             if text is not None:
-                del text.tokens[one.sent.context :]
+                del text.tokens[one.context :]
                 text.tokens += one.new
-                if text.rounds and text.rounds[-1].sent is one.sent:
+                if text.rounds and text.rounds[-1].sent is one:
                     text.rounds[-1].seconds = seconds
 
     def take(self) -> list[RecordedText]:
@@ -218,7 +218,7 @@ class RoundRecorder:
             "accepted": accepted,
             "labelled": labelled,
             "accepted_length": accepted.sum(1),
-            "cut": np.array([end == len(whole) or one.sent.capped for one, end in zip(rounds, ends, strict=True)]),
+            "cut": np.array([end == len(whole) or one.sent.hit_limit for one, end in zip(rounds, ends, strict=True)]),
             "drawn": drawn,
             "sent": node < sent[:, None],
             "explored": np.array([one.explored for one in rounds]),

@@ -28,13 +28,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ...decode.engines.drafting import Heard, Observer, Options, Sent
+from ...decode.engines.drafting import EngineDraft, EngineObserver, Options
 from ...decode.engines.vllm import Proposer
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import disk_text, prepare_output_dir, staged_folder
 from ...policies.splitmix import mix
-from ...policies.typing import Array
 from ..digests import policy_digest
 from ..explore import exploring
 from ..schema import HEADER_KEY, Header, chain
@@ -87,20 +86,20 @@ class PartWriter(RoundRecorder):
         self._lock, self._step_s = threading.Lock(), math.inf
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def began(self, row: int, text: Array, name: str | None) -> None:
-        """See `Observer.began`."""
+    def on_begin(self, row: int, text: Array, name: str | None) -> None:
+        """See `EngineObserver.on_begin`."""
         with self._lock:
-            super().began(row, text, name)
+            super().on_begin(row, text, name)
 
-    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
-        """See `Observer.heard`."""
+    def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
+        """See `EngineObserver.on_outcomes`."""
         with self._lock:
-            super().heard(rounds, step_s)
+            super().on_outcomes(drafts, step_s)
 
-    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
-        """See `Observer.sent`."""
+    def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
+        """See `EngineObserver.on_drafts`."""
         with self._lock:
-            super().sent(drafts, draft_s)
+            super().on_drafts(drafts, draft_s)
             self._add(self.take_ended(IDLE))
             if self._new >= TEXTS:
                 self._write()
@@ -159,7 +158,7 @@ class RecordingProposer(Proposer):
         told = self.settings
         return exploring(policy, told.explore, self.depth) if told.explore else policy.limited(self.depth)
 
-    def observer(self, options: Options) -> Observer:
+    def observer(self, options: Options) -> EngineObserver:
         """Return what writes the traces."""
         told, config = self.settings, self._config.model_config
         mode = "match" if told.temperature == 0.0 else "point"

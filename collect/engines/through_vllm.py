@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...decode.engines.drafting import Observer, Options
+from ...decode.engines.drafting import EngineObserver, Options
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
@@ -54,7 +54,7 @@ class TracingProposer(Proposer):
         _HANDED.proposer = self
         return policy if _HANDED.policy is None else _HANDED.policy
 
-    def observer(self, options: Options) -> Observer:
+    def observer(self, options: Options) -> EngineObserver:
         """Return the recorder."""
         self.recorder = RoundRecorder(options.rows, options.depth, options.temperature, partial(explored_by, self))
         return self.recorder

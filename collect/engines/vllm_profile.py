@@ -19,34 +19,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...decode.engines.drafting import Heard, Observer, Options, Sent, Spent
+from ...decode.engines.drafting import EngineDraft, EngineObserver, Options, Spent
 from ...decode.engines.settings import check_engine_drafter, check_engine_policy
 from ...decode.engines.vllm import Proposer
-from ...decode.profile.batches import BatchScript
 from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
-from ...decode.profile.script import TWICE, shuffled
-from ...policies.contract import DraftStep, State, StopPolicy
+from ...decode.profile.scripts import TWICE, BatchScript, shuffled
+from ...policies.contract import Array, DraftStep, State, StopPolicy
+from ...policies.display import Progress, shown
+from ...policies.estimate import BATCH_DRAFTS, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
-from ...policies.latency.estimate import (
-    BATCH_DRAFTS,
-    BATCH_FIRST,
-    BATCH_OUTSIDE,
-    BATCH_VERIFY,
-    CONTEXTS,
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PREFILL,
-    VERIFY,
-)
-from ...policies.latency.measurements import Key, Measurements
-from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, shown
-from ...policies.typing import Array
+from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
+from ...policies.profile import Profile
 from .through_vllm import start_vllm
 
 CLASS = f"{__name__}.TimedProposer"
@@ -84,7 +70,7 @@ class _Step:
     """The drafts of a step: seconds of all of it, of the first draft step, of all of them and of decisions; whether a text
     began in it."""
 
-    drafts: Sequence[Sent]
+    drafts: Sequence[EngineDraft]
     draft_s: float
     first_s: float
     model_s: float
@@ -93,7 +79,7 @@ class _Step:
 
 
 class StepTimer:
-    """Times steps; see `decode.engines.rounds.Observer`.
+    """Times steps; see `decode.engines.drafting.EngineObserver`.
 
     Args:
         spent: returns the seconds that the draft model and decisions have taken so far.
@@ -114,23 +100,23 @@ class StepTimer:
         self._began, self._seconds = False, 0.0
         self._last: _Step | None = None
 
-    def began(self, row: int, text: Array, name: str | None) -> None:
-        """See `Observer.began`."""
+    def on_begin(self, row: int, text: Array, name: str | None) -> None:
+        """See `EngineObserver.on_begin`."""
         self._began = True
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-        """See `Observer.level`."""
+    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """See `EngineObserver.on_draft_step`."""
         if depth == 1:
             self._first = self._spent()[0]
 
-    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
-        """See `Observer.heard`."""
+    def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
+        """See `EngineObserver.on_outcomes`."""
         # A step is timed where all requests were drafted for in it, and all are heard of now.
-        whole = self._last is not None and len(rounds) == len(self._last.drafts) == self.streams
+        whole = self._last is not None and len(drafts) == len(self._last.drafts) == self.streams
         self._seconds = max(step_s) if whole else 0.0
 
-    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
-        """See `Observer.sent`."""
+    def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
+        """See `EngineObserver.on_drafts`."""
         # The last step's seconds are known by now, unless a prompt was read in between.
         if self._last is not None and self._seconds and not self._began:
             self._add(self._last, self._seconds)
@@ -142,13 +128,12 @@ class StepTimer:
     def _add(self, step: _Step, seconds: float) -> None:
         """Add the timings of a step; one that an end of a text has cut short is none."""
         drafts, count = step.drafts, len(step.drafts)
-        if any(sent.capped for sent in drafts):
+        if any(sent.hit_limit for sent in drafts):
             return
         if self.policy is not None:
             asked = [sent.decisions for sent in drafts]
             if any(asked):
-                counts = (asked[0],) if count == 1 else (max(asked), sum(asked))
-                self.timed[Key(DECISIONS, self.policy, counts)].append(step.asked_s)
+                self.timed[Key(DECISIONS, self.policy, (max(asked),))].append(step.asked_s)
             return
         drafting, tokens = [sent for sent in drafts if sent.drafted], sum(sent.drafted for sent in drafts)
         rest, outside, later = (
@@ -159,14 +144,11 @@ class StepTimer:
             self.timed[Key(what, self.side, counts)].append(value)
 
         self.contexts[self.side].append(statistics.fmean(sent.context for sent in drafts))
-        add(BATCH_VERIFY, (count, count + tokens), rest)
-        add(BATCH_OUTSIDE, (count, tokens), outside)
+        add(BATCH_VERIFY, (count, count + tokens), rest + outside)
         read, steps = sum(sent.backlog for sent in drafting), max((sent.drafted for sent in drafting), default=0) - 1
-        # A draft that begins a text reads it in a call of its own: with others beside it several calls are timed as one.
-        if drafting and (count == 1 or not step.began):
-            add(BATCH_FIRST, (len(drafting), read), step.first_s)
-        if steps > 0:
-            add(BATCH_DRAFTS, (len(drafting), steps), later)
+        # A draft that begins a text reads all of it.
+        if drafting and not step.began:
+            add(BATCH_DRAFTS, (len(drafting), steps + 1), step.model_s)
         if count == 1:
             add(VERIFY, (tokens,), rest)
             add(OUTSIDE, (tokens,), outside)
@@ -188,7 +170,7 @@ class TimedProposer(Proposer):
         TimedProposer.made, self.script = self, StepScript(self.depth)
         return self.script
 
-    def observer(self, options: Options) -> Observer:
+    def observer(self, options: Options) -> EngineObserver:
         """Return the timer."""
         self.timer = StepTimer(self._spent)
         return self.timer
@@ -238,7 +220,7 @@ def measure_vllm(
     """
     sizes = sorted({1, *batch})
     check_limits(depth=depth, temperature=temperature, batch=sizes[-1])
-    check_limit("depth", depth, least=1)
+    check_limit("depth", depth, low=1)
     run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
     cases = {f"requests {n}": partial(run.play, n) for n in sizes}
     measured = measure({**cases, **run.deciding()}, effort, progress=progress)
@@ -298,7 +280,7 @@ class _Run:
         return {
             f"{policy.cost_name}, {streams} requests": partial(self._decide, policy, streams)
             for policy in self._policies
-            for streams in sorted({1, self._rows})
+            for streams in (self._rows if 1 in policy.unasked else 1,)
         }
 
     def _decide(self, policy: StopPolicy, streams: int, number: int) -> Seconds:

@@ -18,8 +18,8 @@ import numpy as np
 from ...policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
-from ...policies.limits import MOST_ROWS
-from ...policies.text import HALF, is_text, strict_loads
+from ...policies.limits import MAX_ROWS
+from ...policies.safe_loading import SURROGATE, is_text, strict_loads
 from ...policies.typing import Array
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
@@ -140,13 +140,13 @@ class _Record:
                 f"but they drafted {total} in all, and not how many each; record with "
                 "`--per-request-spec-decode-metrics detailed`, or leave the line out"
             )
-        if max(self.drafted, default=0) >= MOST_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
+        if max(self.drafted, default=0) >= MAX_ROWS or not all(0 <= n < 2**31 for n in (self.prompt, self.tokens)):
             raise InputError(
-                f"--from-vllm: {where}: expected steps of less than {MOST_ROWS} tokens, and texts of 0 to 2^31"
+                f"--from-vllm: {where}: expected steps of less than {MAX_ROWS} tokens, and texts of 0 to 2^31"
             )
         self.name, self.sample = names.assign(raw.get("id"), raw.get("prompt_id"), raw.get("sample"), where)
         if not is_text(self.name + self.sample):
-            raise InputError(f"--from-vllm: {where}: the id has {HALF}")
+            raise InputError(f"--from-vllm: {where}: the id has {SURROGATE}")
 
     @property
     def anchor(self) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...policies.errors import InputError, close_match
 from ...policies.limits import check_limits
-from ...policies.text import HALF, is_text
+from ...policies.safe_loading import SURROGATE, is_text
 from .files import STANDARD_INPUT, records
 from .messages import prompt_text
 from .presets import PLAIN, Layout, find_preset
@@ -201,7 +201,7 @@ def _completion(record: Mapping[str, Any], name: str, where: str) -> str | tuple
 
 def _check_text(what: str, text: str, where: str) -> None:
     if not is_text(text):
-        raise InputError(f"--prompts: {where}: the {what} has {HALF}")
+        raise InputError(f"--prompts: {where}: the {what} has {SURROGATE}")
 
 
 def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) -> str:

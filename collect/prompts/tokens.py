@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...decode.run import warn_two_bos
 from ...policies.errors import InputError, SpecstopWarning, close_match
-from ...policies.text import HALF, is_text
+from ...policies.safe_loading import SURROGATE, is_text
 from ..work import stream_name
 
 LONG = ("skip", "left", "right", "refuse")
@@ -50,7 +50,7 @@ class Prompt:
     def __post_init__(self) -> None:
         for name in ("id", "text", "group", "completion", "system", "sample"):
             if not is_text(getattr(self, name)):
-                raise InputError(f"--prompts: the {name} of prompt {self.id!a} has {HALF}")
+                raise InputError(f"--prompts: the {name} of prompt {self.id!a} has {SURROGATE}")
 
 
 def apply_chat_template(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ...policies.conditions import shaping_text
-from ...policies.text import markdown, markdown_cell, printable
+from ...policies.display import markdown, markdown_cell, printable
 from ..schema import Header
 
 CARD_FILE = "README.md"

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from ...decode.topology import Topology
 from ...policies.features import FEATURES, HIDDEN_STATES, Kind
-from ...policies.limits import LIMITS, MOST_ROWS
+from ...policies.limits import LIMITS, MAX_ROWS
 
 MOST = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
@@ -25,7 +25,7 @@ def limited(name: str) -> AfterValidator:
     """Return a validator for the bounds of the option `name` in `policies.limits`."""
 
     def check(value: Any) -> Any:
-        if requirement := LIMITS[name].wanted(value, int(LIMITS[name].least)):
+        if requirement := LIMITS[name].requirement(value):
             raise ValueError(f"expected {requirement}")
         return value
 
@@ -81,7 +81,7 @@ def _check_hidden(widths: Mapping[str, int]) -> Mapping[str, int]:
 def _check_sampling(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for option, value in options.items():
         name = option.replace("_", "-")
-        if name in LIMITS and (requirement := LIMITS[name].wanted(value, int(LIMITS[name].least))):
+        if name in LIMITS and (requirement := LIMITS[name].requirement(value)):
             raise ValueError(f"expected {requirement} as {option}")
     _check_json(options)
     return options
@@ -125,7 +125,7 @@ Name: TypeAlias = Annotated[str, Field(max_length=_LONGEST)]
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=MOST)]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=MOST)]
 Parents: TypeAlias = Annotated[
-    tuple[int, ...], Field(min_length=1, max_length=MOST_ROWS - 1), AfterValidator(_check_topology)
+    tuple[int, ...], Field(min_length=1, max_length=MAX_ROWS - 1), AfterValidator(_check_topology)
 ]
 NodeFeatures: TypeAlias = Annotated[tuple[Name, ...], AfterValidator(_check_node_features)]
 AnchorFeatures: TypeAlias = Annotated[tuple[Name, ...], AfterValidator(_check_anchor_features)]

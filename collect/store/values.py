@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
+from ...policies.contract import Array
 from ...policies.errors import TraceError
 from ...policies.features import FEATURES, TOKEN_FEATURES
-from ...policies.typing import Array
 from ..schema import NO_TOKEN, TIMES, Header
 from .header_fields import MOST
 

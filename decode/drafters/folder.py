@@ -19,10 +19,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ...policies.display import markdown_cell
 from ...policies.errors import InputError, PolicyError
-from ...policies.files import RUN_FILE, staged_folder, write_atomic, write_json
-from ...policies.safe_loading import MOST_TEXT, check_digest, check_folder, digest, parse_json, read_plain
-from ...policies.text import markdown_cell
+from ...policies.files import staged_folder, write_atomic, write_json
+from ...policies.safe_loading import (
+    CARD_FILE,
+    MAX_TEXT_BYTES,
+    WEIGHTS_FILE,
+    digest,
+    read_files,
+    read_signed_json,
+)
 from ..models.engine import pack_weights, packed_refusal
 from ..models.outputs import hidden_width
 from ..models.pair import Pair
@@ -31,13 +38,13 @@ from .heads.networks import CTCNetwork, HydraHeads, LayerNetwork, MedusaHeads, S
 DRAFTER_SCHEMA = 1
 IDENTITY_LENGTH = 16
 
-DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE = "drafter.json", "weights.safetensors", "README.md"
+DRAFTER_FILE = "drafter.json"
 KINDS: Mapping[str, Callable[[Shape], nn.Module]] = {
     network.kind: network for network in (MedusaHeads, HydraHeads, CTCNetwork, LayerNetwork)
 }
 """Networks by name."""
 
-_TYPES = {"kind": str, "shape": dict, "target": str, "files": dict, "provenance": dict, "metrics": dict, "sha256": str}
+_TYPES = {"kind": str, "shape": dict, "target": str, "files": dict, "provenance": dict, "metrics": dict}
 
 
 @dataclass(frozen=True)
@@ -132,17 +139,10 @@ def load_drafter(path: str | Path, *, weights: bool = True) -> TrainedDrafter:
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
-    if not (folder / DRAFTER_FILE).exists():
-        raise InputError(f"expected the file {DRAFTER_FILE}, which does not exist")
-    raw = parse_json(read_plain(folder / DRAFTER_FILE, MOST_TEXT), DRAFTER_FILE)
-    if type(schema := raw.get("schema")) is not int or schema != DRAFTER_SCHEMA:
-        raise InputError(f"it has schema {schema!r}, but this specstop reads {DRAFTER_SCHEMA}")
-    if odd := sorted(set(raw) ^ {"schema", *_TYPES}):
-        raise InputError(f"{DRAFTER_FILE} has keys missing or unknown: {', '.join(map(repr, odd))}")
+    raw = read_signed_json(folder / DRAFTER_FILE, DRAFTER_SCHEMA, _TYPES)
     for name, kind in _TYPES.items():
         if not isinstance(raw[name], kind):
             raise InputError(f"{name}: expected a {kind.__name__}, not {str(raw[name])[:80]!r}")
-    check_digest(raw, DRAFTER_FILE)
     if raw["kind"] not in KINDS:
         raise InputError(f"kind: expected one of {', '.join(KINDS)}, not {raw['kind']!r}")
     return raw
@@ -150,18 +150,14 @@ def _read_header(folder: Path) -> dict[str, Any]:
 
 def _read_weights(folder: Path, files: Mapping[str, Any], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors after validating file names, sizes, checksum and shapes."""
-    if set(files) != {WEIGHTS_FILE} or not (folder / WEIGHTS_FILE).exists():
-        raise InputError(f"expected the weights in {WEIGHTS_FILE} and nowhere else")
-    check_folder(folder, (DRAFTER_FILE, WEIGHTS_FILE, CARD_FILE, RUN_FILE), (), DRAFTER_FILE, (CARD_FILE, RUN_FILE))
-    most = MOST_TEXT + sum(4 * math.prod(tensor.shape) for tensor in expected.values())  # header and numbers
-    data = read_plain(folder / WEIGHTS_FILE, most)
-    if hashlib.sha256(data).hexdigest() != files[WEIGHTS_FILE]:
-        raise InputError(f"{WEIGHTS_FILE} is not the file that {DRAFTER_FILE} was written with (its checksum differs)")
-    tensors = safetensors.torch.load(data)
+    if set(files) != {WEIGHTS_FILE}:
+        raise InputError(f"expected the weights in {WEIGHTS_FILE} only")
+    max_bytes = MAX_TEXT_BYTES + sum(4 * math.prod(tensor.shape) for tensor in expected.values())  # header and numbers
+    tensors = safetensors.torch.load(read_files(folder, DRAFTER_FILE, files, max_bytes)[WEIGHTS_FILE])
     for name in sorted(set(tensors) | set(expected)):
-        shape, wanted = (list(of[name].shape) if name in of else None for of in (tensors, expected))
-        if shape != wanted or tensors[name].dtype != torch.float32:
-            raise InputError(f"weights: {name} has the shape {shape} where {wanted} of float32 is expected")
+        shape, expected_shape = (list(of[name].shape) if name in of else None for of in (tensors, expected))
+        if shape != expected_shape or tensors[name].dtype != torch.float32:
+            raise InputError(f"weights: {name} has the shape {shape} where {expected_shape} of float32 is expected")
         if not bool(tensors[name].isfinite().all()):
             raise InputError(f"weights: {name} has numbers that are not finite")
     return tensors

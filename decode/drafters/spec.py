@@ -16,17 +16,17 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
+from ...policies.host import plugin_errors
 from ...policies.plugins import (
     DRAFTER_PLUGINS,
     PluginInfo,
     check_options,
-    known_names,
     parameters,
     read_number,
-    read_options,
+    set_option,
     split_first,
+    split_spec,
 )
-from ...policies.validation import plugin_errors
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, REQUIRED, Drafter
@@ -110,11 +110,10 @@ def parse_spec(text: str) -> DrafterSpec:
     Raises:
         InputError: an option is not `key=value` or is given twice, or `sure` is not between 0 and 1.
     """
-    first, rest = split_first(text, known_names(text))
-    head, _, query = first.partition("?")
-    kind, colon, value = head.partition(":")
+    first, rest = split_first(text)
     where = f"--drafter: {text!r}"
-    spec = DrafterSpec(text, kind, value if colon else None, options := read_options(query, where))
+    kind, value, options = split_spec(first, where)
+    spec = DrafterSpec(text, kind, value, options)
     if rest is None:
         return spec
     sure = options.pop("sure", MIN_CONFIDENCE)
@@ -185,7 +184,7 @@ def paths_of(name: str) -> list[str]:
 
 def with_full_paths(name: str) -> str:
     """Return a spec with absolute paths."""
-    first, rest = split_first(name, known_names(name))
+    first, rest = split_first(name)
     head, mark, query = first.partition("?")
     kind, colon, value = head.partition(":")
     if kind in ("suffix", *TRAINED):
@@ -277,7 +276,7 @@ def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
     point = DRAFTER_PLUGINS.find(spec.kind)  # raises an error for a built-in if a plugin has its name
     if spec.kind in BUILTINS:
         build, options = BUILTINS[spec.kind].build, _builtin_options(spec)
-        check_options(parameters(build, where), where, options, (pair,))
+        check_options(build, where, options, pair)
         return build(pair, **options)
     if point is None:
         raise _unknown(spec)
@@ -286,7 +285,7 @@ def _build_one(spec: DrafterSpec, pair: Pair) -> Drafter:
     build = DRAFTER_PLUGINS.load(point)
     if _attribute(spec.kind, "needs_draft", (False, True)):
         _ = pair.draft_model  # raises an error if there is none
-    check_options(parameters(build, where), where, spec.options, (pair,))
+    check_options(build, where, spec.options, pair)
     with plugin_errors("--drafter", f"making {spec.text!r} ({point.value})"):
         drafter: Drafter = build(pair, **spec.options)
         missing = [name for name in REQUIRED if not hasattr(drafter, name)]
@@ -307,9 +306,8 @@ def _builtin_options(spec: DrafterSpec) -> dict[str, Any]:
     if spec.value is not None:
         if not parameter or not spec.value:
             raise _unknown(spec)
-        if parameter in options:
-            raise InputError(f"--drafter: {spec.text!r}: {parameter} is given twice; give it once")
-        options[parameter] = spec.value if parameter == "path" else read_number(spec.value)
+        value = spec.value if parameter == "path" else read_number(spec.value)
+        set_option(options, parameter, value, f"--drafter: {spec.text!r}")
     return options
 
 

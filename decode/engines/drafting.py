@@ -1,8 +1,8 @@
-"""Drafts for all requests of an engine, step by step: outcomes of the last drafts are observed, then the drafter drafts for
-all requests side by side and the policy ends each draft by itself.
+"""Drafts for all requests of a serving engine. A step observes the outcomes of the last drafts, then drafts for all requests
+side by side while the policy ends each draft.
 
-A step may leave requests out, trim drafts, or commit tokens that were not drafted. So nothing is counted: the outcome of a
-draft is what follows in the text. Policies cannot read what an engine does not pass on: rows and states of the target, noise.
+A step may omit requests, trim drafts, or commit tokens that were not drafted. Therefore the outcome of a draft is what
+follows in the text. Policies cannot read what an engine does not pass on: logits and states of the target, noise.
 """
 
 from __future__ import annotations
@@ -10,46 +10,44 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import DraftStep, DraftTree, RoundOutcome, StopPolicy
+from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import DrawnTokens, Layout
 from ...policies.fixed import FixedLength
 from ...policies.history import History
-from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
-from ...policies.validation import error_text
+from ...policies.host import PolicyHost, error_text
+from ...policies.profile import Profile
 from ..feature_reader import FeatureReader
 from ..hooks import Timer
 from ..round_state import DraftScores, RoundState
-from ..rounds import draft as draft_chains
+from ..rounds import draft
 from ..texts import Anchor, Text
-from ..topology import Topology, chain
+from ..topology import chain
 from ..verify.noise import best_of_rows
-from .rows import Placed, Rows
 
 
 @dataclass(slots=True)
-class Sent:
-    """A draft that the engine was given.
+class EngineDraft:
+    """A draft that was proposed to the engine, and its outcome.
 
     Attributes:
-        row: of the request.
-        context: tokens of the text before it.
-        tokens: given to the engine; `drafted` were drawn.
-        drafted, decisions, backlog: tokens drawn, times the policy was asked, committed tokens that the draft had to read.
-        batch: requests that were drafted for in this step.
-        capped: an end of text ended it, not the policy.
-        began_s: when the step began to draft.
+        row: row of the request.
+        context: number of tokens of the text before the draft.
+        tokens: the proposed tokens.
+        drafted, decisions, backlog: tokens drawn, calls of the policy, committed tokens that the drafter had to read.
+        hit_limit: an end of text ended the draft, not the policy.
+        begin_s: time at which the step began.
+        new: tokens that followed, at least one after `set_outcome`.
+        accepted, verified: number of tokens of the draft.
     """
 
     row: int
@@ -58,160 +56,136 @@ class Sent:
     drafted: int = 0
     decisions: int = 0
     backlog: int = 0
-    batch: int = 1
-    capped: bool = False
-    began_s: float = 0.0
+    hit_limit: bool = False
+    begin_s: float = 0.0
+    new: list[int] = field(default_factory=list)
+    accepted: int = 0
+    verified: int = 0
 
-
-@dataclass(slots=True)
-class Heard:
-    """What came of a draft.
-
-    Attributes:
-        sent: the draft.
-        new: tokens that followed, at least one.
-        accepted, verified: of the draft.
-    """
-
-    sent: Sent
-    new: list[int]
-    accepted: int
-    verified: int
-
-    @staticmethod
-    def of(sent: Sent, new: list[int]) -> Heard:
-        """Compare a draft with the tokens that followed.
-
-        An engine commits the accepted tokens and one more. Where all that is new was drafted, the draft was trimmed: the last
-        of the new tokens was the target's own.
-        """
+    def set_outcome(self, new: list[int]) -> None:
+        """Compare the draft with the tokens that followed."""
         agreed = 0
-        while agreed < min(len(sent.tokens), len(new)) and sent.tokens[agreed] == new[agreed]:
+        while agreed < min(len(self.tokens), len(new)) and self.tokens[agreed] == new[agreed]:
             agreed += 1
-        trimmed = agreed == len(new)
-        return Heard(sent, new, len(new) - 1, len(new) - 1) if trimmed else Heard(sent, new, agreed, len(sent.tokens))
+        self.new, self.accepted, self.verified = new, agreed, len(self.tokens)
+        if agreed == len(new):  # the engine trimmed the draft: the last new token is the one that the target adds
+            self.accepted = self.verified = agreed - 1
 
 
-class Observer(Protocol):
-    """Looks on, as a trace does."""
+class EngineObserver(Protocol):
+    """Observes the drafts of an engine, such as a recorder of traces."""
 
-    def began(self, row: int, text: Array, name: str | None) -> None:
-        """Take note of a new text in a row, and of the engine's name for it."""
+    def on_begin(self, row: int, text: Array, name: str | None) -> None:
+        """Observe a new text in a row, and the engine's name of the request."""
 
-    def level(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-        """Take note of the tokens of a depth, drawn in `rows` [R] from logits [R, V]."""
+    def on_draft_step(self, depth: int, rows: Array, logits: Tensor, drawn: DrawnTokens) -> None:
+        """Observe the tokens of a depth, drawn in `rows` [R] from logits [R, V]."""
 
-    def sent(self, drafts: Sequence[Sent], draft_s: float) -> None:
-        """Take note of the drafts of a step, and of the seconds that it took to make them."""
+    def on_drafts(self, drafts: Sequence[EngineDraft], draft_s: float) -> None:
+        """Observe the drafts of a step, and the seconds for drafting them."""
 
-    def heard(self, rounds: Sequence[Heard], step_s: Sequence[float]) -> None:
-        """Take note of what followed drafts, and of the seconds since each was begun."""
+    def on_outcomes(self, drafts: Sequence[EngineDraft], step_s: Sequence[float]) -> None:
+        """Observe the outcome of drafts, and the seconds since each was begun."""
 
 
 class DraftRows(Protocol):
     """A drafter that has read a text in each of its rows."""
 
     def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
-        """Append tokens, at least one each, to the texts of some rows; return [R, V], what comes after the last of each.
+        """Append tokens, at least one each, to the texts of R rows; return the logits [R, V] after them.
 
         Args:
-            rows: R of them.
-            tokens: of each: at depth 0 what the text has grown by, at another the one that was drawn there.
+            rows: R rows.
+            tokens: by row: at depth 0 the tokens that the text has grown by, at other depths the token drawn there.
             depth: of the tokens in the draft.
         """
 
     def roll_back(self, row: int, length: int) -> None:
-        """Forget all of a row but its first `length` tokens."""
+        """Keep only the first `length` tokens of a row."""
 
 
-class Chains:
-    """Drafts S chains of likeliest tokens: the part of `rounds.RoundSource` that drafts.
+@dataclass(slots=True)
+class _Row:
+    """The text of a row, name of the request, last step with it, tokens read by the drafter, draft without an outcome."""
 
-    Args:
-        read: see `DraftRows.read`.
-        reader: of the policy's features.
-        rows: [S], where the streams are in the drafter.
-        unread: by stream, the tokens that the drafter has not read, the anchor last.
-        texts: of the streams.
-        eos: tokens after which nothing is drafted.
-        observe: called with each depth, the streams [R] that drew there, logits [R, V] and the tokens; None = nothing.
-        timer: times the calls of the policy.
+    text: Array
+    name: str | None = None
+    last_step: int = 0
+    read: int = 0
+    draft: EngineDraft | None = None
 
-    Attributes:
-        read_count: [S] int64, the tokens that the drafter has read, drawn ones included.
+
+class Placed(NamedTuple):
+    """The row of a request; whether its text continues that of the row; length of the common prefix; tokens after it."""
+
+    row: int
+    continued: bool
+    kept: int
+    new: list[int]
+
+
+class RequestRows:
+    """Assigns requests to rows by their texts, since their places in the engine's batch change.
+
+    If the engine's names of the requests are known, they distinguish requests with equal tokens.
     """
 
-    asks_ended = selects_levels = False
+    def __init__(self, count: int) -> None:
+        self.rows = [_Row(np.zeros(0, dtype=np.int32)) for _ in range(count)]
+        self._previous: list[int] = []  # row of each place in the last step
+        self._step = 0
 
-    def __init__(
-        self,
-        read: Callable[[Sequence[int], Sequence[Sequence[int]], int], Tensor],
-        reader: FeatureReader,
-        rows: Sequence[int],
-        unread: Sequence[Sequence[int]],
-        texts: Sequence[Array],
-        eos: frozenset[int],
-        observe: Callable[[int, Array, Tensor, DrawnTokens], None] | None,
-        timer: Timer,
-    ) -> None:
-        self.timer, self.reader, self._read, self._rows, self._unread = timer, reader, read, rows, unread
-        self._eos, self._observe, self._texts = eos, observe, texts
-        self.read_count = np.zeros(len(rows), dtype=np.int64)
+    def place(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[Placed | None]:
+        """Find the rows of the requests of a step and store their texts. None for requests that exceed the rows."""
+        self._step += 1
+        found, free = [-1] * len(texts), set(range(len(self.rows)))
+        labels: Sequence[str | None] = names or [None] * len(texts)
+        # The row of the same place is tried first. Of other rows the longest is taken: a shorter one may belong to another.
+        for candidates in ([{row} for row in self._previous], [free] * len(texts)):
+            for at, rows in zip(range(len(texts)), candidates, strict=False):
+                fits = [r for r in rows & free if found[at] < 0 and self._continues(r, texts[at], labels[at])]
+                if fits:
+                    found[at] = max(fits, key=lambda r: (len(self.rows[r].text), self.rows[r].last_step))
+                    free.remove(found[at])
+        continued = [row >= 0 for row in found]
+        # New requests take the row that was unused for longest, because a request that was omitted may return. It is one of
+        # the first 2 n rows for n requests, because attention reads all rows up to the last one in use.
+        limit = 2 * max(2, len(texts))
+        for at, name in enumerate(labels):
+            if not continued[at] and free:
+                found[at] = min(
+                    free,
+                    key=lambda r: (name is None or self.rows[r].name != name, r >= limit, self.rows[r].last_step, r),
+                )
+                free.remove(found[at])
+        self._previous = found
+        return [
+            self._store(row, text, name, goes_on) if row >= 0 else None
+            for row, text, name, goes_on in zip(found, texts, labels, continued, strict=True)
+        ]
 
-    def begin(self, topology: Topology) -> RoundState:
-        """Return a new round."""
-        context, backlog = (np.array(list(map(len, parts)), dtype=np.int64) for parts in (self._texts, self._unread))
-        round = RoundState(topology, np.ones(len(context), dtype=bool), context, backlog)
-        round.tokens[:, 0] = [text[-1] for text in self._texts]
-        # Of a text only the last two tokens are read, and no row of the target.
-        round.texts = [cast(Text, SimpleNamespace(tokens=text[-2:].tolist())) for text in self._texts]
-        round.anchors = [Anchor(torch.zeros(1, 1), 0, None)] * len(context)
-        self.reader.begin(round)
-        return round
+    def _continues(self, index: int, text: Array, name: str | None) -> bool:
+        """Whether a text begins with the text of the row and may be of the same request."""
+        row = self.rows[index]
+        length, growth = len(row.text), 1 if row.draft is None else len(row.draft.tokens) + 1
+        if not 0 < length <= len(text) or (len(text) - length > growth if name is None else row.name != name):
+            return False
+        # Most texts differ in the last token already.
+        return bool(row.text[-1] == text[length - 1]) and np.array_equal(row.text, text[:length])
 
-    def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
-        """Feed the streams [S, 1]; return which have drawn a token, and which of them go on."""
-        if self.reader.has_unread_path:
-            self.reader.read()
-        at = np.flatnonzero(feeding[:, 0])
-        fed = [self._unread[i] for i in at.tolist()] if depth == 0 else round.tokens[at, depth : depth + 1].tolist()
-        logits = self._read([self._rows[i] for i in at.tolist()], fed, depth)
-        self.read_count[at] += round.backlog[at] if depth == 0 else 1
-        likeliest = best_of_rows(logits)
-        best, token = logits.gather(-1, likeliest[:, None])[:, 0], likeliest.cpu().numpy()
-        if not math.isfinite(float(best.sum())):  # a lookup may know no token, a broken model has none to compare
-            known = torch.isfinite(best)
-            at, token, logits = at[known.cpu().numpy()], token[known.cpu().numpy()], logits[known]
-        round.tokens[at, depth + 1] = token
-        drawn = np.zeros_like(feeding)
-        drawn[at] = True
-        round.drawn[:, depth + 1] = drawn[:, 0]
-        if len(at):
-            # The likeliest token is drawn, so the scores that it is the largest of are the logits.
-            scores = DraftScores([(i, [depth]) for i in at.tolist()], [1] * len(at), logits, scores=logits)
-            self.reader.drawn(depth + 1, scores)
-            if self._observe is not None:
-                self._observe(depth + 1, at, logits, round.drawn_tokens(scores)[0])
-        ended = at[[one in self._eos for one in token.tolist()]] if self._eos else at[:0]
-        if not len(ended):
-            return drawn, drawn
-        going = drawn.copy()
-        going[ended] = False
-        return drawn, going
-
-    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
-        """See `rounds.CandidateSource`."""
-        return self.reader.step(depth, alive, history)
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """See `rounds.CandidateSource`."""
-        return round.draft_tree()
+    def _store(self, index: int, text: Array, name: str | None, continued: bool) -> Placed:
+        row = self.rows[index]
+        kept = min(len(row.text), len(text))
+        if not continued:  # the drafter need not read a common prefix again
+            differs = np.flatnonzero(row.text[:kept] != text[:kept])
+            kept = int(differs[0]) if len(differs) else kept
+        row.text, row.name, row.last_step = text.astype(np.int32), name, self._step
+        return Placed(index, continued, kept, text[kept:].tolist())
 
 
 @dataclass
 class Spent:
-    """Steps, their requests and the tokens drafted for them; seconds of all that is done here, of the draft model, and of
-    decisions with what is read for them."""
+    """Numbers of steps, requests and drafted tokens; seconds in total, of the drafter, and of decisions with features."""
 
     steps: int = 0
     requests: int = 0
@@ -223,15 +197,15 @@ class Spent:
 
 @dataclass(frozen=True)
 class Options:
-    """How an engine drafts.
+    """Limits of drafting in an engine.
 
     Attributes:
-        rows: requests that are drafted for at once, at most.
-        depth: K, the most tokens of a draft.
-        readable: the longest text that the draft reads.
-        temperature: of the sampling, for features that read it.
+        rows: maximum number of requests with drafts.
+        depth: K, maximum length of a draft.
+        readable: maximum length of a text for the drafter.
+        temperature: of sampling, for features that read it.
         eos: tokens after which nothing is drafted.
-        fallback: length that is drafted once a policy has failed.
+        fallback: draft length after a policy has failed.
     """
 
     rows: int
@@ -246,61 +220,51 @@ class Drafting:
     """Drafts for the requests of an engine.
 
     Args:
-        draft: what drafts.
-        policy: ends each draft; see `policies.check_engine_policy`.
-        options: see there.
-        profile: prices rounds for policies that observe seconds; None = they take no time.
-        observer: looks on.
+        drafter: proposes the tokens.
+        policy: ends each draft; see `settings.check_engine_policy`.
+        options: limits.
+        profile: models the seconds of rounds for policies that observe them; None = rounds take 0 seconds.
+        observer: observes the drafts.
 
     Attributes:
-        spent: so far.
+        spent: time and numbers so far.
         host: of the policy.
     """
 
     def __init__(
         self,
-        draft: DraftRows,
+        drafter: DraftRows,
         policy: StopPolicy,
         options: Options,
         profile: Profile | None = None,
-        observer: Observer | None = None,
+        observer: EngineObserver | None = None,
     ) -> None:
-        self.options, self.spent = options, Spent()
-        self._draft: DraftRows | None = draft
+        self.options, self.spent, self.observer = options, Spent(), observer
+        self.eos, self.timer = frozenset(options.eos), Timer(torch.device("cpu"))
+        self._drafter: DraftRows | None = drafter
         self._failed = ""  # why the drafter is not called any more
-        self._profile, self._observer = profile, observer
-        self._timer = Timer(torch.device("cpu"))
+        self._profile, self._texts = profile, 0
+        self._rows = RequestRows(options.rows)
         self.use(policy)
-        self._rows, self._eos = Rows(options.rows), frozenset(options.eos)
-        self._waits: list[Sent | None] = [None] * options.rows  # drafts whose outcome is not known yet
-        self._read = [0] * options.rows  # tokens that the draft model has read
-        self._texts = 0
 
     def use(self, policy: StopPolicy) -> None:
-        """Ask this policy from the next text on."""
+        """Use this policy from the next text on."""
         fallback = FixedLength(min(self.options.fallback, self.options.depth))
         policy = policy.limited(self.options.depth)
-        self.host = PolicyHost(policy, batch=self.options.rows, fallback=fallback, on_replaced=self._draft_by)
-        self._draft_by(policy)
+        self.host = PolicyHost(policy, batch=self.options.rows, fallback=fallback, on_replaced=self._read_for)
+        self._read_for(policy)
 
-    def _draft_by(self, policy: StopPolicy) -> None:
+    def _read_for(self, policy: StopPolicy) -> None:
         self._topology = chain(min(policy.max_depth, self.options.depth))
-        self._reads_history = bool(Layout(policy.features).history)
         self._readers: dict[int, FeatureReader] = {}  # by number of streams
-
-    def _reader(self, streams: int) -> FeatureReader:
-        if streams not in self._readers:
-            reader = FeatureReader(self.policy, self._topology, self.options.temperature, streams=streams)
-            self._readers[streams] = reader
-        return self._readers[streams]
 
     @property
     def policy(self) -> StopPolicy:
-        """The policy that is asked."""
+        """The policy in use."""
         return self.host.policy
 
     def check_failed(self) -> None:
-        """Raise if drafter or policy has failed: what another drafted is no trace or profile of them.
+        """Raise if drafter or policy has failed: drafts of the fallback are no trace or profile of them.
 
         Raises:
             InputError: the drafter has failed.
@@ -309,148 +273,186 @@ class Drafting:
         if self._failed:
             raise InputError(f"the drafter failed ({self._failed}); nothing was recorded from there on")
         if self.host.failure is not None:
-            raise self.host.failure.as_error("nothing was recorded from there on")
+            raise self.host.failure
 
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
         """Return a draft for each text, possibly empty.
 
         Args:
             texts: [n] token ids of each request that has committed a token in this step.
-            names: of the requests, where the engine tells them.
+            names: of the requests, if the engine has them.
         """
-        begin = time.perf_counter()
-        # By the whole draft and a token of the target's at most.
-        grown = [1 if sent is None else len(sent.tokens) + 1 for sent in self._waits]
-        placed = self._rows.place(texts, grown, names)
-        self._hear([one for one in placed if one is not None and one.same], begin)
-        known: Sequence[str | None] = [None] * len(texts) if names is None else names
-        self._begin([(one, name) for one, name in zip(placed, known, strict=True) if one is not None and not one.same])
+        begin_s = time.perf_counter()
+        placed = self._rows.place(texts, names)
+        self._observe([one for one in placed if one is not None and one.continued], begin_s)
+        self._begin([one for one in placed if one is not None and not one.continued])
         drafts: list[list[int]] = [[] for _ in texts]
         longest = self.options.readable - self._topology.deepest
-        # Features read the token before the anchor too, so a text of one token is not drafted for.
+        # Features also read the token before the anchor, so a text of one token has no draft.
         rows = {at: one.row for at, one in enumerate(placed) if one is not None and 1 < len(texts[at]) <= longest}
         if rows and self._topology.deepest:
-            for at, tokens in zip(rows, self._draft_for(list(rows.values()), begin), strict=True):
+            for at, tokens in zip(rows, self._draft(list(rows.values()), begin_s), strict=True):
                 drafts[at] = tokens
         self.spent.steps += 1
         self.spent.requests += len(texts)
-        self.spent.all_s += time.perf_counter() - begin
+        self.spent.all_s += time.perf_counter() - begin_s
         return drafts
 
-    def _hear(self, placed: Sequence[Placed], now: float) -> None:
-        """Tell policy and observer what followed the last drafts; the draft model forgets what was wrong."""
-        heard = []
+    def _observe(self, placed: Sequence[Placed], now: float) -> None:
+        """Pass the outcomes of the last drafts to policy and observer. The drafter forgets rejected tokens."""
+        drafts = []
         for one in placed:
-            sent = self._waits[one.row]
-            if sent is not None and one.new:
-                heard.append(Heard.of(sent, one.new))
-                # Its cache keeps the text and the accepted part of the draft.
-                self._forget(one.row, sent.context + heard[-1].accepted)
-                self._waits[one.row] = None
-        seconds = [now - one.sent.began_s for one in heard]
-        if self._observer is not None and heard:
-            self._observer.heard(heard, seconds)
-        if heard and (self.host.observes or self._reads_history):
-            self._tell(heard, np.array(seconds))
-
-    def _tell(self, heard: Sequence[Heard], seconds: Array) -> None:
-        """Tell the policy of rounds that took so long."""
-        sent = [one.sent for one in heard]
-        rows, context, drafted, decisions, backlog = _columns(
-            [(one.row, one.context, one.drafted, one.decisions, one.backlog) for one in sent]
-        )
-        accepted, verified = _columns([(one.accepted, one.verified) for one in heard])
-        cut = np.array([one.sent.capped or not self._eos.isdisjoint(one.new) for one in heard])
-        # Modelled seconds, the same in every run, unless the policy asks for measured ones.
+            row = self._rows.rows[one.row]
+            if row.draft is not None and one.new:
+                row.draft.set_outcome(one.new)
+                self._roll_back(one.row, row.draft.context + row.draft.accepted)
+                drafts.append(row.draft)
+                row.draft = None
+        if not drafts:
+            return
+        seconds = np.array([now - one.begin_s for one in drafts])
+        if self.observer is not None:
+            self.observer.on_outcomes(drafts, seconds.tolist())
+        if not (self.host.observes or Layout(self.policy.features).history):
+            return
+        names = ("row", "context", "drafted", "verified", "backlog", "decisions", "accepted")
+        rows, *columns, accepted = (np.array([getattr(one, name) for one in drafts]) for name in names)
+        cut = np.array([one.hit_limit or not self.eos.isdisjoint(one.new) for one in drafts])
         if not self.policy.reads_clock:
-            seconds = np.zeros(len(heard))
+            seconds = np.zeros(len(drafts))
             if self._profile is not None and self.policy.reads_seconds:
                 price = self._profile.decision(self.policy.cost_name)
-                seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price, None)
-        active = np.ones(len(heard), dtype=bool)
+                seconds = self._profile.round_seconds(*columns, price, None)
         self.host.load_rows(rows)
-        self.host.observe(RoundOutcome(active, drafted, verified, accepted, cut, seconds))
+        self.host.observe(
+            RoundOutcome(np.ones(len(drafts), dtype=bool), columns[1], columns[2], accepted, cut, seconds)
+        )
         self.host.store_rows(rows)
 
-    def _begin(self, placed: Sequence[tuple[Placed, str | None]]) -> None:
-        """Begin new texts, each with its name, in rows; what they begin with alike the draft model need not read again."""
-        rows = [one.row for one, _ in placed]
-        for one, name in placed:
-            self._waits[one.row] = None
-            self._forget(one.row, one.kept)
-            if self._observer is not None:
-                self._observer.began(one.row, self._rows.text(one.row), name)
-        keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)  # a text's number is its key
-        self._texts += len(rows)
-        if rows:
-            self.host.refill_rows(np.array(rows, dtype=np.int64), keys)
+    def _begin(self, placed: Sequence[Placed]) -> None:
+        """Begin new texts in rows."""
+        for one in placed:
+            row = self._rows.rows[one.row]
+            row.draft = None
+            self._roll_back(one.row, one.kept)
+            if self.observer is not None:
+                self.observer.on_begin(one.row, row.text, row.name)
+        if placed:
+            keys = np.arange(self._texts, self._texts + len(placed), dtype=np.int64)  # numbers of the texts
+            self._texts += len(placed)
+            self.host.refill_rows(np.array([one.row for one in placed], dtype=np.int64), keys)
 
-    def _forget(self, row: int, length: int) -> None:
-        """Have the draft model know no more of a row than its first `length` tokens."""
-        if self._read[row] > length:
-            self._read[row] = length
+    def _roll_back(self, index: int, length: int) -> None:
+        row = self._rows.rows[index]
+        if row.read > length:
+            row.read = length
             try:
-                if self._draft is not None:
-                    self._draft.roll_back(row, length)
-            except Exception as error:  # a plugin may raise anything; the engine must go on
+                if self._drafter is not None:
+                    self._drafter.roll_back(index, length)
+            except Exception as error:  # a plugin may raise anything; the engine must continue
                 self._fail(error)
 
-    def _read_draft(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
         """See `DraftRows.read`; without scores after the drafter has failed."""
         begin = time.perf_counter()
         logits = None
         try:
-            if self._draft is not None:
-                logits = self._draft.read(rows, tokens, depth)
-        except Exception as error:  # a plugin may raise anything; the engine must go on
+            if self._drafter is not None:
+                logits = self._drafter.read(rows, tokens, depth)
+        except Exception as error:  # a plugin may raise anything; the engine must continue
             self._fail(error)
         self.spent.model_s += time.perf_counter() - begin
         return torch.full((len(rows), 1), -math.inf) if logits is None else logits
 
     def _fail(self, error: Exception) -> None:
-        """Warn once, and draft nothing from here on."""
-        self._draft, self._failed = None, error_text(error)
+        self._drafter, self._failed = None, error_text(error)
         text = f"the drafter failed ({self._failed}); nothing is drafted from here on"
         warnings.warn(text, SpecstopWarning, stacklevel=3)
 
-    def _draft_for(self, rows: Sequence[int], began_s: float) -> list[list[int]]:
-        """Return the drafts of the texts in `rows`."""
-        texts, here = [self._rows.text(row) for row in rows], np.array(rows, dtype=np.int64)
-        for row, text in zip(rows, texts, strict=True):  # the anchor is read in any case, however little has changed
-            self._forget(row, len(text) - 1)
-        unread = [text[self._read[row] :].tolist() for row, text in zip(rows, texts, strict=True)]
-        host, observer = self.host, self._observer
-
-        def observe(depth: int, at: Array, logits: Tensor, drawn: DrawnTokens) -> None:
-            assert observer is not None
-            observer.level(depth, here[at], logits, drawn)
-
-        source = Chains(
-            self._read_draft, self._reader(len(rows)), rows, unread, texts, self._eos,
-            observe if observer is not None else None, self._timer,
-        )  # fmt: skip
-        round = source.begin(self._topology)
-        self._timer.restart()
-        host.load_rows(here)
-        draft_chains(source, host, round)
-        host.store_rows(here)
-        self.spent.asked_s += sum(self._timer.laps["policy"])
+    def _draft(self, indices: Sequence[int], begin_s: float) -> list[list[int]]:
+        """Return the drafts of the texts in these rows."""
+        rows, here = [self._rows.rows[index] for index in indices], np.array(indices, dtype=np.int64)
+        for index, row in zip(indices, rows, strict=True):
+            self._roll_back(index, len(row.text) - 1)  # the anchor is read in any case
+        unread = [row.text[row.read :].tolist() for row in rows]
+        reader = self._readers.get(len(rows))
+        if reader is None:
+            reader = FeatureReader(self.policy, self._topology, self.options.temperature, streams=len(rows))
+            self._readers[len(rows)] = reader
+        context, backlog = (np.array(list(map(len, x)), dtype=np.int64) for x in ([row.text for row in rows], unread))
+        round = RoundState(self._topology, np.ones(len(rows), dtype=bool), context, backlog)
+        round.tokens[:, 0] = [row.text[-1] for row in rows]
+        # Features read the last two tokens of a text only, and no logits of the target.
+        round.texts = [cast(Text, SimpleNamespace(tokens=row.text[-2:].tolist())) for row in rows]
+        round.anchors = [Anchor(torch.zeros(1, 1), 0, None)] * len(rows)
+        reader.begin(round)
+        source = _Source(self, reader, here, unread)
+        self.timer.restart()
+        self.host.load_rows(here)
+        draft(source, self.host, round)
+        self.host.store_rows(here)
+        self.spent.asked_s += sum(self.timer.laps["policy"])
         drafts = []
-        for at, (row, text) in enumerate(zip(rows, texts, strict=True)):
+        for at, row in enumerate(rows):
             drafted, tokens = int(round.drafted[at]), round.tokens[at, 1 : 1 + round.verified[at]].tolist()
-            # The token drawn last was not read, unless nothing was known to come after it.
-            self._read[row] += int(source.read_count[at])
-            drafts.append(
-                Sent(row, len(text), tokens, drafted, int(round.decisions[at]), len(unread[at]), len(rows),
-                     bool(round.hit_limit[at]), began_s)
+            row.read += int(source.read_count[at])
+            row.draft = EngineDraft(
+                indices[at], len(row.text), tokens, drafted, int(round.decisions[at]), len(unread[at]),
+                bool(round.hit_limit[at]), begin_s,
             )  # fmt: skip
-            self._waits[row] = drafts[-1]
+            drafts.append(row.draft)
             self.spent.drafted += drafted
-        if observer is not None:
-            observer.sent(drafts, time.perf_counter() - began_s)
-        return [sent.tokens for sent in drafts]
+        if self.observer is not None:
+            self.observer.on_drafts(drafts, time.perf_counter() - begin_s)
+        return [one.tokens for one in drafts]
 
 
-def _columns(rows: Sequence[tuple[int, ...]]) -> Array:
-    """Return rows of whole numbers as columns, each in one piece."""
-    return np.ascontiguousarray(np.array(rows, dtype=np.int64).T)
+class _Source:
+    """`rounds.CandidateSource` of chains with the most likely tokens."""
+
+    asks_ended = selects_levels = False
+
+    def __init__(self, drafting: Drafting, reader: FeatureReader, rows: Array, unread: Sequence[list[int]]) -> None:
+        self.timer, self._drafting, self._reader, self._rows, self._unread = (
+            drafting.timer,
+            drafting,
+            reader,
+            rows,
+            unread,
+        )
+        self.read_count = np.zeros(len(rows), dtype=np.int64)  # [S], tokens that the drafter has read, with drawn ones
+
+    def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
+        """Feed the streams [S, 1]; return which have drawn a token, and which of these continue."""
+        if self._reader.has_unread_path:
+            self._reader.read()
+        at = np.flatnonzero(feeding[:, 0])
+        fed = [self._unread[i] for i in at.tolist()] if depth == 0 else round.tokens[at, depth : depth + 1].tolist()
+        logits = self._drafting.read(self._rows[at].tolist(), fed, depth)
+        self.read_count[at] += round.backlog[at] if depth == 0 else 1
+        best_tokens = best_of_rows(logits)
+        best, token = logits.gather(-1, best_tokens[:, None])[:, 0], best_tokens.cpu().numpy()
+        if not math.isfinite(float(best.sum())):  # a lookup may have no candidate; logits of a broken model may be NaN
+            finite = torch.isfinite(best)
+            at, token, logits = at[finite.cpu().numpy()], token[finite.cpu().numpy()], logits[finite]
+        round.tokens[at, depth + 1] = token
+        drawn = np.zeros_like(feeding)
+        drawn[at] = True
+        round.drawn[:, depth + 1] = drawn[:, 0]
+        if len(at):
+            # The most likely token is drawn, so the logits are also the scores of which it is the largest.
+            scores = DraftScores([(i, [depth]) for i in at.tolist()], [1] * len(at), logits, scores=logits)
+            self._reader.drawn(depth + 1, scores)
+            if self._drafting.observer is not None:
+                self._drafting.observer.on_draft_step(depth + 1, self._rows[at], logits, round.drawn_tokens(scores)[0])
+        going = drawn.copy()
+        going[at[[one in self._drafting.eos for one in token.tolist()]]] = False
+        return drawn, drawn if np.array_equal(drawn, going) else going
+
+    def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
+        """See `rounds.CandidateSource`."""
+        return self._reader.step(depth, alive, history)
+
+    def tree(self, round: RoundState) -> DraftTree:
+        """See `rounds.CandidateSource`."""
+        return round.draft_tree()

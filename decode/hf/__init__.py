@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...policies.lazy import attach
+from ...policies import attach
 
 if TYPE_CHECKING:
     from .export import deploy_hf as deploy_hf, generate_exported as generate_exported

@@ -20,8 +20,8 @@ from ..models.view import open_view
 from ..plain import cut_at
 from ..records import Generation
 from ..settings import Settings
-from ..verify.model_defaults import APPLIED, SAMPLING
 from ..verify.processors import PerText
+from ..verify.sampling import NEUTRAL, WARPERS
 from .stopping import assistant_set
 
 
@@ -80,9 +80,10 @@ class Assisted:
         self._pair, self._setting, self._batch = pair, setting, batch
         shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
         # Neutral values are passed too: otherwise defaults of the model or the library would apply.
-        self._options: dict[str, Any] = {**APPLIED, "min_new_tokens": None, "min_p": None, **shaping.fields()}
+        self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **shaping.options}
+        self._options["no_repeat_ngram_size"] = self._options.pop("no_repeat_ngram")
         self._options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": temperature > 0}
-        self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(SAMPLING)
+        self._options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(WARPERS)
         self._processors = shaping.processors
         if settings.ignore_eos:
             self._options["eos_token_id"] = None

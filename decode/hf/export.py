@@ -24,8 +24,8 @@ from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.registry import BUILTINS, load_policy
+from ...policies.safe_loading import read_json
 from ...policies.storage import load_policy_folder, save_policy
-from ...policies.text import read_json
 from ..drafters.folder import TrainedDrafter, save_drafter
 from ..drafters.spec import (
     BUILTINS as DRAFTERS,

@@ -27,20 +27,19 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ...policies.errors import InputError
-from ...policies.latency.profile import Profile
-from ...policies.limits import is_within
+from ...policies.host import with_costs
+from ...policies.limits import LIMITS
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
-from ...policies.validation import with_costs
 from ..drafters.spec import check_drafter, find_drafter, needs_draft
 from ..loop import Request, Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
+from ..verify.conditions import warn_if_unmeasured, warn_if_untrained
 from ..verify.grammar import XGrammarProcessor, is_xgrammar
 from ..verify.noise import stream_key
-from ..verify.processors import STATELESS
-from ..verify.sampling import UNCHANGED, Shaping
-from ..verify.trained_for import tell_if_unmeasured, tell_if_untrained
+from ..verify.sampling import STATELESS, UNCHANGED, SamplingParams
 from .arguments import check_adapters, check_config, check_dropped, check_inputs
 from .prefill import Prefill
 
@@ -113,8 +112,8 @@ def specstop_generate(
     pair = dataclasses.replace(join(model, draft_model), eos=ends)
     rule = with_costs(as_policy(policy), profile)
     settings = settings.for_policy(rule)
-    tell_if_untrained(rule, settings)
-    tell_if_unmeasured(profile, [rule], settings, drafter)
+    warn_if_untrained(rule, settings, config=generation_config)
+    warn_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
     mask_length = getattr(generation_config, "_mask_length", -1)
     prefill = Prefill(speculator.target.model, input_ids, model_kwargs, mask_length)
@@ -184,23 +183,23 @@ def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> t
     return int(limit), tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
 
 
-def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[Shaping, float]:
+def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[SamplingParams, float]:
     """Return the processors and the temperature: 0 for greedy decoding, 1 if the processors contain it."""
     made = tuple(processors or ())
     if not sampling:
-        return dataclasses.replace(UNCHANGED, processors=made), 0.0
+        return UNCHANGED.with_processors(made), 0.0
     # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that the
     # same temperatures are accepted with and without other processors.
     if (
         len(made) == 1
         and isinstance(made[0], TemperatureLogitsWarper)
-        and is_within("temperature", made[0].temperature)
+        and not LIMITS["temperature"].requirement(made[0].temperature)
     ):
         return UNCHANGED, float(made[0].temperature)
-    return dataclasses.replace(UNCHANGED, processors=made), 1.0
+    return UNCHANGED.with_processors(made), 1.0
 
 
-def _of_row(shaping: Shaping, row: int) -> Shaping:
+def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
     """Return the processors for one row of the batch: some hold a value per row or receive the row number."""
     made: list[LogitsProcessor] = []
     for processor in shaping.processors:
@@ -221,7 +220,7 @@ def _of_row(shaping: Shaping, row: int) -> Shaping:
             if isinstance(ngrams := held.get("generated_ngrams"), list):
                 held |= {"generated_ngrams": ngrams[row : row + 1], "batch_size": 1}
         made.append(processor)
-    return dataclasses.replace(shaping, processors=tuple(made))
+    return shaping.with_processors(made)
 
 
 @dataclasses.dataclass

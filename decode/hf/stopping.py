@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ...policies.contract import RoundOutcome, StopPolicy
+from ...policies.contract import Array, RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
 from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens, Layout
-from ...policies.host import PolicyHost
+from ...policies.host import PolicyHost, validate_policy
 from ...policies.registry import load_policy
-from ...policies.typing import Array
-from ...policies.validation import validate_policy
 from ..feature_reader import read_anchors, single_step
 from ..summaries import read_columns
 from ..verify.modes import is_trimming

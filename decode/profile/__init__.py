@@ -1,8 +1,7 @@
-"""The latency profile, measured through the round loop: `measuring` times, the others say what."""
+"""Measuring the latency profile, through the round loop."""
 
-from .alone import measure_decision
 from .calibration import CalibrationRun, measure_profile
-from .decisions import add_decisions, device_of, is_asked, loop_decisions, streams_of
+from .decisions import add_decisions, device_of, is_asked, loop_decisions, measure_decision
 
 __all__ = [
     "CalibrationRun",
@@ -12,5 +11,4 @@ __all__ = [
     "loop_decisions",
     "measure_decision",
     "measure_profile",
-    "streams_of",
-]  # fmt: skip
+]

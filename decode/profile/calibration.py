@@ -1,8 +1,7 @@
-"""Calibration runs: texts decoded through the round loop itself, driven by scripted lengths, to time the parts of a round.
+"""Calibration: texts decoded through the round loop, driven by scripts, to time the parts of a round.
 
-Timings of forwards in isolation miss a good part of what a round costs, so the loop runs as it is, on prompts that no
-prediction is made for, with a script in the place of the policy: every length 0..K equally often, in shuffled order, and
-plain decoding beside it.
+Timings of isolated forwards miss a good part of what a round costs, so the loop runs as it is, on prompts that no prediction
+is made for, with a script in place of the policy: every length 0..K equally often, and plain decoding beside it.
 """
 
 from __future__ import annotations
@@ -16,27 +15,36 @@ from functools import partial
 from typing import Any
 
 from ...policies.arguments import check_token_ids
+from ...policies.display import Progress, shown
 from ...policies.errors import InputError
+from ...policies.estimate import (
+    BATCH_DRAFTS,
+    BATCH_PLAIN,
+    BATCH_VERIFY,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PLAIN,
+    PLAIN_OUTSIDE,
+    PREFILL,
+    TREE_OUTSIDE,
+    TREE_VERIFY,
+)
 from ...policies.fixed import FixedLength
-from ...policies.latency.estimate import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL, VERIFY
-from ...policies.latency.measurements import Key, Measurements, collected
-from ...policies.latency.profile import Profile
 from ...policies.limits import check_limit, check_limits
-from ...policies.progress import Progress, shown
+from ...policies.measurements import CONTEXTS, VERIFY, Key, Measurements, collected
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
 from ..drafters.spec import warn_depth_limited
-from ..loop import Speculator
+from ..loop import Request, Speculator
 from ..models.device import Recorded
 from ..models.pair import Pair
-from ..records import Generation
+from ..records import Generation, Round
 from ..settings import Settings
-from ..verify.sampling import MODEL_DEFAULTS, Shaping
-from .batches import BatchRun
-from .carry_over import ROUND, Before, charged
-from .decisions import decision_cases
+from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
+from .decisions import decision_case, whole_rounds
 from .measuring import Case, Clock, Effort, Seconds, measure
-from .script import Scripted
-from .trees import TreeRun
+from .scripts import BatchScript, ChainScript, TreeScript
 
 NEW_TOKENS = 48
 """Of a text: so few that a repetition is over within a second on a small pair."""
@@ -46,6 +54,10 @@ PROBED, SHORTEST = 8, 16
 
 WARM_UPS = (0, 1)
 """Keys of the texts that warm up: together they draft nearly all lengths, each of which may have to be captured once."""
+
+SETTLING = 4
+"""Rounds of a batch after the prompts that are not timed: reading these empties the caches, and the first one took half as
+long again as the tenth."""
 
 MOST_WARM_UPS, MOST_TRIES = 12, 3
 """Repetitions that warm up a GPU at most: a call is recorded the second time that its shape comes, and a text has few."""
@@ -64,7 +76,7 @@ def measure_profile(
     progress: Progress = shown,
     tree: str | None = None,
     clock: Clock = time.perf_counter,
-    shaping: Shaping = MODEL_DEFAULTS,
+    shaping: SamplingParams = MODEL_DEFAULTS,
     batch: Sequence[int] = (),
     verification: str = "auto",
 ) -> Profile:
@@ -92,7 +104,7 @@ def measure_profile(
     """
     check_token_ids(prompts)
     check_limits(depth=depth, temperature=temperature)
-    check_limit("depth", depth, least=1)
+    check_limit("depth", depth, low=1)
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(
@@ -102,10 +114,9 @@ def measure_profile(
     if effort.repetitions is None:
         new_tokens = _affordable(calibration(new_tokens=min(PROBED, new_tokens)), new_tokens, effort, clock)
     run = calibration(new_tokens=new_tokens)
-    cases = {  # by `cost_name`: of policies that share one the last is timed, for all
-        **run.cases(),
-        **run.warmed(decision_cases(pair, as_policies(policies), prompts, run.settings, sizes=batch)),
-    }
+    # Of policies that share a `cost_name` the last is timed, for all.
+    decisions = {p.cost_name: decision_case(pair, p, prompts, run.settings, None) for p in as_policies(policies)}
+    cases = {**run.cases(), **run.warmed(decisions)}
     return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
 
 
@@ -121,10 +132,10 @@ def _affordable(probe: CalibrationRun, most: int, effort: Effort, clock: Clock) 
 
 
 class CalibrationRun:
-    """Texts that are decoded to time the parts of a round: in turns of their own, or between those of a live comparison.
+    """Texts decoded to time the parts of a round: in turns of their own, or between those of a live comparison.
 
-    A shared machine changes its pace within minutes, and not equally for all sizes; what is compared with a prediction
-    is best timed in the same minutes as the profile that it is made from.
+    A shared machine changes its pace within minutes, and not equally for all sizes: what is compared with a prediction is
+    best timed in the same minutes as the profile that the prediction is made from.
 
     Args:
         pair, prompts, depth, temperature, new_tokens, tree, shaping, batch, verification: as of `measure_profile`.
@@ -143,38 +154,41 @@ class CalibrationRun:
         temperature: float,
         new_tokens: int = NEW_TOKENS,
         tree: str | None = None,
-        shaping: Shaping = MODEL_DEFAULTS,
+        shaping: SamplingParams = MODEL_DEFAULTS,
         batch: Sequence[int] = (),
         verification: str = "auto",
     ) -> None:
-        self.settings = Settings(
-            temperature, new_tokens, depth, ignore_eos=True, shaping=shaping, verification=verification
-        ).for_pair(pair)
+        check_limits(batch=max(batch, default=1))
+        shared: dict[str, Any] = {"ignore_eos": True, "shaping": shaping, "verification": verification}
+        self.settings = Settings(temperature, new_tokens, depth, **shared).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
-        self._script = Speculator(pair, Scripted(depth), self.settings)
-        # After a drafting round a plain one runs on cold caches, so plain decoding is timed as it is met: on its own.
-        self._plain = Speculator(pair, FixedLength(0), self.settings)
+        # After a drafting round a plain one runs on cold caches: plain decoding is timed as it occurs, on its own.
+        self._script, self._plain = (
+            Speculator(pair, policy, self.settings) for policy in (ChainScript(depth), FixedLength(0))
+        )
         for speculator in (self._script, self._plain):
             # From the context of the first round to that of the last.
             speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
         self._tree = None
         if tree:
-            self._tree = TreeRun(
-                pair, tree, temperature=temperature, new_tokens=new_tokens, shaping=shaping, verification=verification
-            )
-        check_limits(batch=max(batch, default=1))
-        # Batches end with fewer and fewer texts: between one and the smallest size costs are known by both.
-        sizes = sorted({1, *batch}) if batch else []
-        self._batches = [BatchRun(pair, streams, self.settings) for streams in sizes]
+            settings = Settings(temperature, new_tokens, tree=tree, **shared)
+            self._tree = Speculator(pair, TreeScript(settings.topology.deepest, settings.topology.width), settings)
+        self._batches = {
+            # Batches end with fewer and fewer texts: between one and the smallest size costs are known by both.
+            size: [
+                Speculator(pair, policy, self.settings, batch=size)
+                for policy in (BatchScript(size, depth), FixedLength(0))
+            ]
+            for size in sorted({1, *batch} if batch else ())
+        }
         self._timed: list[Seconds] = []
         self._contexts: tuple[list[float], list[float]] = [], []
 
     def cases(self) -> dict[str, Case]:
-        """Return what is to be timed in turns: chains, plain decoding among them, trees, and batches."""
-        cases: dict[str, Case] = {"rounds": self._rounds}
-        cases |= {f"batch {run.streams}": partial(self._batch, run) for run in self._batches}
-        return self.warmed(cases)
+        """Return what is timed in turns: chains with plain decoding and trees, and each batch size."""
+        batches = {f"batch {size}": partial(self._batch, size) for size in self._batches}
+        return self.warmed({"rounds": self._rounds, **batches})
 
     def warmed(self, cases: Mapping[str, Case]) -> dict[str, Case]:
         """Return cases whose warm-up goes on, in other rounds, until a GPU has recorded what they call for."""
@@ -196,11 +210,10 @@ class CalibrationRun:
 
     def _time(self, case: Case, number: int) -> Seconds:
         """Time a case, and again if a GPU has recorded calls meanwhile."""
-        counts: list[int] = [len(side) for side in self._contexts]
-        seconds: Seconds = {}
+        counts, seconds = [len(side) for side in self._contexts], dict[Key, Sequence[float]]()
         for _ in range(1 if self.on_host else MOST_TRIES):
             self._cut_contexts(counts)
-            before, seconds = Recorded.fresh, case(number)
+            before, seconds = Recorded.fresh, dict(case(number))
             if Recorded.fresh == before:
                 break
         return seconds
@@ -223,44 +236,38 @@ class CalibrationRun:
     def told(self, measurements: Measurements, facts: Mapping[str, Any] | None = None) -> Profile:
         """Return the profile that the measurements of its cases tell."""
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
-        depth, temperature = self.settings.max_depth, self.settings.temperature
-        measurements, carried = charged(measurements)
-        made = Profile.measured(measurements, (short, long), depth, temperature)
+        made = Profile.measured(
+            measurements, (short, long), self.settings.max_depth, self.settings.temperature,
+            shaping=self.settings.shaping.to_dict(), verification=self._script.mode.name,
+        )  # fmt: skip
         noise = made.noise.to_dict() if made.noise else {}
-        known = {**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))}
-        return dataclasses.replace(
-            made,
-            facts=known,
-            shaping=self.settings.shaping.to_dict(),
-            verification=self._script.mode.name,
-            carry_over=carried,
-        )
+        return dataclasses.replace(made, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
 
     def _rounds(self, number: int) -> Seconds:
-        """Decode texts of chains, then of trees: in one case, as one is compared with the other."""
-        trees = self._tree.play(number, self._texts(number)) if self._tree else {}
-        return {**self._chains(number), **trees}
-
-    def _chains(self, number: int) -> Seconds:
-        """Decode a text at each context, scripted and plain."""
-        if not number:
-            for key in WARM_UPS:
-                for tokens in self._texts(key):
-                    self._script.generate(tokens, key), self._plain.generate(tokens, key)
-            return {}
+        """Decode texts of chains and of trees at each context: in one case, since one is compared with the other."""
         timed: dict[Key, list[float]] = defaultdict(list)
-        for side, tokens in enumerate(self._texts(number)):
-            scripted, plain = self._script.generate(tokens, number), self._plain.generate(tokens, number)
-            _add_rounds(timed, CONTEXTS[side], scripted, plain)
-            self._contexts[side].extend(r.context for r in scripted.rounds if not r.cut)
+        for key in (number,) if number else WARM_UPS:
+            for context, side, tokens in zip(self._contexts, CONTEXTS, self._texts(key), strict=True):
+                scripted, plain = self._script.generate(tokens, key), self._plain.generate(tokens, key)
+                tree = self._tree.generate(tokens, key) if self._tree else None
+                if number:
+                    _add_text(timed, side, scripted, plain, tree)
+                    context.extend(r.context for r in scripted.rounds if not r.cut)
         return timed
 
-    def _batch(self, run: BatchRun, number: int) -> Seconds:
+    def _batch(self, size: int, number: int) -> Seconds:
         """Decode as many texts side by side as a batch has, at each context, scripted and plain."""
-        every = [self._texts(number * run.streams + at) for at in range(run.streams)]  # each stream another text
-        timed, contexts = run.play(number, list(zip(*every, strict=True)))
-        for side, known in enumerate(contexts if number else ()):
-            self._contexts[side].extend(known)
+        timed: dict[Key, list[float]] = defaultdict(list)
+        texts = [self._texts(number * size + at) for at in range(size)]  # each stream another text
+        for context, side, prompts in zip(self._contexts, CONTEXTS, zip(*texts, strict=True), strict=True):
+            requests = [Request(prompt, number) for prompt in prompts]
+            scripted, plain = (whole_rounds(run.run(requests)) for run in self._batches[size])
+            for parts in scripted[min(SETTLING, len(scripted) // 4) :]:
+                _add_batch_round(timed, side, parts)
+            for parts in plain[min(SETTLING, len(plain) // 4) :]:
+                timed[Key(BATCH_PLAIN, side, (size,))].append(sum(r.verify_s + r.outside_s for r in parts))
+            if number:
+                context.extend(sum(r.context for r in parts) / size for parts in scripted)
         return timed
 
     def _texts(self, number: int) -> list[list[int]]:
@@ -268,16 +275,16 @@ class CalibrationRun:
         return [stretch(self._prompts, length, number) for length in self._lengths]
 
 
-def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation) -> None:
-    """Add the timings of a scripted text and of a plain one at one context; rounds that were cut short are none."""
+def _add_text(
+    timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation, tree: Generation | None
+) -> None:
+    """Add the timings of texts at one context, without rounds that were cut short."""
     timed[Key(PREFILL, side, (scripted.prompt_tokens,))].append(scripted.prefill_s)
-    before = Before()
-    for r in scripted.rounds:
+    for at, r in enumerate(scripted.rounds):
         if r.cut:
             continue
-        timed[Key(ROUND, side, (r.verified,))].append(r.seconds)
-        if (earlier := before.add(r.verified)) is not None:
-            timed[Key(VERIFY, side, (r.verified, earlier))].append(r.verify_s)
+        if at:  # the first one runs after the prompt
+            timed[Key(VERIFY, side, (r.verified,))].append(r.verify_s)
         timed[Key(OUTSIDE, side, (r.drafted,))].append(r.outside_s)
         if r.drafted:
             # A drafter that reads nothing is timed as one that reads the root alone.
@@ -287,6 +294,21 @@ def _add_rounds(timed: dict[Key, list[float]], side: str, scripted: Generation, 
     whole = [r for r in plain.rounds if not r.cut]
     timed[Key(PLAIN, side)].extend(r.verify_s for r in whole)
     timed[Key(PLAIN_OUTSIDE, side)].extend(r.outside_s for r in whole)
+    for r in tree.rounds[1:] if tree else ():
+        if r.verified and not r.cut:  # of none: plain decoding, timed on its own
+            timed[Key(TREE_VERIFY, side, (r.verified,))].append(r.verify_s)
+            timed[Key(TREE_OUTSIDE, side, (r.drafted,))].append(r.outside_s)
+
+
+def _add_batch_round(timed: dict[Key, list[float]], side: str, parts: Sequence[Round]) -> None:
+    """Add the timings of one round; each stream's record has its share of them."""
+    sent = len(parts) + sum(r.verified for r in parts)
+    timed[Key(BATCH_VERIFY, side, (len(parts), sent))].append(sum(r.verify_s + r.outside_s for r in parts))
+    drafting = [r for r in parts if r.drafted]
+    # Steps are timed together: they tell a price only if all drafts went equally deep and none had its whole text to read.
+    if drafting and len({r.drafted for r in drafting}) == 1 and not any(r.backlog == r.context for r in drafting):
+        seconds = sum(r.first_draft_s + r.draft_s for r in parts)
+        timed[Key(BATCH_DRAFTS, side, (len(drafting), drafting[0].drafted))].append(seconds)
 
 
 def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:

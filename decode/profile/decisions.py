@@ -1,64 +1,84 @@
-"""What decisions cost, features included: timed in the loop, as a part of rounds, or alone (`alone`) for a profile."""
+"""What decisions cost, features included: timed in the loop, or without models for a profile that lacks them."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.errors import SpecstopWarning
-from ...policies.latency.estimate import DECISIONS
-from ...policies.latency.measurements import Key, Measurements
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
-from ...policies.validation import validate_policy
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.history import HISTORY_FEATURES
+from ...policies.host import PolicyHost, validate_policy
+from ...policies.measurements import DECISIONS, Key, Measurements
+from ...policies.profile import Profile
+from ..feature_reader import FeatureReader
+from ..hooks import Timer
 from ..loop import Request, Speculator
 from ..models.pair import Pair
+from ..records import Generation, Round
+from ..round_state import DraftScores, RoundState
 from ..settings import Settings
-from ..topology import Topology
-from .alone import measure_decision
-from .batches import whole_rounds
+from ..texts import Anchor, Text
+from ..topology import Topology, chain
 from .measuring import Case, Effort, Seconds, measure
 
 EFFORT = Effort(repetitions=8)
-"""Texts that decisions are timed on where nobody says otherwise."""
+"""Texts, or stretches of time, that decisions are timed in by default."""
 
+ROUNDS = 10
+"""Rounds without models in a stretch of time."""
 
-def streams_of(profile: Profile) -> tuple[int, ...]:
-    """Return about how many streams at once decisions are to be timed: one, and the most that the profile has costs of."""
-    return tuple(sorted({1, *(profile.batch.sizes[-1:] if profile.batch else ())}))
+CALLS = 3
+"""Decisions in a round without models, where the policy goes as deep."""
+
+HIDDEN = 1024
+"""Width of hidden states whose width is unknown."""
+
+SCRATCH = 1536
+"""Rows of the matrix whose product clears the caches."""
 
 
 def decision_case(
-    pair: Pair,
-    policy: StopPolicy,
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
-    streams: int,
-    profile: Profile | None,
+    pair: Pair, policy: StopPolicy, prompts: Sequence[Sequence[int]], settings: Settings, profile: Profile | None
 ) -> Case:
-    """Return the case of a policy's decisions in the live loop, about as many texts side by side each time."""
+    """Return the case of a policy's decisions in the live loop.
+
+    About one text, or where the policy decides nothing about one, about as many as the profile's largest batch.
+    """
+    streams = largest_batch(profile) if 1 in policy.unasked else 1
     speculator = Speculator(pair, policy, settings.for_policy(policy), profile, batch=streams)
 
     def case(number: int) -> Seconds:
         seconds: dict[Key, list[float]] = defaultdict(list)
-        some = [prompts[(number * streams + at) % len(prompts)] for at in range(streams)]
-        texts = speculator.run([Request(prompt, number) for prompt in some])
+        texts = speculator.run(
+            [Request(prompts[(number * streams + at) % len(prompts)], number) for at in range(streams)]
+        )
         if failure := next((text.failure for text in texts if text.failure is not None), None):
-            raise failure.as_error("its decisions cannot be timed")
+            raise failure
         # A text by itself is asked about in the round that ends it as in any other.
         for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
-            asked = [r.decisions for r in parts]
-            if any(asked):
-                counts = (asked[0],) if streams == 1 else (max(asked), sum(asked))
-                # Each stream's record bears its share.
-                seconds[Key(DECISIONS, policy.cost_name, counts)].append(sum(r.policy_s for r in parts))
+            if calls := max(r.decisions for r in parts):
+                # Each stream's record has its share.
+                seconds[Key(DECISIONS, policy.cost_name, (calls,))].append(sum(r.policy_s for r in parts))
         return seconds
 
     return case
+
+
+def whole_rounds(texts: Sequence[Generation]) -> list[list[Round]]:
+    """Return the rounds of texts that began together, until one of them ends."""
+    rounds = [list(parts) for parts in zip(*(text.rounds for text in texts), strict=False)]  # to the shortest
+    return [parts for parts in rounds if not any(r.cut for r in parts)]
 
 
 def loop_decisions(
@@ -70,44 +90,32 @@ def loop_decisions(
     effort: Effort = EFFORT,
     progress: Progress = silent,
 ) -> Measurements:
-    """Return the timings of decisions in the live loop by `cost_name`, features included, measured in alternation.
+    """Return the timings of decisions in the live loop by `cost_name`, features included, measured in turns.
 
     Args:
-        pair: Target and draft.
-        policies: Policies whose decisions are timed.
-        prompts: Token ids.
-        settings: Settings of the texts.
-        profile: If given, the time that a policy takes to observe each round is a part of its price.
-        effort: How long to measure.
-        progress: See `Progress`.
+        pair: target and draft.
+        policies: whose decisions are timed.
+        prompts: token ids.
+        settings: of the texts.
+        profile: if given, the time that a policy takes to observe each round is a part of its price.
+        effort: how long to measure.
+        progress: see `Progress`.
     """
-    sizes = streams_of(profile) if profile else ()
-    return measure(decision_cases(pair, policies, prompts, settings, profile, sizes), effort, progress=progress)
+    cases = {policy.cost_name: decision_case(pair, policy, prompts, settings, profile) for policy in policies}
+    return measure(cases, effort, progress=progress)
 
 
-def decision_cases(
-    pair: Pair,
-    policies: Sequence[StopPolicy],
-    prompts: Sequence[Sequence[int]],
-    settings: Settings,
-    profile: Profile | None = None,
-    sizes: Sequence[int] = (),
-) -> dict[str, Case]:
-    """Return the cases of policies' decisions by name: about one text, and about as many as the largest of `sizes`."""
-    return {
-        policy.cost_name + f", {texts} texts" * (texts > 1): decision_case(
-            pair, policy, prompts, settings, texts, profile
-        )
-        for texts in sorted({1, max(sizes, default=1)})
-        for policy in policies
-    }
+def largest_batch(profile: Profile | None) -> int:
+    """Return the most streams that the profile has costs of."""
+    return profile.batch.sizes[-1] if profile and profile.batch else 1
 
 
-def is_asked(policy: StopPolicy, sizes: Sequence[int]) -> bool:
-    """Whether a policy decides anything in batches of up to the largest of `sizes`."""
-    asked = (size not in policy.unasked for size in range(1, max(sizes, default=1) + 1))
-    # One whose first decision comes at its last depth, such as a fixed length, is never asked.
-    return policy.first < policy.max_depth and any(asked)
+def is_asked(policy: StopPolicy, profile: Profile | None = None) -> bool:
+    """Whether a policy decides anything in batches of up to the largest one of a profile."""
+    # One whose first decision comes at its last depth, such as a fixed length, is never called.
+    return policy.first < policy.max_depth and any(
+        n not in policy.unasked for n in range(1, largest_batch(profile) + 1)
+    )
 
 
 def add_decisions(
@@ -123,12 +131,9 @@ def add_decisions(
     """
     for policy in policies:
         validate_policy(policy)
-    sizes = streams_of(profile)
-    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, sizes)}
+    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, profile)}
     for policy in missing.values():
-        timed = measure_decision(
-            policy, vocabulary, profile.temperature, device_of(profile), widths, sizes, profile, tree
-        )
+        timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths, profile, tree)
         profile = profile.with_measured_decisions(timed)
     return profile
 
@@ -136,7 +141,7 @@ def add_decisions(
 def device_of(profile: Profile) -> torch.device:
     """Return the device that a profile was measured on: what a decision costs depends on where the logits lie.
 
-    The CPU, with a warning, in the place of one that this machine has not.
+    The CPU, with a warning, if this machine lacks it.
     """
     name = profile.facts.get("device", "cpu")
     for number in range(torch.cuda.device_count()):
@@ -146,3 +151,132 @@ def device_of(profile: Profile) -> torch.device:
         message = f"the profile is of {name}, which is not here: what decisions cost is measured on the CPU"
         warnings.warn(message, SpecstopWarning, stacklevel=2)
     return torch.device("cpu")
+
+
+@torch.inference_mode()
+def measure_decision(
+    policy: StopPolicy,
+    vocabulary: int,
+    temperature: float = 0.0,
+    device: torch.device | str = "cpu",
+    widths: Mapping[str, int] | None = None,
+    profile: Profile | None = None,
+    tree: Topology | None = None,
+) -> Measurements:
+    """Return the timings of all that a policy does in a round, without a model: features, decisions, selection, outcome.
+
+    Logits and hidden states are random and as wide as the pair's (`widths` by name, as in the header of a trace). A large
+    matrix product before each decision clears the processor's caches as a model call does.
+
+    Args:
+        policy: timed.
+        vocabulary: tokens of the pair.
+        temperature: of the sampling.
+        device: where logits lie.
+        widths: see above.
+        profile: what rounds cost, which a policy may hear of; None = nothing.
+        tree: that a typical round of it drafts; None = a chain.
+    """
+    alone = _RoundWithoutModels(policy, vocabulary, temperature, device, widths, profile, tree)
+    key = Key(DECISIONS, policy.cost_name, (alone.calls,))
+    return measure({policy.cost_name: lambda number: {key: [alone.play() for _ in range(ROUNDS)]}}, EFFORT)
+
+
+class _RoundWithoutModels:
+    """A round of one stream on random logits with `calls` decisions; arguments as of `measure_decision`."""
+
+    def __init__(
+        self,
+        policy: StopPolicy,
+        vocabulary: int,
+        temperature: float,
+        device: torch.device | str,
+        widths: Mapping[str, int] | None,
+        profile: Profile | None,
+        tree: Topology | None = None,
+    ) -> None:
+        if tree is None or tree.deepest <= policy.first:  # a tree without decisions
+            tree = chain(policy.first + min(CALLS, max(policy.max_depth - policy.first, 1)))
+        self._tree = tree
+        self.calls = min(CALLS, tree.deepest - policy.first)
+        self._policy, self._vocabulary = policy, vocabulary
+        sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
+        self._generator = torch.Generator().manual_seed(0)
+        self._scratch = torch.ones(SCRATCH, SCRATCH, device=device)
+        self._rows = max(sum(map(bool, tree.children[level[0] : level[-1] + 1])) for level in tree.levels)
+        self._hidden = {
+            name: self._random(1 if name == TARGET_HIDDEN else self._rows, sizes[name]) for name in policy.hidden
+        }
+        self._reader = FeatureReader(policy, tree, temperature, sizes)
+        # As in the live loop, a round is priced only for policies that read its seconds.
+        reads_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+        self._host = PolicyHost(policy, profile=profile if reads_seconds else None)
+        self._host.start(np.arange(1))
+        self._all = [np.ones((1, len(level)), dtype=bool) for level in tree.levels]
+        # The live loop skips outcomes for policies that do not observe them.
+        self._observes = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
+        self._timer = Timer(self._scratch.device)
+
+    def _random(self, rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, generator=self._generator, device="cpu").to(self._scratch.device)
+
+    def play(self) -> float:
+        """Return the seconds of the policy in a round."""
+        first, timer = self._policy.first, self._timer
+        self._logits = 3.0 * self._random(self._rows, self._vocabulary)
+        round = self._round(first + self.calls)
+        timer.restart()
+        self._reader.begin(round)
+        for depth in range(1, first):  # not timed: paths lead through it
+            self._reader.drawn(depth, self._scores(depth))
+            if self._reader.has_unread_path:
+                self._reader.read()
+        for depth in range(first, first + self.calls):
+            # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
+            self._scratch @ self._scratch[:8].T
+            if depth:
+                self._reader.drawn(depth, self._scores(depth))
+            with self._timed():
+                self._host.keep(self._reader.step(depth, self._all[depth], self._host.history))
+        if self._host.selects:
+            tree = round.draft_tree()
+            with self._timed():
+                self._host.select(tree)
+        if self._observes:
+            with self._timed():
+                self._host.finished(round)
+        return sum(timer.laps["policy"])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        mark = self._timer.mark()
+        yield
+        self._timer.add("policy", mark)
+
+    def _scores(self, depth: int) -> DraftScores:
+        """Return what the tokens of a depth were drawn from."""
+        tree = self._tree
+        fed = [row for row in tree.levels[depth - 1] if tree.children[row]]
+        logits, states = self._logits[: len(fed)], self._hidden.get(DRAFT_HIDDEN)
+        states = None if states is None else states[: len(fed)]
+        return DraftScores([(0, fed)], [len(tree.children[row]) for row in fed], logits, scores=logits, states=states)
+
+    def _round(self, depth: int) -> RoundState:
+        """Return a round that drafted the tree down to `depth`, with half of the depths accepted."""
+        tree, one = self._tree, np.ones(1, dtype=np.int64)
+        round = RoundState(tree, one > 0, 100 * one, one)
+        # Each candidate is among the likeliest tokens of the row that it is drawn from.
+        tokens = self._logits[0].topk(min(self._vocabulary, max(map(len, tree.children)))).indices.tolist()
+        round.tokens[0, 0] = 0
+        for children in tree.children:
+            for rank, row in enumerate(children):
+                round.tokens[0, row] = tokens[rank % len(tokens)]
+        round.anchors = [Anchor(self._logits, 0, self._hidden.get(TARGET_HIDDEN))]
+        # Only the last two tokens of a text are read.
+        round.texts = [cast(Text, SimpleNamespace(tokens=[0, int(round.tokens[0, 1])]))]
+        round.drawn[:] = (tree.depths > 0) & (tree.depths <= depth)
+        round.fed[:] = np.array([bool(children) for children in tree.children]) & (tree.depths < depth)
+        round.count()
+        round.accepted = one * (depth // 2)
+        round.committed, round.ended = round.accepted + 1, one < 0
+        return round

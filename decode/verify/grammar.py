@@ -1,7 +1,6 @@
 """Structured output: texts that match a JSON schema or a grammar, with any drafter, on chains and trees.
 
-Target and draft logits receive the same masks, so candidates match the grammar too. A matcher moves from one prefix to the
-next by rolling back and accepting tokens. It never parses a text from the start again.
+Target and draft logits receive the same masks, so candidates match the grammar too.
 """
 
 from __future__ import annotations
@@ -9,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,39 +18,55 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from ...policies.contract import Array
 from ...policies.errors import InputError
-from ...policies.text import strict_loads
-from ...policies.typing import Array
+from ...policies.safe_loading import strict_loads
 from .processors import PerText
 
 BACKENDS = ("llguidance", "xgrammar")
 """Supported backends, in the order of preference of `auto`."""
 
-_MOST_MASKS = 1024
-"""Maximum number of cached masks per text, more than one round requires."""
+_MAX_MATCHERS = 1024
+"""Maximum number of cached matchers per text, more than one round requires."""
 
 
-class LLGuidanceMatcher:
-    """Incremental matcher of one text, based on `llguidance.LLMatcher`.
+class Matcher(ABC):
+    """A grammar after one prefix of a text.
 
-    Attributes:
-        ends: end-of-text token ids. They are allowed where the grammar is complete and are never accepted.
+    Args:
+        matcher: matcher of a grammar library.
+        ends: end-of-text token ids. They are allowed where the grammar is complete.
     """
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self.ends, self._matcher = frozenset(ends), matcher
+    def __init__(self, matcher: Any, ends: Collection[int]) -> None:
+        self._matcher, self.ends = matcher, frozenset(ends)
 
-    def accept(self, token: int) -> bool:
-        """Append a token. Return False without a change of state if the grammar does not allow it."""
-        return bool(self._matcher.try_consume_tokens([token]))
+    @cached_property
+    def words(self) -> Array:
+        """[W] uint32 with one bit per token, set if the token is allowed next."""
+        return self._words()
 
-    def rollback(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens."""
-        if tokens:
-            self._matcher.rollback(tokens)
+    def allowed(self, vocabulary: int) -> Array:
+        """Return [V] bool, whether each token is allowed next."""
+        bits = np.unpackbits(self.words.view(np.uint8), bitorder="little")[:vocabulary]
+        return np.pad(bits, (0, vocabulary - len(bits))).astype(bool)  # padding of the vocabulary is not allowed
 
-    def mask(self) -> Array:
-        """Return [W] uint32 with one bit per token, set if the token is allowed next."""
+    @abstractmethod
+    def after(self, token: int) -> Matcher | None:
+        """Return the matcher after one more token; None if the grammar does not allow it."""
+
+    @abstractmethod
+    def _words(self) -> Array: ...
+
+
+class _LLGuidance(Matcher):
+    def after(self, token: int) -> Matcher | None:
+        if token in self.ends:
+            return None
+        matcher = self._matcher.deep_copy()  # 2 us
+        return _LLGuidance(matcher, self.ends) if matcher.try_consume_tokens([token]) else None
+
+    def _words(self) -> Array:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
         if self._matcher.is_error():
             raise InputError(
@@ -62,59 +79,51 @@ class LLGuidanceMatcher:
         return words
 
 
-class XGrammarMatcher:
-    """Like `LLGuidanceMatcher`, based on `xgrammar.GrammarMatcher`.
-
+class _XGrammar(Matcher):
+    """
     Args:
-        compiled: compiled grammar.
-        banned: [V] bool, tokens that xgrammar allows incorrectly.
+        matcher: of xgrammar; its stop tokens end a text.
+        possible: [V] bool, tokens that may be allowed.
     """
 
-    def __init__(self, compiled: Any, banned: Array | None = None) -> None:
+    def __init__(self, matcher: Any, possible: Array) -> None:
+        super().__init__(matcher, matcher.stop_token_ids)
+        self._possible = possible
+
+    def after(self, token: int) -> Matcher | None:
+        if token in self.ends or token >= len(self._possible) or not self._possible[token]:
+            return None
+        matcher = self._matcher.fork()
+        return _XGrammar(matcher, self._possible) if matcher.accept_token(token) else None
+
+    def _words(self) -> Array:
         import xgrammar
 
-        size = compiled.tokenizer_info.vocab_size
-        self._possible = np.ones(size, dtype=bool) if banned is None else ~banned
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._bits = xgrammar.allocate_token_bitmask(1, size)
-        # xgrammar sets the bits beyond the vocabulary. They are cleared here, otherwise padding would be allowed.
-        packed = np.zeros(4 * self._bits.shape[1], dtype=np.uint8)
-        packed[: -(-size // 8)] = np.packbits(self._possible, bitorder="little")
-        self._words = packed.view(np.uint32)
-        self.ends = frozenset(self._matcher.stop_token_ids)
-
-    def accept(self, token: int) -> bool:
-        """See `LLGuidanceMatcher.accept`."""
-        return token < len(self._possible) and bool(self._possible[token] and self._matcher.accept_token(token))
-
-    def rollback(self, tokens: int) -> None:
-        """See `LLGuidanceMatcher.rollback`."""
-        if tokens:
-            self._matcher.rollback(tokens)
-
-    def mask(self) -> Array:
-        """See `LLGuidanceMatcher.mask`."""
-        self._matcher.fill_next_token_bitmask(self._bits)
-        allowed: Array = self._bits[0].numpy().view(np.uint32) & self._words
-        return allowed
+        bits = xgrammar.allocate_token_bitmask(1, len(self._possible))
+        self._matcher.fill_next_token_bitmask(bits)
+        possible = np.zeros(4 * bits.shape[1], dtype=np.uint8)  # xgrammar also sets bits beyond the vocabulary
+        possible[: -(-len(self._possible) // 8)] = np.packbits(self._possible, bitorder="little")
+        words: Array = bits[0].numpy().view(np.uint32) & possible.view(np.uint32)
+        return words
 
 
-Matcher = LLGuidanceMatcher | XGrammarMatcher
+Compile = Callable[[Sequence[int]], Matcher]
+"""Returns the matcher at the start of a text for end-of-text token ids."""
 
 
 class Grammar(PerText):
-    """A constraint for `Shaping(processors=(grammar,))` or `generate(logits_processor=[grammar])`.
+    """A constraint for `SamplingParams(processors=(grammar,))` or `generate(logits_processor=[grammar])`.
 
     A text may end where the grammar is complete. The length limit may truncate it earlier; `matches` checks a text.
 
     Args:
         name: used in headers.
-        compile: maps the end-of-text token ids to a factory of matchers.
+        compile: see `Compile`.
     """
 
     def __init__(self, name: str, compile: Compile) -> None:
         self.name, self._compile = name, compile
-        self._compiled: dict[tuple[int, ...], Callable[[], Matcher]] = {}
+        self._compiled: dict[tuple[int, ...], Matcher] = {}
 
     @classmethod
     def from_json_schema(
@@ -131,7 +140,13 @@ class Grammar(PerText):
             InputError: the schema is invalid or has features that the backend does not support, or no backend is installed.
         """
         source = schema if isinstance(schema, str) else json.dumps(schema)
-        return cls._of("json-schema", _check_json(source), tokenizer, backend)
+        try:
+            parsed = strict_loads(source)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"json-schema: expected JSON; {_one_line(str(error))}") from None
+        if not isinstance(parsed, dict):
+            raise InputError(f"json-schema: expected an object, got {_one_line(json.dumps(parsed))}")
+        return cls._of("json-schema", source, tokenizer, backend)
 
     @classmethod
     def from_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, backend: str = "auto") -> Grammar:
@@ -154,32 +169,30 @@ class Grammar(PerText):
         return cls(f"{kind} {digest} ({selected})", compile_grammar(kind, source, tokenizer))
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
-        """Return a matcher at the start of a text.
-
-        Args:
-            eos: end-of-text token ids.
+        """Return the matcher at the start of a text.
 
         Raises:
-            InputError: `eos` is empty.
+            InputError: there is no end-of-text token.
         """
         ends = tuple(sorted(eos))
         if not ends:
             raise InputError(f"{self.name}: expected at least one end-of-text token, got none; set eos_token_id")
         if ends not in self._compiled:
             self._compiled[ends] = self._compile(ends)
-        return self._compiled[ends]()
+        return self._compiled[ends]
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> GrammarMask:
         """See `PerText.for_text`."""
-        return GrammarMask(lambda: self.matcher(eos), prompt)
+        return GrammarMask(self.matcher(eos), prompt)
 
     def matches(self, tokens: Sequence[int], eos: Sequence[int]) -> bool:
         """Return whether generated tokens form a complete text of the grammar; the end-of-text token is optional."""
-        matcher = self.matcher(eos)
-        text = list(tokens[:-1] if tokens and tokens[-1] in matcher.ends else tokens)
-        return all(map(matcher.accept, text)) and bool(
-            allowed(matcher.mask(), max(matcher.ends) + 1)[min(matcher.ends)]
-        )
+        matcher: Matcher | None = self.matcher(eos)
+        for index, token in enumerate(tokens):
+            if matcher is None or (token in matcher.ends and index + 1 == len(tokens)):
+                break
+            matcher = matcher.after(token)
+        return matcher is not None and bool(matcher.allowed(max(matcher.ends) + 1)[min(matcher.ends)])
 
 
 class XGrammarProcessor(PerText):
@@ -196,7 +209,7 @@ class XGrammarProcessor(PerText):
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> GrammarMask:
         """See `PerText.for_text`. The stop tokens of the compiled grammar end a text; `eos` is ignored."""
-        return GrammarMask(lambda: XGrammarMatcher(self._compiled), prompt)
+        return GrammarMask(_xgrammar_matcher(self._compiled), prompt)
 
 
 def is_xgrammar(processor: LogitsProcessor) -> bool:
@@ -205,99 +218,56 @@ def is_xgrammar(processor: LogitsProcessor) -> bool:
     return cls.__module__ == "xgrammar.contrib.hf" and cls.__name__ == "LogitsProcessor"
 
 
-class _Follower:
-    """A matcher at the current prefix of a text, with a cache of the masks of earlier prefixes."""
-
-    def __init__(self, matcher: Matcher) -> None:
-        self._matcher = matcher
-        self._accepted: tuple[int, ...] = ()
-        self._masks: dict[tuple[int, ...], Array | None] = {}
-
-    def mask(self, generated: tuple[int, ...]) -> Array | None:
-        """Return the mask of allowed next tokens, or None if the prefix does not match the grammar."""
-        if generated not in self._masks:
-            if len(self._masks) >= _MOST_MASKS:
-                self._masks.clear()
-            self._masks[generated] = self._matcher.mask() if self._follow(generated) else None
-        return self._masks[generated]
-
-    def _follow(self, generated: tuple[int, ...]) -> bool:
-        """Move the matcher to a prefix, at most to the first end-of-text token; return whether the prefix matches."""
-        accepted = self._accepted
-        common = len(accepted)
-        if generated[:common] != accepted:
-            pairs = zip(accepted, generated, strict=False)
-            common = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(accepted), len(generated)))
-        self._matcher.rollback(len(accepted) - common)
-        end, matches = common, True
-        while end < len(generated) and generated[end] not in self._matcher.ends:
-            if not (matches := self._matcher.accept(generated[end])):
-                break
-            end += 1
-        self._accepted = generated[:end]
-        return matches
-
-
 class GrammarMask(LogitsProcessor):
-    """Logits processor that sets the scores of tokens that a grammar does not allow to -inf.
-
-    The result is a function of (input_ids, scores).
+    """Sets the scores of tokens that a grammar does not allow to -inf. A prefix that does not match is not constrained.
 
     Args:
-        matcher: factory of matchers at the start of a text.
+        matcher: at the start of a text.
         prompt: number of tokens before the constrained text.
     """
 
-    def __init__(self, matcher: Callable[[], Matcher], prompt: int) -> None:
-        self._matcher, self._prompt = matcher, prompt
-        self._followers = [_Follower(matcher())]
+    def __init__(self, matcher: Matcher, prompt: int) -> None:
+        self._prompt, self._start = prompt, matcher
+        self._matchers: dict[tuple[int, ...], Matcher | None] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return masked scores [R, V]. As in transformers, each row is a separate text."""
-        while len(self._followers) < len(input_ids):
-            self._followers.append(_Follower(self._matcher()))
-        return self._masked(input_ids.tolist(), scores, self._followers)
+        """Return masked scores [R, V]."""
+        return self.masked(input_ids.tolist(), scores)
 
     def masked(self, prefixes: Sequence[Sequence[int] | None], scores: Tensor) -> Tensor:
-        """Return masked scores [R, V] of prefixes of one text. Rows with a prefix of None are not changed."""
-        return self._masked(prefixes, scores, self._followers[:1] * len(prefixes))
-
-    def _masked(
-        self, prefixes: Sequence[Sequence[int] | None], scores: Tensor, followers: Sequence[_Follower]
-    ) -> Tensor:
+        """Return masked scores [R, V] after prefixes of any lengths. Rows with a prefix of None are not changed."""
         banned = np.zeros(scores.shape, dtype=bool)
-        for row, (prefix, follower) in enumerate(zip(prefixes, followers, strict=False)):
-            if prefix is not None and (words := follower.mask(tuple(prefix[self._prompt :]))) is not None:
-                banned[row] = ~allowed(words, scores.shape[-1])
+        for row, prefix in enumerate(prefixes):
+            if prefix is not None and (matcher := self._after(tuple(prefix[self._prompt :]))) is not None:
+                banned[row] = ~matcher.allowed(scores.shape[-1])
         return scores.masked_fill(torch.from_numpy(banned).to(scores.device), -torch.inf)
 
-
-def allowed(words: Array, vocabulary: int) -> Array:
-    """Return a mask as bool [V]. Tokens beyond the last bit, such as padding of the vocabulary, are not allowed."""
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocabulary]
-    return np.pad(bits, (0, vocabulary - len(bits))).astype(bool)
+    def _after(self, generated: tuple[int, ...]) -> Matcher | None:
+        cached = len(generated)
+        while cached and generated[:cached] not in self._matchers:
+            cached -= 1
+        matcher = self._matchers[generated[:cached]] if cached else self._start
+        for length in range(cached + 1, len(generated) + 1):
+            matcher = None if matcher is None else matcher.after(generated[length - 1])
+            self._matchers[generated[:length]] = matcher
+        while len(self._matchers) > _MAX_MATCHERS:
+            del self._matchers[next(iter(self._matchers))]
+        return matcher
 
 
 def _installed_backend(name: str) -> str:
     """Return the name of an installed backend; `auto` is the first one."""
     if name not in ("auto", *BACKENDS):
         raise InputError(f"backend: expected auto, {' or '.join(BACKENDS)}, got {name!r}")
-    installed = [backend for backend in BACKENDS if name in ("auto", backend) and importlib.util.find_spec(backend)]
-    if not installed:
-        requirement = "specstop[grammar]" if name == "auto" else name
-        raise InputError(
-            f"structured output: expected {'llguidance or xgrammar' if name == 'auto' else name} to be installed; "
-            f"python -m pip install '{requirement}'"
-        )
-    return installed[0]
-
-
-Compile = Callable[[Sequence[int]], Callable[[], Matcher]]
-"""Maps the end-of-text token ids to a factory of matchers."""
+    for backend in BACKENDS:
+        if name in ("auto", backend) and importlib.util.find_spec(backend):
+            return backend
+    names, requirement = (" or ".join(BACKENDS), "specstop[grammar]") if name == "auto" else (name, name)
+    raise InputError(f"structured output: expected {names} to be installed; python -m pip install '{requirement}'")
 
 
 def _compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Compile:
-    """Parse a JSON schema or a grammar (Lark, or EBNF with `::=`) with llguidance; return a function that compiles it."""
+    """Parse a JSON schema or a grammar (Lark, or EBNF with `::=`) with llguidance."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
     from llguidance.hf import from_tokenizer
@@ -312,7 +282,7 @@ def _compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBa
     if fault := LLMatcher.validate_grammar(grammar):
         raise _invalid(kind, fault)
 
-    def compile_for(ends: Sequence[int]) -> Callable[[], Matcher]:
+    def compile_for(ends: Sequence[int]) -> Matcher:
         ends = [end for end in ends if end < len(tokenizer)]  # ids in the padding of the vocabulary are not tokens
         try:
             ll_tokenizer = from_tokenizer(tokenizer, eos_token=list(ends))  # type: ignore[arg-type]
@@ -322,53 +292,46 @@ def _compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBa
             ) from None
         if fault := LLMatcher.validate_grammar(grammar, ll_tokenizer):
             raise _invalid(kind, fault)
-        template = LLMatcher(ll_tokenizer, grammar, log_level=0)
-        return lambda: LLGuidanceMatcher(template.deep_copy(), ends)
+        return _LLGuidance(LLMatcher(ll_tokenizer, grammar, log_level=0), ends)
 
     return compile_for
 
 
 def _compile_xgrammar(kind: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Compile:
-    """Parse a grammar with xgrammar and return a function that compiles it; see `_compile_llguidance`."""
+    """Parse a JSON schema or a grammar with xgrammar."""
     import xgrammar
 
     try:
         if kind == "json-schema":
             grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=1)
-        elif "::=" in source:
-            grammar = xgrammar.Grammar.from_ebnf(source)
         else:
-            grammar = xgrammar.Grammar.from_lark(source)
+            grammar = xgrammar.Grammar.from_ebnf(source) if "::=" in source else xgrammar.Grammar.from_lark(source)
     except RuntimeError as error:
         raise _invalid(kind, str(error)) from None
 
-    def compile_for(ends: Sequence[int]) -> Callable[[], Matcher]:
+    def compile_for(ends: Sequence[int]) -> Matcher:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=list(ends))
         compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(grammar)
-        banned = None
-        if kind == "json-schema":
-            # xgrammar 0.2.8 allows raw control characters in strings with `maxLength`. JSON does not.
-            banned = np.array([any(byte < 32 for byte in token) for token in info.decoded_vocab])
-        return lambda: XGrammarMatcher(compiled, banned)
+        # xgrammar 0.2.8 allows raw control characters in JSON strings with `maxLength`. JSON does not.
+        return _xgrammar_matcher(compiled, 32 if kind == "json-schema" else 0)
 
     return compile_for
 
 
-def _check_json(schema: str) -> str:
-    """Return the validated text of a JSON schema; `true` becomes an empty object."""
-    try:
-        parsed = strict_loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"json-schema: expected JSON; {_one_line(str(error))}") from None
-    if parsed is True:
-        return "{}"
-    if not isinstance(parsed, dict):
-        raise InputError(f"json-schema: expected an object, got {_one_line(json.dumps(parsed))}")
-    return schema
+def _xgrammar_matcher(compiled: Any, min_byte: int = 0) -> Matcher:
+    """Return the matcher of a compiled grammar, without tokens that contain bytes below `min_byte`."""
+    import xgrammar
+
+    vocabulary = compiled.tokenizer_info.decoded_vocab
+    possible = (
+        np.array([all(byte >= min_byte for byte in token) for token in vocabulary])
+        if min_byte
+        else (np.ones(compiled.tokenizer_info.vocab_size, dtype=bool))
+    )
+    return _XGrammar(xgrammar.GrammarMatcher(compiled), possible)
 
 
 def _invalid(kind: str, fault: str) -> InputError:
-    """Return the error for a grammar that cannot be compiled."""
     return InputError(f"{kind}: expected a valid and supported {kind}; {_one_line(fault)}")
 
 

@@ -1,4 +1,4 @@
-"""The verification modes by name."""
+"""The verification modes by name, and checks of a policy and a tree against them."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from ...policies.features import FEATURES, Kind
 from ...policies.learned import LearnedPolicy
 from ..topology import Topology
 from .base import Verification
-from .lossy import Typical
-from .match import Match
-from .point import Point
+from .match import Match, Point
 from .rejection import Block, Rejection, RejectionReplace
+from .typical import Typical
 
 MODES: dict[str, type[Verification]] = {
     mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, Typical)
 }
-"""Every mode by name."""
+"""All modes by name."""
 
-PLACE_FEATURES = ("depth", "branch_rank")
-"""POST features that tell where a token stands, not which it is."""
+POSITION_FEATURES = ("depth", "branch_rank")
+"""POST features that do not depend on the drawn token."""
 
 
 def check_mode_name(name: str) -> None:
-    """Refuse what is neither `auto` nor the name of a mode.
+    """Check that a name is `auto` or the name of a mode.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: it is not.
     """
-    if name == "target_init":
-        raise InputError("--verification: target_init is lossy and no mode of the loop; run benchmarks/target_init.py")
     if name != "auto" and name not in MODES:
-        known, meant = ", ".join(MODES), close_match(str(name), MODES)
-        raise InputError(f"--verification: expected auto or one of {known}, not {name!r}{meant}")
+        hint = close_match(str(name), MODES)
+        raise InputError(f"--verification: expected auto or one of {', '.join(MODES)}, not {name!r}{hint}")
 
 
 def find_mode(name: str, temperature: float) -> Verification:
-    """Return the mode called `name`; at temperature 0 all of them are greedy matching.
+    """Return the mode called `name`; `match` at temperature 0, as all modes are then greedy matching.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is no such mode.
     """
     check_mode_name(name)
     return Match() if temperature == 0.0 else MODES[name]()
@@ -48,14 +45,14 @@ def find_mode(name: str, temperature: float) -> Verification:
 def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature: float) -> str:
     """Return the name of a mode; `auto` becomes the fastest lossless one for this policy and tree.
 
-    A learned policy keeps the mode it was trained for. Others get block verification on a chain, and `match` on a tree and
-    at temperature 0; `match` also where the policy reads what only that has (measured: `benchmarks/verification.py`).
+    That is the mode a learned policy was trained for. For other policies it is `block` on a chain, and `match` on a tree, at
+    temperature 0 and if `block` does not support the policy (measured by `benchmarks/verification.py`).
     """
     if name != "auto":
         return name
     if isinstance(policy, LearnedPolicy):
         return policy.metadata.verification
-    if temperature == 0.0 or not _reached(topology, policy).is_chain:
+    if temperature == 0.0 or not _drafted(topology, policy).is_chain:
         return Match.name
     try:
         check_mode(Block(), policy, topology)
@@ -64,40 +61,36 @@ def resolve_mode(name: str, policy: StopPolicy, topology: Topology, temperature:
     return Block.name
 
 
-def _reached(topology: Topology, policy: StopPolicy) -> Topology:
-    """Return what of a topology a policy can draft; at least a level, so that plain decoding is verified as others are."""
+def _drafted(topology: Topology, policy: StopPolicy) -> Topology:
+    """Return the part of a topology that a policy can draft; one level for plain decoding."""
     return topology.limited(max(policy.max_depth, 1))
 
 
 def describe(name: str) -> str:
-    """Return a mode's name with its label, for reports."""
+    """Return the name of a mode and whether it is lossless, for reports."""
     return f"{name} ({'lossless' if name == 'auto' or MODES[name].lossless else 'LOSSY'})"
 
 
 def is_trimming(policy: StopPolicy) -> bool:
-    """Whether a policy may leave drawn tokens out of the verification."""
+    """Whether a policy may exclude drawn tokens from verification."""
     return policy.trims or type(policy).select is not StopPolicy.select
 
 
 def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> None:
-    """Refuse what the mode cannot verify, or not without a bias.
+    """Check that a mode supports a policy and a tree.
 
     Raises:
-        InputError: the tree is not of the mode's kind.
-        PolicyError: the policy reads what the mode does not have, or would trim by what must not matter.
+        InputError: the mode verifies chains only.
+        PolicyError: the policy reads features that the mode does not have, or would bias the output.
     """
-    if mode.chains_only and not _reached(topology, policy).is_chain:
+    if mode.chains_only and not _drafted(topology, policy).is_chain:
         raise InputError(f"--verification {mode.name}: expected a chain, not the tree {topology.name}; use rejection")
-    names = [FEATURES[name] for name in policy.features]
-    noisy = [f.name for f in names if f.name.startswith("noisy_")]
+    noisy = [name for name in policy.features if name.startswith("noisy_")]
     if noisy and mode.name != Match.name:
-        raise PolicyError(
-            f"{policy.name}: reads {', '.join(noisy)}, which only match verification has; "
-            "use it, or a policy without them"
-        )
-    drawn = [f.name for f in names if f.kind is Kind.POST and f.name not in PLACE_FEATURES]
+        raise PolicyError(f"{policy.name}: reads {', '.join(noisy)}, which requires match verification")
+    drawn = [n for n in policy.features if FEATURES[n].kind is Kind.POST and n not in POSITION_FEATURES]
     if mode.hides and is_trimming(policy) and drawn:
         raise PolicyError(
-            f"{policy.name}: leaves drawn tokens out and reads {', '.join(drawn)} of them, which would bias the output "
-            f"under {mode.name}; use match verification, or features that do not depend on the drawn token"
+            f"{policy.name}: excludes drawn tokens and reads {', '.join(drawn)}, which would bias the output under "
+            f"{mode.name}; use match verification, or features that do not depend on the drawn token"
         )

@@ -1,341 +1,266 @@
-"""Sampling parameters, and samplers that apply transformers' logits processors to rows of logits with their prefixes."""
+"""Sampling parameters, their defaults from a model's `generation_config`, and the logits processors that apply them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.logits_process import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
+from transformers.generation import logits_process as library
 
-from ...policies.errors import InputError
+from ...policies.errors import InputError, SpecstopWarning
 from ...policies.limits import check_limits
-from .grammar import GrammarMask, XGrammarProcessor, is_xgrammar
-from .model_defaults import (
-    APPLIED,
-    LEFT_OUT,
-    REFUSED,
-    as_json,
-    check_fields,
-    is_neutral,
-    library_processors,
-    processor_options,
-)
+from .grammar import XGrammarProcessor, is_xgrammar
 from .processors import PerText, check_processor, processor_name
 
-_TRUNCATING = (
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-)
-"""Processors that remove unlikely tokens. Draft and target remove different tokens."""
-
-_TOKEN_INDEPENDENT = (*_TRUNCATING, TemperatureLogitsWarper)
-"""Processors that do not read the tokens of the prefix."""
-
-_OPTIONS = {
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram": "no_repeat_ngram_size",
-    "min_new_tokens": "min_new_tokens",
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "suppress_tokens", "top_h"), None),
+    **dict.fromkeys(("encoder_no_repeat_ngram_size", "min_length", "min_new_tokens", "no_repeat_ngram"), 0),
+    **dict.fromkeys(("encoder_repetition_penalty", "repetition_penalty", "top_p", "typical_p"), 1.0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "min_p", "top_k"), 0),
+    **dict.fromkeys(("remove_invalid_values", "renormalize_logits"), False),
 }
-"""Options of `Shaping` by name, with their fields of `GenerationConfig`."""
+"""All options by name, with the values that have no effect. They are the fields of `GenerationConfig` for which transformers
+creates logits processors, except that `no_repeat_ngram` is the field `no_repeat_ngram_size`."""
 
-_LIMIT = "max_new_tokens"
-"""Key in `others` for the length at which `forced_eos_token_id` applies."""
+WARPERS = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_k", "top_p", "typical_p"})
+"""Options that greedy decoding ignores."""
+
+IGNORED = {**dict.fromkeys(("dola_layers", "max_time", "stop_strings"), None), "num_beams": 1, "penalty_alpha": 0.0}
+"""Fields that select another decoding method or end texts early, with their neutral values. They cause a warning."""
+
+INERT = frozenset(
+    {
+        # Options of a run, beam search, and drafting and caching, which do not change the text.
+        "do_sample", "temperature", "max_length", "max_new_tokens", "num_return_sequences", "seed", "diversity_penalty",
+        "early_stopping", "length_penalty", "low_memory", "num_beam_groups", "assistant_confidence_threshold",
+        "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind", "cache_config", "cache_implementation",
+        "compile_config", "continuous_batching_config", "disable_compile", "is_assistant", "max_cache_len",
+        "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "prefill_chunk_size",
+        "prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_cache", "use_mtp",
+        # Return values of `generate`, and token ids; the end-of-text ids are loaded with the pair.
+        "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
+        "bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id", "transformers_version",
+    }
+)  # fmt: skip
+"""Fields that do not change the text of a run."""
+
+STATELESS = (
+    library.EncoderNoRepeatNGramLogitsProcessor, library.EncoderRepetitionPenaltyLogitsProcessor,
+    library.EpsilonLogitsWarper, library.EtaLogitsWarper, library.ExponentialDecayLengthPenalty,
+    library.ForcedBOSTokenLogitsProcessor, library.ForcedEOSTokenLogitsProcessor, library.InfNanRemoveLogitsProcessor,
+    library.LogitNormalization, library.MinLengthLogitsProcessor, library.MinNewTokensLengthLogitsProcessor,
+    library.MinPLogitsWarper, library.NoBadWordsLogitsProcessor, library.NoRepeatNGramLogitsProcessor,
+    library.RepetitionPenaltyLogitsProcessor, library.SequenceBiasLogitsProcessor,
+    library.SuppressTokensAtBeginLogitsProcessor, library.SuppressTokensLogitsProcessor, library.TemperatureLogitsWarper,
+    library.TopHLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper, library.TypicalLogitsWarper,
+    library.WatermarkLogitsProcessor,
+)  # fmt: skip
+"""Processors of transformers that are functions of (input_ids, scores)."""
+
+_NEUTRAL_FIELDS = {**NEUTRAL, **IGNORED, "guidance_scale": 1.0, "token_healing": False}
 
 
-@dataclass(frozen=True)
-class Shaping:
-    """Sampling parameters besides the temperature.
+@dataclass(init=False, eq=False)
+class SamplingParams:
+    """Sampling parameters other than the temperature.
 
-    Attributes:
-        top_k, top_p, min_p: truncation; 0, 1 and 0 disable it.
-        repetition_penalty: 1 disables it.
-        no_repeat_ngram: length of n-grams that must not repeat; 0 disables it.
-        min_new_tokens: minimum number of tokens before the end of text.
-        processors: further logits processors of transformers, or a `Grammar`, applied after these and before the temperature.
-        others: further fields of `GenerationConfig` by name, such as `typical_p` or `bad_words_ids`; None disables a field
-            that the model sets.
-        model_defaults: whether options that are None or missing in `others` default to the target's `generation_config`.
+    Args:
+        processors: further logits processors of transformers, or a `Grammar`, applied after the options and before the
+            temperature.
+        model_defaults: whether options that are not set default to the target's `generation_config`.
+        length_limit: number of new tokens at which `forced_eos_token_id` applies, set by the run.
+        options: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `no_repeat_ngram` (length of n-grams that must not repeat),
+            `min_new_tokens` (before the end of text), and the other names in `NEUTRAL`. None = not set.
+
+    Raises:
+        InputError: an option is unknown or out of range.
     """
 
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram: int | None = None
-    min_new_tokens: int | None = None
-    processors: tuple[LogitsProcessor, ...] = ()
-    others: Mapping[str, Any] = field(default_factory=dict)
-    model_defaults: bool = True
+    processors: tuple[LogitsProcessor, ...]
+    model_defaults: bool
+    length_limit: int | None
+    options: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        check_limits(**vars(self))
-        known = {*APPLIED, *REFUSED, *LEFT_OUT, _LIMIT} - {*_OPTIONS.values()}
-        if unknown := sorted(set(self.others) - known):
-            raise InputError(f"others: expected fields among {', '.join(sorted(known))}, not {', '.join(unknown)}")
+    def __init__(
+        self,
+        *,
+        processors: tuple[LogitsProcessor, ...] = (),
+        model_defaults: bool = True,
+        length_limit: int | None = None,
+        **options: Any,
+    ) -> None:
+        if unknown := sorted(options.keys() - NEUTRAL.keys()):
+            raise InputError(f"sampling options: expected {', '.join(sorted(NEUTRAL))}, not {', '.join(unknown)}")
+        check_limits(**options)
+        self.processors, self.model_defaults, self.length_limit = processors, model_defaults, length_limit
+        self.options = {name: value for name, value in options.items() if value is not None}
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Shaping:
+    def from_dict(values: Mapping[str, Any]) -> SamplingParams:
         """Return the parameters that `to_dict` describes, without defaults of a model.
 
         Raises:
             InputError: an option is unknown or out of range, or there are processors, which cannot be restored by name.
         """
-        known = {*_OPTIONS, *APPLIED} - {*_OPTIONS.values()} | {*_OPTIONS}
-        if unknown := sorted(set(values) - known):
-            raise InputError(
-                f"sampling options: {', '.join(unknown)} cannot be restored; known: {', '.join(sorted(known))}"
-            )
-        options = {name: value for name, value in values.items() if name in _OPTIONS}
-        others = {name: value for name, value in values.items() if name not in _OPTIONS}
-        return Shaping(**options, others=others, model_defaults=False)
-
-    def with_defaults(self, defaults: Mapping[str, Any], max_new_tokens: int | None = None) -> Shaping:
-        """Return the parameters with unset options replaced by the defaults of a model.
-
-        Args:
-            defaults: result of `model_defaults`.
-            max_new_tokens: length limit, at which a token may be forced.
-
-        Raises:
-            InputError: a default is not supported.
-        """
-        if not self.model_defaults:
-            return self
-        fields = {**defaults, **self.others}
-        fields |= {field: value for name, field in _OPTIONS.items() if (value := getattr(self, name)) is not None}
-        fields = check_fields(fields)
-        if self.min_new_tokens is not None:
-            fields.pop("min_length", None)  # same precedence as in `generate`
-        options = {name: fields.pop(field, None) for name, field in _OPTIONS.items()}
-        if "forced_eos_token_id" in fields and max_new_tokens is not None:
-            fields[_LIMIT] = max_new_tokens
-        try:
-            complete = replace(self, **options, others=fields, model_defaults=False)
-            complete.build(1.0, 1, (0,), torch.device("cpu"), (0,))
-        except InputError as error:
-            raise InputError(f"the target's generation_config: {error.command_line}") from None
-        return complete
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of `GenerationConfig` that are not neutral, by name, without `processors`."""
-        values = {field: getattr(self, name) for name, field in _OPTIONS.items()}
-        values |= {name: value for name, value in self.others.items() if name in APPLIED}
-        return {name: value for name, value in values.items() if not is_neutral(value, APPLIED[name])}
+        if "processors" in values:
+            raise InputError(f"sampling options: the processors {values['processors']} cannot be restored")
+        return SamplingParams(**values, model_defaults=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options that are not neutral as JSON values, and the type names of `processors`."""
-        option = {field: name for name, field in _OPTIONS.items()}
-        values = {option.get(name, name): as_json(value) for name, value in self.fields().items()}
+        """Return the options that have an effect as JSON values, and the names of `processors`."""
+        values = {name: _as_json(value) for name, value in self.options.items() if not _is_neutral(name, value)}
         names = list(map(processor_name, self.processors))
         return values | ({"processors": names} if names else {})
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether a processor reads the tokens of the prompt."""
-        return any(name.startswith("encoder_") for name in self.others)
-
     def override(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `to_dict` of a trace with the options that are set here replaced."""
-        chosen = {name for name in _OPTIONS if getattr(self, name) is not None} | {*self.others}
-        kept = {name: value for name, value in values.items() if name not in chosen} if self.model_defaults else {}
+        """Return the options of a trace (`to_dict`), replaced by those that are set in these parameters."""
+        kept = {name: value for name, value in values.items() if self.model_defaults and name not in self.options}
         return kept | self.to_dict()
 
-    def build(
-        self, temperature: float, prompt: int, eos: Sequence[int], device: torch.device, tokens: Sequence[int] = ()
-    ) -> LogitsProcessorList:
-        """Return the logits processors of one text, as `generate` creates them; empty if the temperature is all there is.
+    def with_defaults(self, config: GenerationConfig | None, max_new_tokens: int | None = None) -> SamplingParams:
+        """Return the parameters with unset options replaced by those of a model's `generation_config`.
 
-        Args:
-            temperature: 0 = greedy decoding.
-            prompt: length of the prompt.
-            eos: end-of-text ids.
-            device: of the logits.
-            tokens: token ids of the prompt, which some processors read.
+        Raises:
+            InputError: a default is not supported, or transformers rejects its value.
         """
-        fields = self.fields()
-        if not fields and not self.processors:
-            return LogitsProcessorList()
-        ids = torch.tensor(list(tokens), dtype=torch.int64, device=device) if len(tokens) else prompt
-        ends = torch.tensor(list(eos), dtype=torch.int64, device=device) if eos else None
-        others = LogitsProcessorList(
-            one.for_text(prompt, eos) if isinstance(one, PerText) else one for one in self.processors
-        )
-        limit = self.others.get(_LIMIT)
-        processors = library_processors(fields, others, float(temperature), ids, limit, ends, device)
-        only_temperature = all(
-            type(one) is TemperatureLogitsWarper and one not in self.processors for one in processors
-        )
-        return LogitsProcessorList() if only_temperature else processors
+        if not self.model_defaults:
+            return self
+        defaults = model_defaults(config)
+        for name, value in defaults.items():
+            if name not in NEUTRAL and name not in IGNORED:
+                raise InputError(
+                    f"the target's generation_config sets {name}={value!s:.60}, which is not supported; pass "
+                    "--no-model-defaults to decode without the model's sampling defaults"
+                )
+        if ignored := [f"{name}={defaults.pop(name)!s:.60}" for name in IGNORED if name in defaults]:
+            warnings.warn(
+                f"the target's generation_config sets {', '.join(ignored)}, which is ignored: texts are decoded token by "
+                "token until an end-of-text token or the length limit",
+                SpecstopWarning,
+                stacklevel=4,
+            )
+        if "min_new_tokens" in self.options:
+            defaults.pop("min_length", None)  # same precedence as in `generate`
+        options = {name: v for name, v in {**defaults, **self.options}.items() if not _is_neutral(name, v)}
+        try:
+            params = SamplingParams(
+                processors=self.processors, model_defaults=False, length_limit=max_new_tokens, **options
+            )
+            params.build(1.0, (0,), (0,), torch.device("cpu"))
+        except InputError as error:
+            raise InputError(f"the target's generation_config: {error.command_line}") from None
+        return params
 
-    def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> Shaping:
+    def with_processors(self, processors: Iterable[LogitsProcessor]) -> SamplingParams:
+        """Return the same options with other processors."""
+        return SamplingParams(
+            processors=tuple(processors), model_defaults=self.model_defaults, length_limit=self.length_limit,
+            **self.options,
+        )  # fmt: skip
+
+    def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> SamplingParams:
         """Return the parameters with processors that can be called for any prefix in any order.
 
         Raises:
             InputError: a processor depends on more than the tokens, or cannot be copied.
         """
-        processors = tuple(
-            XGrammarProcessor(one) if is_xgrammar(one) else check_processor(one, vocabulary, device, batch)
+        return self.with_processors(
+            one if type(one) in STATELESS
+            else XGrammarProcessor(one) if is_xgrammar(one)
+            else check_processor(one, vocabulary, device, batch)
             for one in self.processors
+        )  # fmt: skip
+
+    def build(
+        self, temperature: float, prompt: Sequence[int], eos: Sequence[int], device: torch.device
+    ) -> LogitsProcessorList:
+        """Return the logits processors of one text, as `generate` creates them; empty if the temperature is all there is.
+
+        Args:
+            temperature: 0 = greedy decoding.
+            prompt: token ids, including padding.
+            eos: end-of-text ids.
+            device: of the logits.
+
+        Raises:
+            InputError: transformers rejects the value of a field.
+        """
+        from transformers import GenerationMixin
+
+        options = {name: value for name, value in self.options.items() if not _is_neutral(name, value)}
+        if not options and not self.processors:
+            return LogitsProcessorList()
+
+        class Builder(GenerationMixin):
+            """Minimal model with the attributes that `_get_logits_processor` reads."""
+
+            config = PreTrainedConfig()
+
+        config: Any = GenerationConfig()
+        if not eos:
+            options.pop("exponential_decay_length_penalty", None)  # applies only to end-of-text tokens
+        if self.length_limit is None:
+            options.pop("forced_eos_token_id", None)
+        else:
+            config.max_length = len(prompt) + self.length_limit
+        for name, value in options.items():  # the constructor would log incompatible fields
+            setattr(config, "no_repeat_ngram_size" if name == "no_repeat_ngram" else name, value)
+        config.do_sample, config.temperature = temperature > 0, float(temperature)
+        ids, ends = (torch.tensor(list(values), dtype=torch.int64, device=device) for values in (prompt, eos))
+        config._eos_token_tensor = ends if eos else None
+        others = LogitsProcessorList(
+            one.for_text(len(prompt), eos) if isinstance(one, PerText) else one for one in self.processors
         )
-        return replace(self, processors=processors)
+        builder: Any = Builder()
+        try:
+            processors: LogitsProcessorList = builder._get_logits_processor(
+                config, len(prompt), ids[None], None, others, str(device), {}
+            )
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{' '.join(str(error).split())}") from None
+        only_temperature = not others and all(type(one) is library.TemperatureLogitsWarper for one in processors)
+        return LogitsProcessorList() if only_temperature else processors
 
 
-MODEL_DEFAULTS = Shaping()
+MODEL_DEFAULTS = SamplingParams()
 """The defaults of the target's `generation_config`."""
 
-UNCHANGED = Shaping(model_defaults=False)
+UNCHANGED = SamplingParams(model_defaults=False)
 """The temperature alone, whatever the defaults of the model are."""
 
 
-def effective_sampling(shaping: Shaping, temperature: float) -> tuple[float, dict[str, Any]]:
-    """Return the temperature and `to_dict`, with processors of transformers replaced by their equivalent options.
+def model_defaults(config: GenerationConfig | None) -> dict[str, Any]:
+    """Return the options that a model's `generation_config` sets, as JSON values by name.
 
-    `generate` converts its options, including the temperature, to processors. Traces and policies use the options.
+    They include fields that are not options, as `with_defaults` ignores or rejects them.
     """
-    factor, options, others = processor_options(shaping.processors)
-    values = shaping.to_dict() | options
-    values.pop("processors", None)
-    if "min_new_tokens" in values:
-        values.pop("min_length", None)  # `generate` creates both from one option
-    return temperature * factor, values | ({"processors": others} if others else {})
+    fields = {} if config is None else {name: value for name, value in vars(config).items() if name[0] != "_"}
+    fields["no_repeat_ngram"] = fields.pop("no_repeat_ngram_size", None)
+    valid = {*vars(GenerationConfig()), "no_repeat_ngram"} - INERT
+    options = {n: _as_json(value) for n, value in fields.items() if n in valid and not _is_neutral(n, value)}
+    if options.get("min_new_tokens") is not None:
+        options.pop("min_length", None)  # same precedence as in `generate`
+    return options
 
 
-class Sampler:
-    """Processes raw logits of one text; the result is the logits of the sampling distribution (or of the greedy choice).
-
-    Args:
-        processors: from `Shaping.build`; if empty, the logits are divided by the temperature.
-        temperature: of the text.
-        padding: tokens left of every prefix.
-
-    Attributes:
-        reads_prefix: whether there are processors.
-        constrained: whether there is a grammar, so that no token may remain.
-        untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
-    """
-
-    def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
-        self.padding = list(padding)
-        self.reads_prefix = len(processors) > 0
-        self.constrained = any(isinstance(processor, GrammarMask) for processor in processors)
-        self.untruncated: Tensor | None = None
-        # A grammar that comes first masks rows of any length in one call.
-        self._grammar = processors[0] if processors and isinstance(processors[0], GrammarMask) else None
-        self._processors = LogitsProcessorList(processors[1:] if self._grammar is not None else processors)
-        self._temperature = temperature
-        truncating = [at for at, processor in enumerate(self._processors) if isinstance(processor, _TRUNCATING)]
-        self._first_truncating = truncating[0] if truncating else len(self._processors)
-        self._reads_tokens = not all(type(processor) in _TOKEN_INDEPENDENT for processor in self._processors)
-
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [R, V] processed logits.
-
-        Args:
-            logits: [R, V] raw; not modified.
-            prefixes: returns the R token lists that the rows continue; called if a processor reads them. Rows of None, which
-                follow an end of text, are not changed.
-        """
-        if not self.reads_prefix:
-            return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
-        texts = None
-        if self._grammar is not None or self._reads_tokens:
-            texts = [None if prefix is None else [*self.padding, *prefix] for prefix in prefixes()]
-        if self._grammar is not None and texts is not None:
-            logits = self._grammar.masked(texts, logits)
-        if self._first_truncating < len(self._processors):
-            self.untruncated = torch.empty_like(logits)  # filled by `_process`
-        if not self._reads_tokens or texts is None:
-            empty = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-            return self._process(empty, logits, list(range(len(logits))))
-        out = logits.clone()
-        # Processors take a rectangle of ids: rows of one length are processed together.
-        for length in sorted({len(text) for text in texts if text is not None}):
-            rows = [row for row, text in enumerate(texts) if text is not None and len(text) == length]
-            ids = torch.tensor([texts[row] for row in rows], device=logits.device)
-            out[rows] = self._process(ids, logits[rows], rows)
-        return out
-
-    def _process(self, ids: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        for at, processor in enumerate(self._processors):
-            if at == self._first_truncating and self.untruncated is not None:
-                self.untruncated[rows] = logits
-            if hasattr(processor, "_prefix_allowed_tokens_fn"):  # it counts rows as texts; here all are of one text
-                logits = torch.cat([processor(i[None], row[None]) for i, row in zip(ids, logits, strict=True)])
-            else:
-                logits = processor(ids, logits)
-        return logits
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether the value of a field has no effect."""
+    return value is None or value == _NEUTRAL_FIELDS.get(name) or (isinstance(value, list | tuple | dict) and not value)
 
 
-class BatchSampler:
-    """Samplers of texts that are decoded side by side. Texts with prompts of one length share a sampler if they can.
-
-    Args:
-        shaping, temperature, eos, device: see `Shaping.build`.
-        prompts: token ids of each prompt.
-    """
-
-    def __init__(
-        self,
-        shaping: Shaping,
-        temperature: float,
-        prompts: Sequence[Sequence[int]],
-        eos: Sequence[int],
-        device: torch.device,
-    ) -> None:
-        per_text = any(isinstance(processor, PerText) for processor in shaping.processors)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            key = (row,) if per_text else tuple(prompt) if shaping.reads_prompt else (len(prompt),)
-            groups.setdefault(key, []).append(row)
-        self._parts = []
-        for _, rows in sorted(groups.items()):
-            prompt = prompts[rows[0]]
-            self._parts.append(
-                (rows, Sampler(shaping.build(temperature, len(prompt), eos, device, prompt), temperature))
-            )
-        self.constrained = self._parts[0][1].constrained
-
-    def __call__(self, logits: Tensor, prefixes: Callable[[], Sequence[Sequence[int] | None]]) -> Tensor:
-        """Return [B, V] processed logits, one row per text; see `Sampler`."""
-        if not self._parts[0][1].reads_prefix:
-            return self._parts[0][1](logits, prefixes)
-        texts = cache(prefixes)
-        out = torch.empty_like(logits)
-        for rows, sampler in self._parts:
-            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
-        return out
-
-
-def require_token(scores: Tensor) -> None:
-    """Check that processed logits [..., V] allow a token, which a grammar with other options may not.
-
-    Raises:
-        InputError: all logits of a row are -inf.
-    """
-    if not bool((scores.amax(-1) > -torch.inf).all()):
-        raise InputError(
-            "the grammar and the other sampling options leave no token after a text: expected at least one; loosen the "
-            "grammar, min_new_tokens, no_repeat_ngram or the logits processors"
-        )
+def _as_json(value: Any) -> Any:
+    """Convert a value to JSON types: tuples, tensors and a dictionary of `sequence_bias` become lists."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        tuple_keys = any(isinstance(key, tuple) for key in value)
+        return [[list(key), bias] for key, bias in value.items()] if tuple_keys else dict(value)
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    return value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..contract import Array
 from ..errors import PolicyError
-from ..typing import Array
 from .base import Head
 from .dynasd import HardHead, SoftHead
 from .layers import LinearHead, MLPHead

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
 from ..features import TOKEN_FEATURES, Kind, feature
 from ..kernels import on_first_use
-from ..typing import Array
 
 Hidden = Mapping[str, Array]  # [R, H] float32 by name
 Layer = tuple[Array, Array]  # weight [out, in] and bias [out]

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
 from ..features import DRAFT_HIDDEN, TOP
-from ..typing import Array
 from .base import NO_HIDDEN, Head, Hidden, hidden_of, size_of
 from .layers import layer_shapes, layers_of, pack_layers
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
-from ..typing import Array
 from .base import Basis, Head, Layer, Shapes, basis_shapes, size_of
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
 from ..features import HIDDEN_STATES, Kind
-from ..typing import Array
 from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, basis_shapes, hidden_of, kernels, size_of
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
 from ..features import DRAFT_HIDDEN
-from ..typing import Array
 from .base import NO_HIDDEN, Head, Hidden, hidden_of, size_of
 from .resnet import residual
 

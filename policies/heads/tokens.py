@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
 from ..features import TOKEN_FEATURES, Kind, feature
-from ..typing import Array
 from .base import NO_HIDDEN, Basis, Head, Hidden, basis_shapes, kernels, size_of
 
 DEPTH = "depth"

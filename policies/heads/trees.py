@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from ..contract import Array
 from ..errors import PolicyError
-from ..typing import Array
 from .base import Head, size_of
 
 MAX_TREE_DEPTH = 16

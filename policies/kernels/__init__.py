@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from types import ModuleType
 
-from ..progress import Progress, silent
+from ..display import Progress, silent
 
 PATIENCE_S = 2.0
 """Reading compiled kernels back takes less; what takes longer is compiling them, which is worth a word."""

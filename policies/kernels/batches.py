@@ -1,8 +1,7 @@
-"""Which tokens of the streams of a batch are worth drafting and sending, weighed against each other (`policies.joint`).
+"""Which tokens of the streams of a batch are worth drafting and sending, weighed against each other.
 
-Batches are given by `members` [M], streams, batch after batch, and `starts` [G + 1], where each begins; within a batch
-streams stand in the order of their keys, and sums run in that order or in that of falling values: what is decided for a
-stream does not depend on its row.
+Batches are given as `members` [M] and `starts` [G + 1]; see `policies.batches.Batches`. Sums run in the order of the members
+or of descending values, so that a decision does not depend on the rows of the streams.
 """
 
 from __future__ import annotations
@@ -15,81 +14,59 @@ from .compiled import copy_row, kernel, kernel_part
 
 
 @kernel_part
-def _gathered(values: Any, offered: Any, mine: Any, found: Any, places: Any) -> Any:
-    """Write the values offered by some streams, falling, and their places s N + n; return how many.
-
-    Of equal ones the first node comes first, then the first stream: parents stand before their children.
-    """
+def _sort_offered(values: Any, offered: Any, rows: Any, best: Any, places: Any) -> Any:
+    """Write the values [S, N] offered by `rows`, in descending order, and their places s N + n; return their number."""
+    # Equal values are in the order of nodes, then of streams: parents come before their children.
     count, nodes = 0, values.shape[1]
     for n in range(nodes):
-        for i in range(mine.shape[0]):
-            if not offered[mine[i], n]:
+        for i in range(rows.shape[0]):
+            if not offered[rows[i], n]:
                 continue
-            value, at = values[mine[i], n], count
-            while at > 0 and found[at - 1] < value:  # depth by depth values fall, so that few are moved
-                found[at], places[at] = found[at - 1], places[at - 1]
+            value, at = values[rows[i], n], count
+            while at > 0 and best[at - 1] < value:  # values fall from depth to depth, so that few are moved
+                best[at], places[at] = best[at - 1], places[at - 1]
                 at -= 1
-            found[at], places[at] = value, mine[i] * nodes + n
+            best[at], places[at] = value, rows[i] * nodes + n
             count += 1
     return count
 
 
-@kernel("void(float64[:,::1], boolean[:,::1], int64[::1], int64[::1], int64[::1], boolean[:,::1])")
+@kernel("void(f8[:,::1], b1[:,::1], i8[::1], i8[::1], i8[::1], b1[:,::1])")
 def send_best(values: Any, offered: Any, members: Any, starts: Any, budgets: Any, sent: Any) -> None:
-    """Mark the largest values of each batch.
-
-    Args:
-        values: [S, N], none above its parent's.
-        offered: [S, N].
-        members, starts: of the batches.
-        budgets: [G] how many of each.
-        sent: [S, N], all False, is written.
-    """
+    """Mark in `sent` [S, N], all False, the `budgets` [G] largest of the offered values of each batch."""
     nodes = values.shape[1]
-    found, places = np.empty(values.size), np.empty(values.size, dtype=np.int64)
+    best, places = np.empty(values.size), np.empty(values.size, dtype=np.int64)
     for g in range(starts.shape[0] - 1):
-        count = _gathered(values, offered, members[starts[g] : starts[g + 1]], found, places)
+        count = _sort_offered(values, offered, members[starts[g] : starts[g + 1]], best, places)
         for i in range(min(count, budgets[g])):
             sent[places[i] // nodes, places[i] % nodes] = True
 
 
-@kernel(
-    "void(float64[:,::1], boolean[:,::1], int64[::1], int64[::1], int64[::1], float64[::1], float64[:,::1], float64[::1], "
-    "int64[::1])"
-)
+@kernel("void(f8[:,::1], b1[:,::1], i8[::1], i8[::1], f8[::1], f8[:,::1], f8[::1], i8[::1])")
 def best_budgets(
-    values: Any, offered: Any, members: Any, starts: Any, settled: Any, spent: Any, verify: Any, rates: Any, budgets: Any
-) -> None:  # fmt: skip
-    """Write of each batch how many of the largest values are worth sending; of equally good numbers the least.
-
-    Args:
-        values, offered, members, starts: see `send_best`.
-        settled: [G] tokens that are sent anyway, beside the anchors.
-        spent: [G] seconds of the round beside the verification.
-        verify: [R, T] seconds of verifying so many tokens in all, by streams.
-        rates: [R] tokens that a second is worth, by streams; 0 = the most tokens a second of this very round.
-        budgets: [G] is written.
-    """
-    found, places = np.empty(values.size), np.empty(values.size, dtype=np.int64)
+    values: Any, offered: Any, members: Any, starts: Any, spent: Any, verify: Any, rates: Any, budgets: Any
+) -> None:
+    """Write the best number of tokens [G] of each batch; arguments as of `Batches.best_budgets`."""
+    best, places = np.empty(values.size), np.empty(values.size, dtype=np.int64)
     for g in range(starts.shape[0] - 1):
-        mine = members[starts[g] : starts[g + 1]]
-        streams, count = mine.shape[0], _gathered(values, offered, mine, found, places)
-        # Anchors are verified with the tokens, and each stream commits a token of the target's own beside the accepted ones.
-        base, total, best, budgets[g] = streams + settled[g], 0.0, 0.0, 0
+        rows = members[starts[g] : starts[g + 1]]
+        streams, count = rows.shape[0], _sort_offered(values, offered, rows, best, places)
+        total, top, budgets[g] = 0.0, 0.0, 0
         for m in range(count + 1):
-            total += found[m - 1] if m else 0.0
-            seconds = verify[streams, base + m]
+            total += best[m - 1] if m else 0.0
+            # Anchors are verified with the tokens, and each stream commits a token of the target beside the accepted ones.
+            seconds = verify[streams, streams + m]
             worth = total - rates[streams] * seconds
             if rates[streams] == 0.0:
-                worth = (base + total) / (spent[g] + seconds)
-            # Not only up to the first fall: costs that rise in steps make more tokens pay where a few do not.
-            if m == 0 or worth > best:
-                best, budgets[g] = worth, m
+                worth = (streams + total) / (spent[g] + seconds)
+            # All numbers are tried: costs that rise in steps may make more tokens pay where a few do not.
+            if m == 0 or worth > top:
+                top, budgets[g] = worth, m
 
 
 @kernel_part
-def _placed(pool: Any, count: Any, value: Any) -> None:
-    """Put a value into a falling row of `count`."""
+def _insert(pool: Any, count: Any, value: Any) -> None:
+    """Insert a value into a descending row of `count`."""
     at = count
     while at > 0 and pool[at - 1] < value:
         pool[at] = pool[at - 1]
@@ -99,65 +76,62 @@ def _placed(pool: Any, count: Any, value: Any) -> None:
 
 @kernel_part
 def _worth(pool: Any, count: Any, streams: Any, trims: Any, rate: Any, verify: Any) -> Any:
-    """Return tokens less what their verification is worth in tokens: of the best, or of all where none is left out."""
+    """Return tokens less the price of their verification: of the best ones, or of all if it does not trim."""
     total, best = 0.0, -np.inf
     for m in range(count + 1):
         total += pool[m - 1] if m else 0.0
-        if not trims and m < count:
-            continue
-        best = max(best, total - rate * verify[streams, streams + m])  # the anchors are verified too
+        if trims or m == count:
+            best = max(best, total - rate * verify[streams, streams + m])  # the anchors are verified too
     return best
 
 
 @kernel(
-    "void(int64[::1], int64[::1], boolean[:,::1], float64[:,::1], float64[:,::1], boolean, int64, float64[:,::1], "
-    "float64[:,::1], float64[::1], float64[::1], boolean[:,::1])"
+    "void(i8[::1], i8[::1], b1[:,::1], f8[:,::1], f8[:,::1], b1, i8, f8[:,::1], f8[:,::1], f8[::1], f8[::1], b1[:,::1])"
 )
 def draft_on(
     members: Any, starts: Any, alive: Any, known: Any, gains: Any, trims: bool, depth: int, drafts: Any, verify: Any,
     rates: Any, ahead: Any, kept: Any,
 ) -> None:  # fmt: skip
-    """Mark the branches of each batch that are worth drafting on: those of the best number of them and of further steps.
+    """Mark the branches of each batch that are worth drafting on: the best pair of their number and of further steps.
 
     Args:
         members, starts: of the batches.
-        alive: [S, B] branches that could be drafted on.
-        known: [S, M] survival of the tokens drafted so far; below 0 = none was.
-        gains: [S, B] survival that the next token after each branch is expected to have.
-        trims: of what was drafted the best is sent, else all.
+        alive: [S, B] branches that could be extended.
+        known: [S, M] survival of the tokens drafted so far; below 0 = not drafted.
+        gains: [S, B] expected survival of the next token after each branch.
+        trims: only the best drafted tokens are sent, else all.
         depth: draft steps taken so far.
-        drafts: [3, R] seconds of the first draft step of a round, the second, and each later one, by rows.
-        verify: [R, T] seconds of a verification by streams and tokens in all.
+        drafts, verify: see `CostGrid`.
         rates: [R] tokens that a second is worth, by streams.
-        ahead: [L] share of the next token's survival that the token 0, 1, ... after it is expected to have.
+        ahead: [L] expected survival of the token 0, 1, ... after the next one, as a share of that one's.
         kept: [S, B], all False, is written.
     """
-    branches, most = alive.shape[1], known.size + alive.size * ahead.shape[0]
-    pool, grown = np.empty(most), np.empty(most)
-    found, places = np.empty(alive.size), np.empty(alive.size, dtype=np.int64)
+    branches, size = alive.shape[1], known.size + alive.size * ahead.shape[0]
+    pool, grown = np.empty(size), np.empty(size)
+    best_gains, places = np.empty(alive.size), np.empty(alive.size, dtype=np.int64)
     for g in range(starts.shape[0] - 1):
-        mine = members[starts[g] : starts[g + 1]]
-        streams, rate, count = mine.shape[0], rates[mine.shape[0]], 0
-        rows = _gathered(gains, alive, mine, found, places)
+        members_g = members[starts[g] : starts[g + 1]]
+        streams, rate, count = members_g.shape[0], rates[members_g.shape[0]], 0
+        rows = _sort_offered(gains, alive, members_g, best_gains, places)
         if rows == 0:
             continue
         for i in range(streams):
             for n in range(known.shape[1]):
-                if known[mine[i], n] >= 0.0:
-                    _placed(pool, count, known[mine[i], n])
+                if known[members_g[i], n] >= 0.0:
+                    _insert(pool, count, known[members_g[i], n])
                     count += 1
-        best, take = _worth(pool, count, streams, trims, rate, verify), 0  # of stopping here
+        best, take = _worth(pool, count, streams, trims, rate, verify), 0  # of stopping now
         for steps in range(1, ahead.shape[0] + 1):
-            copy_row(pool[:count], grown)  # anew for each number of steps: a branch then brings a token of each
-            have = count
+            copy_row(pool[:count], grown)  # reset for each number of steps
+            total = count
             for r in range(rows):
                 seconds = 0.0
                 for step in range(steps):
-                    _placed(grown, have, found[r] * ahead[step])
-                    have += 1
+                    _insert(grown, total, best_gains[r] * ahead[step])
+                    total += 1
                     # Gains fall, so the best r + 1 branches are the first ones; all steps read r + 1 rows.
-                    seconds += drafts[min(depth + step, 2), r + 1]
-                worth = _worth(grown, have, streams, trims, rate, verify) - rate * seconds
+                    seconds += drafts[min(depth + step, 1), r + 1]
+                worth = _worth(grown, total, streams, trims, rate, verify) - rate * seconds
                 if worth > best:
                     best, take = worth, r + 1
         for r in range(take):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import llvmlite
 import numba
+import numpy as np
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.typeinfer import register_dispatcher
 
@@ -126,6 +127,12 @@ def argsort_desc(values: Any, order: Any) -> None:
             order[at] = order[at - 1]
             at -= 1
         order[at] = i
+
+
+@kernel_part
+def sigmoid(odds: Any) -> Any:
+    """Return 1 / (1 + e^-odds); large negative odds give 0."""
+    return 1.0 / (1.0 + np.exp(-odds))
 
 
 @kernel_part

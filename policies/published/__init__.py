@@ -1,1 +1,1 @@
-"""Published rules, one file per rule or family, declared and built as a plugin is: they import public names only."""
+"""Published rules, registered like plugins. They import only public names of `specstop.policies`."""

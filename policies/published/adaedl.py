@@ -1,4 +1,4 @@
-"""AdaEDL: a lower bound of the acceptance probability by the entropy, with an adaptive threshold."""
+"""AdaEDL: a lower bound on the acceptance probability by the entropy, with an adaptive threshold."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ import numpy as np
 from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, kernel, known_depths, validate_int, validate_number
 
 
-@kernel(
-    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64[::1], float64[::1], float64[::1], float32[::1])"
-)
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[::1], f8[::1], f8[::1], f4[::1])")
 def update(
     active: Any, cut: Any, accepted: Any, verified: Any, constants: Any, level: Any, rate: Any, max_entropy: Any
 ) -> None:
-    """Update lambda [S] and the running acceptance rate [S] after a round, and write the largest entropy [S].
-
-    `constants` are alpha, eps, b1, b2 and gamma.
-    """
+    """Update lambda, acceptance rate and largest entropy [S] after a round; `constants`: alpha, eps, b1, b2, gamma."""
     alpha, eps, b1, b2, gamma = constants[0], constants[1], constants[2], constants[3], constants[4]
     for s in range(level.shape[0]):
         if known_depths(active[s], cut[s], accepted[s], verified[s]):
@@ -33,10 +28,10 @@ class AdaEDL(StopPolicy):
 
     AdaEDL (arXiv 2410.18351): gamma = 0.2. After each round, with r a running acceptance rate,
     r <- b1 r + (1 - b1) accepted / drafted and lambda <- b2 lambda + (1 - b2) (lambda +- eps), + if r <= alpha. The update
-    and its constants are from self-speculative decoding (arXiv 2309.08168 and its script): alpha 0.9, b1 0.5, b2 0.9,
-    eps 0.01, r = 0 at first. No source was found for the first lambda; 0.6 is ours.
+    and its constants are those of self-speculative decoding (arXiv 2309.08168 and its script): alpha 0.9, b1 0.5, b2 0.9,
+    eps 0.01, r = 0 at first. The papers do not state the first lambda; the default 0.6 is ours.
 
-    The state is (lambda, r, largest entropy to draft on from): 1 - sqrt(gamma H) >= lambda iff H <= (1 - lambda)^2 / gamma.
+    The state is (lambda, r, (1 - lambda)^2 / gamma), the last one the largest entropy that passes.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -65,7 +60,7 @@ class AdaEDL(StopPolicy):
         return level, np.zeros(streams), ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches whose bound is high enough."""
+        """Keep the branches with an entropy that is low enough."""
         return step.alive & (step.features[:, :, 0] <= state[2][:, None]), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:

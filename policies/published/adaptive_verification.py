@@ -19,14 +19,19 @@ from .. import (
     RoundOutcome,
     State,
     StopPolicy,
+    copy_row,
     kernel,
     kernel_part,
     known_depths,
+    sigmoid,
     validate_int,
 )
 
+SLOPE, INTERCEPT, MAX_ODDS = 0.5, -0.2, 40.0
+RIDGE, DAMPING = 1e-3, 50.0
 
-@kernel("void(int64[::1], int64[::1], int64[::1], float64[:,::1])")
+
+@kernel("void(i8[::1], i8[::1], i8[::1], f8[:,::1])")
 def share_latest(members: Any, starts: Any, updates: Any, weights: Any) -> None:
     """Write to the streams of each batch the weights of the one that was fitted most often: others may have paused."""
     for g in range(starts.shape[0] - 1):
@@ -36,81 +41,70 @@ def share_latest(members: Any, starts: Any, updates: Any, weights: Any) -> None:
             if updates[rows[i]] > updates[latest]:
                 latest = rows[i]
         for i in range(rows.shape[0]):
-            for k in range(weights.shape[1]):
-                weights[rows[i], k] = weights[latest, k]
+            copy_row(weights[latest], weights[rows[i]])
 
 
-@kernel("void(boolean[:,::1], float32[:,:,::1], int64, float64, float64[:,::1])")
-def note_odds(alive: Any, features: Any, depth: int, most: float, odds: Any) -> None:
-    """Write the log-odds of a depth in `odds` [S, K], clipped to +-`most`: the largest of a stream; infinite if none."""
+@kernel("void(b1[:,::1], f4[:,:,::1], i8, f8[:,::1])")
+def store_odds(alive: Any, features: Any, depth: int, odds: Any) -> None:
+    """Write the log-odds of a depth to `odds` [S, K], clipped: the largest of a stream, infinite if there is none."""
     for s in range(alive.shape[0]):
         prob = -1.0
         for b in range(alive.shape[1]):
             if alive[s, b]:
                 prob = max(prob, np.float64(features[s, b, 0]))
-        odds[s, depth - 1] = np.inf
         if prob >= 0.0:  # 0 and 1 give infinities, which are clipped
-            odds[s, depth - 1] = min(max(np.log(prob / (1.0 - prob)), -most), most)
+            odds[s, depth - 1] = min(max(np.log(prob / (1.0 - prob)), -MAX_ODDS), MAX_ODDS)
 
 
-@kernel("void(float64[:,::1], float64[:,::1], float64[:,::1], float64[:,::1])")
-def predict(odds: Any, weights: Any, stale: Any, out: Any) -> None:
-    """Write the confidences [S, K]; at depths not seen yet by the odds before them, else as in the round before."""
+@kernel("void(f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1])")
+def predict(odds: Any, weights: Any, previous: Any, out: Any) -> None:
+    """Write the confidences [S, K]; a depth without odds has those of the depth before it, or its previous confidence."""
     for s in range(odds.shape[0]):
         z = np.inf
         for k in range(odds.shape[1]):
             if not np.isinf(odds[s, k]):
                 z = odds[s, k]
-            out[s, k] = stale[s, k] if np.isinf(z) else 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
+            out[s, k] = previous[s, k] if np.isinf(z) else sigmoid(weights[s, 0] * z + weights[s, 1 + k])
 
 
 @kernel_part
-def _newton_step(sums: Any, ridge: Any, damping: Any, weights: Any) -> None:
+def _newton_step(sums: Any, weights: Any) -> None:
     """Take a damped Newton step on the slope w and the intercepts b_k of `weights` [1 + K], given sums [K, 6]."""
-    # The curvature is diagonal but for the row and column of w: the b_k are eliminated (`slope` is the Schur complement of
-    # w), then found by substitution. Damping is by the tokens that a number rests on.
-    slope, level, total = ridge, 0.0, 0.0
+    # The curvature is diagonal except for the row and column of w: the b_k are eliminated (`slope` is the Schur complement
+    # of w), then computed by substitution. A step is damped by the number of tokens that it is estimated from.
+    slope, level, total = RIDGE, 0.0, 0.0
     for k in range(sums.shape[0]):
-        c = sums[k, 2] + ridge
+        c = sums[k, 2] + RIDGE
         slope += sums[k, 0] - sums[k, 1] * sums[k, 1] / c
         level += sums[k, 3] - sums[k, 1] * sums[k, 4] / c
         total += sums[k, 5]
-    step = level / slope * total / (total + damping)
+    step = level / slope * total / (total + DAMPING)
     if not weights[0] + step >= 0.0:  # a slope below 0 would invert the confidence; `not` also catches NaN
         step = 0.0
     weights[0] += step
     for k in range(sums.shape[0]):
-        c, n = sums[k, 2] + ridge, sums[k, 5]
-        weights[1 + k] += (sums[k, 4] - sums[k, 1] * step) / c * n / (n + damping)
+        c, n = sums[k, 2] + RIDGE, sums[k, 5]
+        weights[1 + k] += (sums[k, 4] - sums[k, 1] * step) / c * n / (n + DAMPING)
 
 
 @kernel(
-    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64[:,::1], float64[::1], int64[::1], int64[::1], "
-    "float64[:,::1], int64[::1], int64[::1], float64[:,:,::1])"
+    "void(b1[::1], b1[::1], i8[::1], i8[::1], f8[:,::1], i8[::1], i8[::1], f8[:,::1], i8[::1], i8[::1], f8[:,:,::1], i8)"
 )
 def learn(
-    active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, constants: Any, members: Any, starts: Any, weights: Any,
-    updates: Any, rounds: Any, sums: Any,
+    active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, members: Any, starts: Any, weights: Any, updates: Any,
+    rounds: Any, sums: Any, interval: int,
 ) -> None:  # fmt: skip
-    """Add a round to the sums, and fit the batches that are due; see `AcceptanceState`.
-
-    `constants` are rounds between fits, ridge and damping.
-    """
+    """Add a round to the sums, and fit the batches that are due; see `AcceptanceState`."""
     depths = odds.shape[1]
     for s in range(odds.shape[0]):
         for k in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), depths)):
             z = odds[s, k]
-            if np.isinf(z):
-                continue
-            prob = 1.0 / (1.0 + np.exp(-(weights[s, 0] * z + weights[s, 1 + k])))
-            # Gradient and curvature at the weights of the last fit, which all streams of the batch have (`share_latest`).
-            w, rest = prob * (1.0 - prob), (1.0 if k < accepted[s] else 0.0) - prob
-            sums[s, k, 0] += w * z * z
-            sums[s, k, 1] += w * z
-            sums[s, k, 2] += w
-            sums[s, k, 3] += rest * z
-            sums[s, k, 4] += rest
-            sums[s, k, 5] += 1.0
+            if not np.isinf(z):
+                # Gradient and curvature at the weights of the last fit, which all streams of the batch share.
+                prob = sigmoid(weights[s, 0] * z + weights[s, 1 + k])
+                w, rest = prob * (1.0 - prob), (1.0 if k < accepted[s] else 0.0) - prob
+                for i, value in enumerate((w * z * z, w * z, w, rest * z, rest, 1.0)):
+                    sums[s, k, i] += value
     total = np.empty((depths, 6))
     for g in range(starts.shape[0] - 1):
         rows = members[starts[g] : starts[g + 1]]
@@ -118,60 +112,48 @@ def learn(
         for i in range(rows.shape[0]):
             rounds[rows[i]] += 1
             since, count = max(since, rounds[rows[i]]), max(count, updates[rows[i]])
-        if since < constants[0]:
+        if since < interval:
             continue
         for k in range(depths):
-            for j in range(total.shape[1]):  # in the order of the members: the same bits in any order of the rows
+            for j in range(6):  # in the order of the members: the same bits in any order of the rows
                 total[k, j] = 0.0
                 for i in range(rows.shape[0]):
                     total[k, j] += sums[rows[i], k, j]
                     sums[rows[i], k, j] = 0.0
-        _newton_step(total, constants[1], constants[2], weights[rows[0]])
+        _newton_step(total, weights[rows[0]])
         for i in range(rows.shape[0]):
-            for k in range(weights.shape[1]):
-                weights[rows[i], k] = weights[rows[0], k]
-            updates[rows[i]] = count + 1
-            rounds[rows[i]] = 0
+            copy_row(weights[rows[0]], weights[rows[i]])
+            updates[rows[i]], rounds[rows[i]] = count + 1, 0
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceState:
-    """State of `AdaptiveVerification`; each row has the weights of its batch.
+    """State of `AdaptiveVerification`; each row has the weights of its batch."""
 
-    Attributes:
-        key, batch: [S] int64.
-        weights: [S, 1 + K] float64, the slope and the intercept of each depth.
-        updates, rounds: [S] int64, fits so far, and rounds since the last one.
-        sums: [S, K, 6] float64 of this stream since then: w z z, w z, w, r z, r and the number of tokens known.
-        odds: [S, K] float64 log-odds of this round by depth; infinite = not seen.
-        stale: [S, K] float64 confidences of the round before.
-    """
-
-    key: Array
-    batch: Array
-    weights: Array
-    updates: Array
-    rounds: Array
-    sums: Array
-    odds: Array
-    stale: Array
+    key: Array  # [S] int64
+    batch: Array  # [S] int64
+    weights: Array  # [S, 1 + K] float64, the slope and the intercept of each depth
+    updates: Array  # [S] int64, number of fits
+    rounds: Array  # [S] int64, since the last fit
+    sums: Array  # [S, K, 6] float64 of this stream since then: w z z, w z, w, r z, r and the number of tokens known
+    odds: Array  # [S, K] float64 log-odds of this round by depth; infinite if not called
+    previous: Array  # [S, K] float64 confidences of the round before
 
 
 class AdaptiveVerification(StopPolicy):
-    """Draft K tokens for every stream, and send as many of the batch's as make the most tokens per second.
+    """Draft K tokens for each stream, and send as many of the batch's as make the most tokens per second.
 
     vLLM's adaptive verification (0.33, `v1/worker/gpu/spec_decode/adaptive_verification.py` and `acceptance_estimator.py`). A
     token at depth k is accepted with probability sigmoid(w z + b_k), z the log-odds of the draft's likeliest token within
     +-40, and survives with the product along its stream. How many are sent, B, is the argmax of (streams + the B best
     survivals) / (draft seconds + verification seconds of streams + B tokens), by the survivals of the round before; then the
-    B best of this round are. It starts from w = 0.5, b = -0.2; every 100 rounds one Newton step on the tokens known since
-    (the accepted ones and the first rejected) updates them, ridge 0.001, damped by n / (n + 50).
+    B best of this round are sent. It starts from w = 0.5, b = -0.2; every 100 rounds one Newton step on the tokens known
+    since (the accepted ones and the first rejected) updates them, ridge 0.001, damped by n / (n + 50).
 
     It trims verification, never drafting. It reads only features that do not depend on the drawn token, so it is exact under
     `rejection` too, where it is called level by level: the rest of the budget goes to the level's best, by the confidences
     known before it. The last depth, at which no policy is called, has the odds of the one before. vLLM begins a request with
-    confidences of 1; here a text continues with those of the text before it in its row. In a tree a depth counts as its best
-    branch.
+    confidences of 1; here they pass from text to text. In a tree a depth counts as its best branch.
 
     Args:
         length: K.
@@ -183,9 +165,7 @@ class AdaptiveVerification(StopPolicy):
     joint: ClassVar[bool] = True
     carries: ClassVar[bool] = True
     first = 0
-
-    SLOPE, INTERCEPT, MAX_ODDS = 0.5, -0.2, 40.0
-    FIT = np.array((100, 1e-3, 50.0))  # rounds between fits, ridge, damping
+    interval = 100  # rounds between fits
 
     def __init__(
         self, length: int = 4, draft: float = 0.1, token: float = 0.01, profile: str | Path | Profile = ""
@@ -202,57 +182,54 @@ class AdaptiveVerification(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without rounds."""
-        depths, zeros = self._length, np.zeros(streams, dtype=np.int64)
-        weights = np.tile([self.SLOPE, *[self.INTERCEPT] * depths], (streams, 1))
-        sums, odds = np.zeros((streams, depths, 6)), np.full((streams, depths), np.inf)
-        return AcceptanceState(keys.copy(), zeros - 1, weights, zeros, zeros, sums, odds, np.ones((streams, depths)))
+        shape, zeros = (streams, self._length), np.zeros(streams, dtype=np.int64)
+        weights = np.tile([SLOPE, *[INTERCEPT] * self._length], (streams, 1))
+        odds, previous = np.full(shape, np.inf), np.ones(shape)
+        return AcceptanceState(keys.copy(), zeros - 1, weights, zeros, zeros, np.zeros((*shape, 6)), odds, previous)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep all, and note the odds."""
+        """Keep all, and store the odds."""
         if step.depth == 0:
             batches, weights = Batches.of(step.batch, state.key), state.weights.copy()
             share_latest(batches.members, batches.starts, state.updates, weights)
             odds = np.full_like(state.odds, np.inf)
             return step.alive.copy(), replace(state, batch=step.batch, weights=weights, odds=odds)
         odds = state.odds.copy()
-        note_odds(step.alive, step.features, step.depth, self.MAX_ODDS, odds)
+        store_odds(step.alive, step.features, step.depth, odds)
         return step.alive.copy(), replace(state, odds=odds)
 
     def _confidences(self, state: AcceptanceState) -> Array:
         """Return [S, K] of this round."""
         out = np.empty(state.odds.shape)
-        predict(state.odds, state.weights, state.stale, out)
+        predict(state.odds, state.weights, state.previous, out)
         return out
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch with the largest survival, as many as pay."""
         batches, offered = Batches.of(state.batch, state.key), tree.offered
         sent_before = batches.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels before
-        left = np.maximum(self._budgets(tree, batches, state.stale) - sent_before, 0)
+        budgets = np.maximum(self._budgets(tree, batches, state.previous) - sent_before, 0)
         values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]  # [S, N]
-        return batches.best(values, offered, left)
+        return batches.best(values, offered, budgets)
 
-    def _budgets(self, tree: DraftTree, batches: Batches, stale: Array) -> Array:
-        """Return [G], the tokens that each batch sends, by the confidences of the round before.
-
-        Those of this round do not enter: an argmax over its tokens would let tokens drawn later decide what is sent, which
-        `rejection` does not allow.
-        """
-        drawn = np.zeros(stale.shape, dtype=bool)
+    def _budgets(self, tree: DraftTree, batches: Batches, previous: Array) -> Array:
+        """Return [G], the tokens that each batch sends, by the confidences of the round before."""
+        # The confidences of this round are not used: tokens drawn later must not decide what is sent under `rejection`.
+        drawn = np.zeros(previous.shape, dtype=bool)
         stream, node = tree.drawn.nonzero()
         drawn[stream, tree.depth[stream, node] - 1] = True  # [S, K]; in a tree a depth counts once
         if tree.by_level:  # how far the streams will draft is not known yet
             drawn = drawn.any(1, keepdims=True) & (np.arange(self._length) < self.max_depth)
         grid, steps = self._grid.fit(batches.largest, self._length), (batches.sums(drawn.astype(np.int64)) > 0).sum(1)
         spent, no_rates = grid.drafting_s(batches.sizes, steps), np.zeros(len(grid.verify))
-        return batches.best_budgets(np.cumprod(stale, 1), drawn, grid.verify, no_rates, spent=spent)
+        return batches.best_budgets(np.cumprod(previous, 1), drawn, grid.verify, no_rates, spent)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's outcomes, fitted if it is due."""
-        stale = self._confidences(state)
         weights, updates, rounds, sums = (a.copy() for a in (state.weights, state.updates, state.rounds, state.sums))
         # If the policy was not called in this round, the state still has the batches of an older one.
         batches = Batches.of(np.where(outcome.active, state.batch, -1), state.key)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        learn(*known, state.odds, self.FIT, batches.members, batches.starts, weights, updates, rounds, sums)
-        return replace(state, weights=weights, updates=updates, rounds=rounds, sums=sums, stale=stale)
+        learn(*known, state.odds, batches.members, batches.starts, weights, updates, rounds, sums, self.interval)
+        changes = {"weights": weights, "updates": updates, "rounds": rounds, "sums": sums}
+        return replace(state, previous=self._confidences(state), **changes)

@@ -17,7 +17,6 @@ from .. import (
     State,
     StopPolicy,
     kernel,
-    kernel_part,
     keyed_normal,
     load_policy,
     validate_number,
@@ -25,96 +24,57 @@ from .. import (
 
 KINDS = ("ucb", "thompson")
 ARMS = "fixed:2,fixed:4,fixed:8,confidence:0.4,entropy:0.6,maxprob:0.6"
-
-DRAFT_COST = 0.1
-"""Seconds of a drafted token as a share of a round, if there is no profile."""
-
+DRAFT_COST = 0.1  # seconds of a drafted token as a share of a round, if there is no profile
 TINY = 1e-30  # replaces 0 in a denominator
 
 
-@kernel(
-    "void(boolean[::1], int64[::1], int64[::1], float64[::1], float64, int64[::1], float64[:,::1], float64[:,:,::1])"
-)
+@kernel("void(b1[::1], i8[::1], i8[::1], f8[::1], f8, i8[::1], f8[:,::1], f8[:,:,::1])")
 def add_reward(
     counts: Any, accepted: Any, drafted: Any, seconds: Any, draft_cost: float, choice: Any, pulls: Any, sums: Any
 ) -> None:
     """Add the rounds that count [S] to the sums of the arm that decided them; see `BanditState`."""
     for s in range(choice.shape[0]):
         if counts[s]:
-            tokens = accepted[s] + 1.0
+            t = accepted[s] + 1.0
             spent = seconds[s] if seconds[s] > 0.0 else 1.0 + draft_cost * drafted[s]
             pulls[s, choice[s]] += 1.0
-            arm = sums[s, choice[s]]
-            arm[0] += tokens
-            arm[1] += spent
-            arm[2] += tokens * tokens
-            arm[3] += tokens * spent
-            arm[4] += spent * spent
+            for i, value in enumerate((t, spent, t * t, t * spent, spent * spent)):
+                sums[s, choice[s], i] += value
 
 
-@kernel_part
-def _by_bonus(pulls: Any, sums: Any, explore: Any) -> Any:
-    """Return the arm with the largest rate relative to the best one, plus bonus."""
-    total, best_rate = 0.0, TINY
-    for a in range(pulls.shape[0]):
-        total += pulls[a]
-        best_rate = max(best_rate, sums[a, 0] / max(sums[a, 1], TINY))
-    best, most = 0, -np.inf
-    for a in range(pulls.shape[0]):
-        if pulls[a] == 0.0:
-            return a
-        # Relative to the best rate: the bonus is that of rewards between 0 and 1.
-        rate = sums[a, 0] / max(sums[a, 1], TINY)
-        value = rate / best_rate + explore * np.sqrt(np.log(max(total, 1.0)) / pulls[a])
-        if value > most:
-            best, most = a, value
-    return best
-
-
-@kernel_part
-def _by_sample(pulls: Any, sums: Any, explore: Any, normals: Any) -> Any:
-    """Return the arm with the largest sample from a normal around its rate."""
-    best, most = 0, -np.inf
-    for a in range(pulls.shape[0]):
-        if pulls[a] == 0.0:
-            return a
-        seconds = max(sums[a, 1], TINY)
-        rate = sums[a, 0] / seconds
-        # The variance of tokens - rate x seconds, plus that of one token before any is observed; the deviation of a ratio
-        # of sums by the delta method.
-        spread = max(sums[a, 2] - 2.0 * rate * sums[a, 3] + rate * rate * sums[a, 4], 0.0) + 1.0
-        value = rate + explore * (np.sqrt(spread) / seconds) * normals[a]
-        if value > most:
-            best, most = a, value
-    return best
-
-
-@kernel("void(boolean[::1], float64[:,::1], float64[:,:,::1], float64, float64[:,::1], int64[::1])")
+@kernel("void(b1[::1], f8[:,::1], f8[:,:,::1], f8, f8[:,::1], i8[::1])")
 def choose(active: Any, pulls: Any, sums: Any, explore: float, normals: Any, choice: Any) -> None:
-    """Write the next arm [S]: by normals [S, A], or by the bonus of UCB if they have no columns."""
+    """Write the next arm [S]: the first without a round, else by normals [S, A], or UCB if they have no columns."""
     for s in range(choice.shape[0]):
-        if active[s] and normals.shape[1]:
-            choice[s] = _by_sample(pulls[s], sums[s], explore, normals[s])
-        elif active[s]:
-            choice[s] = _by_bonus(pulls[s], sums[s], explore)
+        rounds, best_rate, best = 0.0, TINY, -np.inf
+        for a in range(pulls.shape[1]):
+            rounds += pulls[s, a]
+            best_rate = max(best_rate, sums[s, a, 0] / max(sums[s, a, 1], TINY))
+        for a in range(pulls.shape[1] if active[s] else 0):
+            if pulls[s, a] == 0.0:
+                choice[s] = a
+                break
+            seconds = max(sums[s, a, 1], TINY)
+            rate = sums[s, a, 0] / seconds
+            # UCB is relative to the best rate, because its bonus is that of rewards between 0 and 1.
+            value = rate / best_rate + explore * np.sqrt(np.log(max(rounds, 1.0)) / pulls[s, a])
+            if normals.shape[1]:
+                # The variance of tokens - rate x seconds, plus that of one token before any is observed; the deviation of
+                # a ratio of sums by the delta method.
+                spread = max(sums[s, a, 2] - 2.0 * rate * sums[s, a, 3] + rate * rate * sums[s, a, 4], 0.0) + 1.0
+                value = rate + explore * (np.sqrt(spread) / seconds) * normals[s, a]
+            if value > best:
+                choice[s], best = a, value
 
 
 @dataclass(frozen=True, slots=True)
 class BanditState:
-    """State of `Bandit`.
+    """State of `Bandit`."""
 
-    Attributes:
-        key: [S] of the random numbers.
-        choice: [S] int64, the arm of this round.
-        pulls: [S, A] rounds of each arm.
-        sums: [S, A, 5] sums over its rounds of tokens t, seconds s, t t, t s and s s.
-        arms: the arms' own states.
-    """
-
-    key: Array
-    choice: Array
-    pulls: Array
-    sums: Array
+    key: Array  # [S] of the random numbers
+    choice: Array  # [S] int64, the arm of this round
+    pulls: Array  # [S, A] rounds of each arm
+    sums: Array  # [S, A, 5] sums over its rounds of tokens t, seconds s, t t, t s and s s
     arms: tuple[State, ...]
 
 
@@ -128,8 +88,8 @@ class Bandit(StopPolicy):
       arXiv 2505.15141, and TapOut, arXiv 2511.02017, with rewards of acceptance);
     * `thompson`: the largest sample from a normal around each rate, with `explore` times its standard deviation.
 
-    Rates pass from text to text, and so does each arm's own state. An arm sees and observes the rounds that it decides, and
-    no others. Rounds that an end of text or a limit cut do not count.
+    Rates and the states of the arms pass from text to text. An arm sees and observes only the rounds that it decides. Rounds
+    cut by an end of text or a limit do not count.
 
     Args:
         arms: policies that neither trim nor select, on scalar features.
@@ -145,7 +105,7 @@ class Bandit(StopPolicy):
         if kind not in KINDS:
             raise PolicyError(f"bandit: expected for kind one of {', '.join(KINDS)}, not {kind!r}")
         for arm in arms:
-            # A host reads these once, and cannot follow an arm that differs in them from round to round.
+            # A host reads these attributes once, so they must not differ from round to round.
             if arm.trims or arm.hidden or arm.reads_clock or arm.joint or type(arm).select is not StopPolicy.select:
                 raise PolicyError(
                     f"bandit: the arm {arm.name} trims, selects, reads hidden states or the clock, or weighs streams"
@@ -159,54 +119,49 @@ class Bandit(StopPolicy):
         self.name = f"bandit:{kind}"
 
     def limited(self, depth: int) -> StopPolicy:
-        """Return this policy with every arm limited; see `StopPolicy.limited`."""
-        if self.max_depth <= depth:
-            return self
+        """Return this policy with each arm limited; see `StopPolicy.limited`."""
         other = copy.copy(self)
         other.parts = tuple(arm.limited(depth) for arm in self.parts)
-        other.max_depth = max(arm.max_depth for arm in other.parts)
+        other.max_depth = min(self.max_depth, depth)
         return other
 
     def start(self, streams: int, keys: Array) -> State:
-        """Return the state of streams that have tried nothing."""
+        """Return the state of streams without rounds."""
         shape, states = (streams, len(self.parts)), tuple(arm.start(streams, keys) for arm in self.parts)
         return BanditState(keys, np.zeros(streams, np.int64), np.zeros(shape), np.zeros((*shape, 5)), states)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep what the round's arm keeps."""
         kept, states, chosen = np.zeros_like(step.alive), list(state.arms), set(state.choice.tolist())
-        for at in chosen:
-            arm = self.parts[at]
-            own = step.alive if len(chosen) == 1 else step.alive & (state.choice == at)[:, None]
+        for index in chosen:
+            arm = self.parts[index]
+            alive = step.alive if len(chosen) == 1 else step.alive & (state.choice == index)[:, None]
             # The bandit is the arm's host: an arm is not called at its `max_depth` nor before its `first`.
-            if step.depth >= arm.max_depth or (own is not step.alive and not own.any()):
+            if step.depth >= arm.max_depth or (len(chosen) > 1 and not alive.any()):
                 continue
             if step.depth < arm.first:
-                kept |= own
+                kept |= alive
                 continue
-            answer, states[at] = arm.keep(self._step_of(step, at, own), state.arms[at])
-            kept |= answer & own
+            features = step.features
+            if arm.features != self.features:
+                features = features.take(self._columns[index], 2)  # indexing by a list need not give C order
+            if len(chosen) > 1:  # an arm sees only the streams that it decides
+                features = np.where(alive[..., None], features, np.float32(0.0))
+            # A copy, as an arm may write into it.
+            part = DraftStep(step.depth, alive.copy(), step.parent, features, step.hidden, step.batch)
+            answer, states[index] = arm.keep(part, state.arms[index])
+            kept |= answer & alive
         return kept, BanditState(state.key, state.choice, state.pulls, state.sums, tuple(states))
-
-    def _step_of(self, step: DraftStep, at: int, own: Array) -> DraftStep:
-        """Return the step as an arm sees it: its own features, and only the streams that it decides."""
-        features = step.features
-        if self.parts[at].features != self.features:
-            features = features.take(self._columns[at], 2)  # indexing by a list need not give C order
-        if own is not step.alive:
-            features = np.where(own[..., None], features, np.float32(0.0))
-        # A copy, as an arm may write into it.
-        return DraftStep(step.depth, own.copy(), step.parent, features, step.hidden, step.batch)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's reward, and the next round's arm."""
         states = list(state.arms)
-        for at in set(state.choice.tolist()):
-            if type(self.parts[at]).observe is not StopPolicy.observe:
-                own = replace(outcome, active=outcome.active & (state.choice == at))
-                states[at] = self.parts[at].observe(own, state.arms[at])
+        for index in set(state.choice.tolist()):
+            if type(self.parts[index]).observe is not StopPolicy.observe:
+                part = replace(outcome, active=outcome.active & (state.choice == index))
+                states[index] = self.parts[index].observe(part, state.arms[index])
         choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
-        # A round whose tokens were all left out says nothing about the arm.
+        # A round of which no drafted token was verified says nothing about the arm.
         counts = outcome.active & ~outcome.cut & ((outcome.verified > 0) | (outcome.drafted == 0))
         add_reward(counts, outcome.accepted, outcome.drafted, outcome.seconds, DRAFT_COST, choice, pulls, sums)
         normals = np.empty((len(choice), 0))

@@ -10,11 +10,10 @@ from .. import Array, DraftStep, State, StopPolicy, validate_int, validate_numbe
 
 
 class C2T(StopPolicy):
-    """Expand or drop each node by a confidence in its joint probability P, entropy H and depth d.
+    """Keep the nodes with sigmoid(log P - `entropy` H - `slope` d + `bias`) >= 1/2: joint probability P, entropy H, depth d.
 
-    C2T (arXiv 2502.13652, sec. 3) trains a two-layer network on these three. This is a single unit with weights set by
-    hand: sigmoid(log P - `entropy` H - `slope` d + `bias`) >= 1/2. Dropped nodes are not verified, so it is for `match`
-    verification, and for temperature 0.
+    C2T (arXiv 2502.13652, sec. 3) trains a two-layer network on these three; this is a single unit with weights set by hand.
+    Other nodes are not verified, so it is for `match` verification, and for temperature 0.
     """
 
     features = ("path_logprob", "entropy")
@@ -27,7 +26,7 @@ class C2T(StopPolicy):
         self.name = f"c2t:{bias:g}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the nodes with a confidence of 1/2 or more, that is with a logit of 0 or more."""
+        """Keep the nodes with a logit of 0 or more."""
         features = step.features.astype(np.float64)
         confident = features[:, :, 0] - self.entropy * features[:, :, 1] >= self.slope * step.depth - self.bias
         return step.alive & confident, state

@@ -21,34 +21,33 @@ from .. import (
 )
 
 
-@kernel("void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64, float64, float64, float32[::1])")
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8, f8, f4[::1])")
 def update_lengths(
     active: Any, cut: Any, accepted: Any, verified: Any, up: float, down: float, longest: float, lengths: Any
 ) -> None:
     """Update the lengths [S] after a round: up if all was accepted, else down."""
     for s in range(lengths.shape[0]):
         if known_depths(active[s], cut[s], accepted[s], verified[s]):
-            # In float32 as the state is: the next round must not depend on whether it was stored in between.
+            # In float32 like the stored state, so that storing it between rounds changes nothing.
             moved = lengths[s] + np.float32(up) if accepted[s] == verified[s] else lengths[s] - np.float32(down)
             lengths[s] = min(max(moved, 1.0), longest)
 
 
 class HeuristicTransient(StopPolicy):
-    """Draft K tokens; K grows by `up` after a round that was accepted whole, else it shrinks by `down`, to 1 at least.
+    """Draft K tokens; K grows by `up` after a round in which all were accepted, else it shrinks by `down`, to 1 at least.
 
     `num_assistant_tokens_schedule="heuristic_transient"` (transformers 5.23, `AssistedCandidateGenerator.
-    update_candidate_strategy`): +2 and -1, from 20 tokens. K starts anew with each text and never exceeds `max_depth`.
+    update_candidate_strategy`): +2 and -1, from 20 tokens. K is reset for each text and never exceeds `max_depth`.
     """
 
     reads_seconds: ClassVar[bool] = False
-    _name: ClassVar[str] = "heuristic-transient"
+    _kind: ClassVar[str] = "heuristic-transient"
 
     def __init__(self, start: int = 20, up: float = 2, down: float = 1, max_depth: int = 20) -> None:
-        self.first_length = validate_int(self._name, "start", start)
-        self.up = validate_number(self._name, "up", up, 0.0)
-        self.down = validate_number(self._name, "down", down, 0.0)
-        self.max_depth = validate_int(self._name, "max_depth", max_depth)
-        self.name = f"{self._name}:{start}"
+        self.first_length = validate_int(self._kind, "start", start)
+        self.up, self.down = (validate_number(self._kind, k, v, 0.0) for k, v in (("up", up), ("down", down)))
+        self.max_depth = validate_int(self._kind, "max_depth", max_depth)
+        self.name = f"{self._kind}:{start}"
 
     def start(self, streams: int, keys: Array) -> State:
         """Return K of each stream."""
@@ -69,12 +68,12 @@ class Heuristic(HeuristicTransient):
     """The same with a K that passes from text to text: `num_assistant_tokens_schedule="heuristic"`."""
 
     carries: ClassVar[bool] = True
-    _name = "heuristic"
+    _kind = "heuristic"
 
 
-@kernel("void(float32[:,:,::1], boolean[:,::1], int64, float32[::1], float32[:,::1], boolean[:,::1])")
+@kernel("void(f4[:,:,::1], b1[:,::1], i8, f4[::1], f4[:,::1], b1[:,::1])")
 def keep_likely(features: Any, alive: Any, depth: int, threshold: Any, seen: Any, kept: Any) -> None:
-    """Write the branches [S, B] whose feature [S, B, 1] reaches the threshold [S], and note the largest in `seen` [S, K]."""
+    """Write the branches [S, B] that reach the threshold [S], and the largest feature of each stream to `seen` [S, K]."""
     for s in range(alive.shape[0]):
         largest = -np.inf
         for b in range(alive.shape[1]):
@@ -99,64 +98,51 @@ def _best_threshold(probs: Any, labels: Any, count: Any, weight: Any, default: A
     best, least, true = default, np.inf, 0
     for i in range(count):
         true += labels[i]
-        if i + 1 < count and probs[i + 1] == probs[i]:  # equal samples are one point of the curve
-            continue
         cost = (i + 1 - true) / negatives + weight * (1.0 - true / positives)
-        if cost < least:
+        is_point = i + 1 == count or probs[i + 1] != probs[i]  # equal samples are one point of the curve
+        if is_point and cost < least:
             best, least = probs[i], cost
     return best
 
 
-@kernel(
-    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64, int64, float32[:,::1], float32[::1], "
-    "float32[:,::1], boolean[:,::1], int64[::1])"
-)
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, i8, f4[:,::1], f4[::1], f4[:,::1], b1[:,::1], i8[::1])")
 def fit_threshold(
-    active: Any, cut: Any, accepted: Any, verified: Any, weight: float, least_samples: int, seen: Any, threshold: Any,
+    active: Any, cut: Any, accepted: Any, verified: Any, weight: float, min_samples: int, seen: Any, threshold: Any,
     probs: Any, labels: Any, count: Any,
 ) -> None:  # fmt: skip
     """Insert a round's samples `seen` into those of the text, and fit the threshold; see `RocState`."""
     for s in range(threshold.shape[0]):
-        n = count[s]
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
             if not np.isfinite(seen[s, j]):
                 continue
-            at = n  # a round adds a handful to samples that are sorted already: inserting is faster than sorting
+            at = count[s]  # inserting a few samples into a sorted list is faster than sorting
             while at > 0 and probs[s, at - 1] < seen[s, j]:
                 probs[s, at], labels[s, at] = probs[s, at - 1], labels[s, at - 1]
                 at -= 1
             probs[s, at], labels[s, at] = seen[s, j], j < accepted[s]
-            n += 1
-        count[s] = n
-        if n >= least_samples:
-            threshold[s] = _best_threshold(probs[s], labels[s], n, weight, threshold[s])
+            count[s] += 1
+        if count[s] >= min_samples:
+            threshold[s] = _best_threshold(probs[s], labels[s], count[s], weight, threshold[s])
 
 
 @dataclass(frozen=True, slots=True)
 class RocState:
-    """State of `Roc`.
+    """State of `Roc`; the samples of a text are in descending order."""
 
-    Attributes:
-        threshold: [S] float32.
-        seen: [S, K] float32, largest probability of a drawn token by depth of this round; infinite if not asked.
-        probs, labels: [S, M] samples of the text in descending order, and whether each was accepted.
-        count: [S] int64, number of samples.
-    """
-
-    threshold: Array
-    seen: Array
-    probs: Array
-    labels: Array
-    count: Array
+    threshold: Array  # [S] float32
+    seen: Array  # [S, K] float32, largest probability of a drawn token by depth of this round; infinite if not called
+    probs: Array  # [S, M] float32 samples, `count` of them
+    labels: Array  # [S, M] bool, whether each was accepted
+    count: Array  # [S] int64
 
 
 class Roc(StopPolicy):
     """The confidence rule with a threshold that is fitted to the text so far.
 
     Hugging Face's default (transformers 5.23, `ConfidenceCriteria`, `AssistedCandidateGenerator.update_candidate_strategy`):
-    q(x_j) of the accepted tokens (1) and of each first rejected one (0) are kept for the whole text; from 6 samples of both
-    classes on, the threshold is the one with the least false positive rate + 3 times the false negative rate. It starts at
-    0.4, with at most 20 tokens a round. The token at the last depth, for which no policy is called, is not a sample. In a
+    q(x_j) of the accepted tokens (1) and of each first rejected one (0) are samples, for the whole text. From 6 samples of
+    both classes on, the threshold is the one with the least false positive rate + 3 times the false negative rate. It starts
+    at 0.4, with at most 20 tokens a round. The token at the last depth, for which no policy is called, is not a sample. In a
     tree the best branch of a depth is its sample.
     """
 
@@ -172,25 +158,26 @@ class Roc(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of new texts."""
-        threshold, probs = np.full(streams, self.threshold, np.float32), np.zeros((streams, 0), np.float32)
-        return RocState(threshold, self._unseen(streams), probs, probs.astype(bool), np.zeros(streams, np.int64))
-
-    def _unseen(self, streams: int) -> Array:
-        return np.full((streams, self.max_depth), np.inf, dtype=np.float32)
+        threshold, seen = (
+            np.full(streams, self.threshold, np.float32),
+            np.full((streams, self.max_depth), np.inf, np.float32),
+        )
+        probs, count = np.zeros((streams, 0), np.float32), np.zeros(streams, np.int64)
+        return RocState(threshold, seen, probs, probs.astype(bool), count)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches whose token is likely enough, and note the likeliest."""
+        """Keep the branches with a token that is likely enough, and store the largest probability."""
         kept, seen = np.empty_like(step.alive), state.seen.copy()
         keep_likely(step.features, step.alive, step.depth, state.threshold, seen, kept)
         return kept, RocState(state.threshold, seen, state.probs, state.labels, state.count)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
-        streams, room = state.probs.shape
-        needed = int(state.count.max(initial=0)) + self.max_depth
-        more = np.zeros((streams, 0 if room >= needed else 2 * needed - room), dtype=np.float32)
+        streams, columns = state.probs.shape
+        required = int(state.count.max(initial=0)) + self.max_depth
+        more = np.zeros((streams, 0 if columns >= required else 2 * required - columns), dtype=np.float32)
         threshold, count = state.threshold.copy(), state.count.copy()
         probs, labels = np.concatenate((state.probs, more), 1), np.concatenate((state.labels, more > 0.0), 1)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
         fit_threshold(*known, self.weight, self.samples, state.seen, threshold, probs, labels, count)
-        return RocState(threshold, self._unseen(streams), probs, labels, count)
+        return RocState(threshold, np.full_like(state.seen, np.inf), probs, labels, count)

@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike
 
 from .. import Array, DraftStep, PolicyError, State, StopPolicy
 
-LARGEST = 1024
-"""Streams of a batch up to which `LoadLength.unasked` holds."""
+MAX_STREAMS = 1024  # of a batch, for `LoadLength.unasked`
 
 
 class LoadLength(StopPolicy):
@@ -30,14 +29,12 @@ class LoadLength(StopPolicy):
             pairs = [tuple(int(number) for number in entry.split(":")) for entry in str(table).split(",")]
             sizes, lengths = zip(*pairs, strict=True)
         except ValueError:
-            raise PolicyError(f"load: expected a table such as 1:6,4:4,16:0, not {table!r}") from None
+            sizes = lengths = (0,)
         if sizes[0] != 1 or list(sizes) != sorted(set(sizes)) or min(lengths) < 0:
-            raise PolicyError(
-                f"load: expected batch sizes that rise from 1 on, and lengths of 0 or more, not {table!r}"
-            )
+            raise PolicyError(f"load: expected rising sizes from 1 on with lengths, as in 1:6,4:4,16:0, not {table!r}")
         self._sizes, self._lengths = np.array(sizes), np.array(lengths)
         self.max_depth = max(lengths)
-        self.unasked = {size: int(self._length(size)) for size in range(1, LARGEST + 1)}
+        self.unasked = dict(enumerate(self._length(np.arange(1, MAX_STREAMS + 1)).tolist(), 1))
         self.name = f"load:{table}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:

@@ -14,8 +14,8 @@ from .. import (
     State,
     StopPolicy,
     kernel,
-    kernel_part,
     known_depths,
+    sigmoid,
     validate_int,
     validate_number,
 )
@@ -23,48 +23,28 @@ from .. import (
 EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outweighs hundreds
 
 
-@kernel_part
-def _sigmoid(value: Any) -> Any:
-    if value >= 0.0:  # either form overflows on the other side
-        return 1.0 / (1.0 + np.exp(-value))
-    return np.exp(value) / (1.0 + np.exp(value))
-
-
-@kernel(
-    "void(float32[:,:,::1], boolean[:,::1], int64[:,::1], int64, boolean, float64[:,::1], float64[:,::1], float64[:,::1], "
-    "float64[:,::1])"
-)
+@kernel("void(f4[:,:,::1], b1[:,::1], i8[:,::1], i8, b1, f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1])")
 def follow_survival(
-    features: Any,
-    alive: Any,
-    parent: Any,
-    depth: int,
-    begins: bool,
-    weights: Any,
-    before: Any,
-    seen: Any,
-    survival: Any,
-) -> None:
-    """Write the survival [S, B], given that of the depth before [S, B'], and note the best log-odds in `seen` [S, K]."""
+    features: Any, alive: Any, parent: Any, depth: int, begins: bool, weights: Any, before: Any, seen: Any, survival: Any
+) -> None:  # fmt: skip
+    """Write the survival [S, B], given that of the depth before [S, B'], and the best log-odds to `seen` [S, K]."""
     for s in range(alive.shape[0]):
-        most = -np.inf
+        best = -np.inf
         for b in range(alive.shape[1]):
             survival[s, b] = 0.0
             if not alive[s, b]:
                 continue
             prob = min(max(np.float64(features[s, b, 0]), EDGE), 1.0 - EDGE)
             odds = np.log(prob / (1.0 - prob))
-            most = max(most, odds)
-            survival[s, b] = _sigmoid(weights[s, 0] * odds + weights[s, 1])
+            best = max(best, odds)
+            survival[s, b] = sigmoid(weights[s, 0] * odds + weights[s, 1])
             if not begins:
                 survival[s, b] *= before[s, parent[s, b]]
-        if most > -np.inf:
-            seen[s, depth - 1] = most
+        if best > -np.inf:
+            seen[s, depth - 1] = best
 
 
-@kernel(
-    "void(boolean[::1], boolean[::1], int64[::1], int64[::1], float64, float64[:,::1], float64[:,::1], float64[:,::1])"
-)
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8[:,::1], f8[:,::1], f8[:,::1])")
 def newton_step(
     active: Any, cut: Any, accepted: Any, verified: Any, decay: float, seen: Any, weights: Any, precision: Any
 ) -> None:
@@ -78,33 +58,26 @@ def newton_step(
             if not np.isfinite(odds):
                 continue
             samples += 1
-            prob = _sigmoid(slope * odds + level)
+            prob = sigmoid(slope * odds + level)
             error, spread = (1.0 if j < accepted[s] else 0.0) - prob, prob * (1.0 - prob)
             # Curvature and slope at the weights from before the round, so that the order of depths does not matter.
             a, b, d = a + spread * odds * odds, b + spread * odds, d + spread
             to_slope, to_level = to_slope + error * odds, to_level + error
-        if samples:  # the system of two unknowns, by determinants: a decayed prior keeps it positive
-            size = a * d - b * b
-            weights[s, 0] = slope + (d * to_slope - b * to_level) / size
-            weights[s, 1] = level + (a * to_level - b * to_slope) / size
+        if samples:  # two unknowns, by determinants: a decayed prior keeps the matrix positive definite
+            determinant = a * d - b * b
+            weights[s, 0] = slope + (d * to_slope - b * to_level) / determinant
+            weights[s, 1] = level + (a * to_level - b * to_slope) / determinant
             precision[s, 0], precision[s, 1], precision[s, 2] = a, b, d
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineState:
-    """State of `Online`, all float64.
+    """State of `Online`, all float64."""
 
-    Attributes:
-        weights: [S, 2] slope and intercept.
-        precision: [S, 3] of the slope, of both, of the intercept.
-        seen: [S, K] best log-odds by depth of this round; infinite if not asked.
-        survival: [S, B] of the last depth.
-    """
-
-    weights: Array
-    precision: Array
-    seen: Array
-    survival: Array
+    weights: Array  # [S, 2] slope and intercept
+    precision: Array  # [S, 3] of the slope, of both, of the intercept
+    seen: Array  # [S, K] best log-odds by depth of this round; infinite if not called
+    survival: Array  # [S, B] of the last depth
 
 
 class Online(StopPolicy):
@@ -113,8 +86,8 @@ class Online(StopPolicy):
     P(x_j accepted) = sigmoid(w z + b) with z = logit(max q_j), as vLLM learns it for any drafter (vLLM #52228): one PRE
     feature, hence lossless. It starts from w = 1, b = 0 and takes one Newton step a round on the accept bits of that round:
     precision <- decay precision + sum p (1 - p) (z, 1)(z, 1)', weights <- weights + precision^-1 sum (accepted - p) (z, 1).
-    The weights pass from text to text. vLLM spends them on the token budget of a batch; for one stream that is a threshold
-    on S_j. In a tree the best branch of a depth is its sample. vLLM's rate, prior and decay were not found; these are ours.
+    The weights pass from text to text. vLLM uses them for the token budget of a batch; for one stream that is a threshold
+    on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours; vLLM does not state its values.
 
     Attributes:
         level: the threshold, or [S, 1] float64 with one of each stream.
@@ -133,18 +106,15 @@ class Online(StopPolicy):
         self.name = f"online:{threshold:g}"
 
     def start(self, streams: int, keys: Array) -> State:
-        """Return the state of streams without rounds: sigmoid(logit(max q)) = max q, the draft's own probability."""
+        """Return the state of streams without rounds: sigmoid(logit(max q)) = max q, the probability under the draft."""
         weights, precision = np.tile((1.0, 0.0), (streams, 1)), np.tile((self.prior, 0.0, self.prior), (streams, 1))
-        return OnlineState(weights, precision, self._unseen(streams), np.ones((streams, 1)))
-
-    def _unseen(self, streams: int) -> Array:
-        return np.full((streams, self.max_depth), np.inf)
+        return OnlineState(weights, precision, np.full((streams, self.max_depth), np.inf), np.ones((streams, 1)))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches with enough survival, and note the log-odds."""
+        """Keep the branches with enough survival, and store the log-odds."""
         survival, seen, begins = np.empty(step.alive.shape), state.seen.copy(), step.depth <= self.first
-        shown = step.features, step.alive, step.parent, step.depth
-        follow_survival(*shown, begins, state.weights, state.survival, seen, survival)
+        branches = step.features, step.alive, step.parent, step.depth
+        follow_survival(*branches, begins, state.weights, state.survival, seen, survival)
         return step.alive & (survival >= self.level), OnlineState(state.weights, state.precision, seen, survival)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -152,4 +122,4 @@ class Online(StopPolicy):
         weights, precision = state.weights.copy(), state.precision.copy()
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
         newton_step(*known, self.decay, state.seen, weights, precision)
-        return OnlineState(weights, precision, self._unseen(len(weights)), state.survival)
+        return OnlineState(weights, precision, np.full_like(state.seen, np.inf), state.survival)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,27 +22,14 @@ from .. import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GoodputState:
-    """State of `SmartSpec`.
-
-    Attributes:
-        key: [S] int64.
-        seen: [S, 2] float64, tokens accepted and tokens with a known outcome, older rounds discounted.
-        length: [S] int64, of the round.
-    """
-
-    key: Array
-    seen: Array
-    length: Array
-
-
 class SmartSpec(StopPolicy):
     """Draft for all streams of a batch the length of the largest goodput: expected tokens over predicted seconds.
 
     SmartSpec (arXiv 2406.14066): with a the acceptance rate of the batch, a moving average over its rounds, a stream that
-    drafts k tokens is expected to commit 1 + a + ... + a^k. The length may be 0. Window and prior were not found: ours are
-    `decay` per round and `prior` tokens accepted at `start`. The average passes from text to text.
+    drafts k tokens is expected to commit 1 + a + ... + a^k. The length may be 0. The paper states neither window nor prior;
+    ours are `decay` per round and `prior` tokens accepted at `start`. The average passes from text to text.
+
+    The state is (key [S], tokens accepted and tokens with a known outcome [S, 2], length [S]).
 
     Args:
         start, prior, decay: see above.
@@ -68,8 +54,8 @@ class SmartSpec(StopPolicy):
         profile: str | Path | Profile = "",
         max_depth: int = 8,
     ) -> None:
-        self.first_rate = validate_number("smartspec", "start", start, 0.0, 1.0)
-        self.decay = validate_number("smartspec", "decay", decay, 0.0, 1.0)
+        rates = {"start": start, "decay": decay}
+        self.first_rate, self.decay = (validate_number("smartspec", k, v, 0.0, 1.0) for k, v in rates.items())
         self.prior = validate_number("smartspec", "prior", prior, 1e-3)
         self.max_depth = validate_int("smartspec", "max_depth", max_depth)
         self._grid = CostGrid.of_options("smartspec", profile, draft, token)
@@ -84,22 +70,23 @@ class SmartSpec(StopPolicy):
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without rounds."""
         seen = np.tile((self.prior * self.first_rate, self.prior), (streams, 1))
-        return GoodputState(keys.copy(), seen, np.zeros(streams, dtype=np.int64))
+        return keys.copy(), seen, np.zeros(streams, dtype=np.int64)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Choose the length at depth 0, and keep the branches above it."""
+        key, seen, length = state
         if step.depth == 0:
-            batches = Batches.of(step.batch, state.key)
-            accepted, known = batches.sums(state.seen).T  # [G]
+            batches = Batches.of(step.batch, key)
+            accepted, known = batches.sums(seen).T  # [G]
             tokens = np.cumsum((accepted / known)[:, None] ** np.arange(self.max_depth + 1), 1)  # [G, K + 1]
             best = self._grid.length_rates(batches.sizes, tokens).argmax(1)  # of equal rates the shortest length
-            state = GoodputState(state.key, state.seen, batches.spread(best, len(step.batch)))
-        return step.alive & (step.depth < state.length)[:, None], state
+            length = batches.spread(best, len(step.batch))
+        return step.alive & (step.depth < length)[:, None], (key, seen, length)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's acceptance."""
+        key, seen, length = state
         counts = outcome.active & ~outcome.cut & (outcome.verified > 0)
         known = np.minimum(outcome.accepted + 1, outcome.verified)  # those accepted and the first one rejected
-        now = np.stack([outcome.accepted, known], 1).astype(np.float64)
-        seen = np.where(counts[:, None], self.decay * state.seen + now, state.seen)
-        return GoodputState(state.key, seen, state.length)
+        latest = np.stack([outcome.accepted, known], 1).astype(np.float64)
+        return key, np.where(counts[:, None], self.decay * seen + latest, seen), length

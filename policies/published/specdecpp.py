@@ -1,4 +1,4 @@
-"""SpecDec++'s rule on the draft's own probabilities."""
+"""SpecDec++'s rule on the draft's probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Product(FeatureThreshold):
     """Draft while q_1(x_1) ... q_j(x_j) is at least a threshold.
 
     SpecDec++ (arXiv 2405.19715, sec. 3.3) stops if 1 - prod p_i > h, with h = 0.7 and at most 20 tokens, where p_i is
-    predicted by a trained head. This is the ablation without it, which the paper leaves out.
+    predicted by a trained head. This is the ablation without a head, which the paper does not have.
     """
 
     features = ("path_logprob",)

@@ -10,7 +10,7 @@ from .. import Array, DraftStep, State, StopPolicy, validate_int, validate_numbe
 class EntropyBound(StopPolicy):
     """Draft while the entropy of q_j, in nats at temperature 1, is at most a level.
 
-    SVIP (arXiv 2411.18462, eq. 6) stops after x_j if sqrt(c H_j) > h; the released script has c = 0.15 and h = 0.3, hence
+    SVIP (arXiv 2411.18462, eq. 6) stops after x_j if sqrt(c H_j) > h. The released script has c = 0.15 and h = 0.3, that is
     a level of h^2 / c = 0.6 nats, and 1 to 40 tokens. AdaEDL is the same rule with a level that adapts.
     """
 
@@ -22,5 +22,5 @@ class EntropyBound(StopPolicy):
         self.name = f"entropy:{level:g}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches whose entropy is low enough."""
+        """Keep the branches with an entropy that is low enough."""
         return step.alive & (step.features[:, :, 0] <= self.level), state

@@ -1,9 +1,8 @@
-"""TETRIS: a budget of tokens for a batch, spent on the likeliest ones."""
+"""TETRIS: a budget of tokens for a batch, used for the likeliest ones."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -23,25 +22,17 @@ from .. import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TetrisState:
-    """State of `Tetris`: key, batch [S] int64, and by depth so far the log-probability of the paths [S, B] float32."""
-
-    key: Array
-    batch: Array
-    levels: tuple[Array, ...] = ()
-
-
 class Tetris(StopPolicy):
     """Draft a few tokens more than can be verified, and send the likeliest of the batch, by the probability of their paths.
 
     TETRIS (arXiv 2502.15197; its vLLM: a capacity of (K - extra) tokens a stream, K being drafted). It reads the drawn
-    tokens and leaves some out, so it is for `match` and `point` verification, and for temperature 0.
+    tokens and removes nodes, so it is for `match` and `point` verification, and for temperature 0. The state is
+    (key [S], batch [S], levels of `append_level`).
 
     Args:
         each: tokens sent per stream, on average over the batch.
         extra: tokens drafted beyond that.
-        capacity: tokens sent of the whole batch, whatever its size; 0 = `each` per stream.
+        capacity: tokens sent of the whole batch, independent of its size; 0 = `each` per stream.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -56,22 +47,23 @@ class Tetris(StopPolicy):
         self.name = f"tetris:{each:g}"
 
     def start(self, streams: int, keys: Array) -> State:
-        """Return no levels."""
-        return TetrisState(keys.copy(), np.full(streams, -1, dtype=np.int64))
+        """Return the state without levels."""
+        return keys.copy(), np.full(streams, -1, dtype=np.int64), None
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep all, and store the paths' probabilities."""
-        levels = append_level(state.levels, step, step.features[:, :, 0]) if step.depth else ()
-        return step.alive.copy(), TetrisState(state.key, step.batch, levels)
+        levels = append_level(state[2], step, step.features[:, :, 0]) if step.depth else None
+        return step.alive.copy(), (state[0], step.batch, levels)
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the likeliest tokens of each batch."""
-        batches = Batches.of(state.batch, state.key)
+        key, batch, levels = state
+        batches = Batches.of(batch, key)
         budgets = np.full(len(batches.sizes), self.capacity)
         if not self.capacity:
             budgets = (self.each * batches.sizes).astype(np.int64)
-        return batches.best(node_values(state.levels, tree).astype(np.float64), tree.drawn, budgets)
+        return batches.best(node_values(levels, tree).astype(np.float64), tree.drawn, budgets)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Drop the round's levels."""
-        return replace(state, levels=())
+        return *state[:2], None

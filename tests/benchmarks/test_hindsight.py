@@ -6,8 +6,8 @@ import pytest
 import torch
 from benchmark_scripts import script
 from specstop.collect.store.folder import Trace
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 

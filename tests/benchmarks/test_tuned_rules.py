@@ -10,7 +10,7 @@ from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay

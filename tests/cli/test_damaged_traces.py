@@ -21,7 +21,7 @@ from specstop.collect.store.checksums import checksum_path
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import SpecstopError, TraceError
 from specstop.policies.files import sha256
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.report.evaluate import evaluate
 

@@ -16,7 +16,7 @@ from specstop.decode.drafters.folder import load_drafter
 from specstop.decode.engines.vllm_plugin import read_coefficients
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.report.comparing.read import read_report
 

@@ -16,7 +16,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params
@@ -88,8 +88,11 @@ def test_functions_refuse_the_same_temperatures(temperature: float, pair: Pair, 
         (lambda: Settings(max_new_tokens=2.5), "max_new_tokens: expected a whole number of 1 or more, not 2.5"),
         (lambda: Settings(max_depth=True), "max_depth: expected a whole number of 0 or more, not True"),
         (lambda: Settings("0.7", verification="match"), "temperature: expected 0 or more.*, not '0.7'"),
-        (lambda: Shaping(repetition_penalty=1e-45), "repetition_penalty: expected above 0"),
-        (lambda: Shaping(top_k=10**5000), "top_k: expected at most 2147483647, not a number of more than 40 digits"),
+        (lambda: SamplingParams(repetition_penalty=1e-45), "repetition_penalty: expected above 0"),
+        (
+            lambda: SamplingParams(top_k=10**5000),
+            "top_k: expected at most 2147483647, not a number of more than 40 digits",
+        ),
         (lambda: Choice(split_seed=-1), "split_seed: expected 0 or more, not -1"),
         (lambda: Choice(test_share=1.0), "test_share: expected more than 0 and less than 1, not 1.0"),
         (lambda: FitOptions(learning_rate=0.0), "learning_rate: expected more than 0"),

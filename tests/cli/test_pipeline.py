@@ -16,7 +16,7 @@ from specstop.collect.store.folder import open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 
 SCRIPT = Path(sys.executable).with_name("specstop")

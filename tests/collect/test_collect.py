@@ -30,8 +30,8 @@ from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TrainingMetadata
+from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from specstop.collect.explore import exploring
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 
 DEPTH = 5
 

@@ -17,12 +17,12 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.run import replay
@@ -33,11 +33,11 @@ FLOAT32 = 2e-6
 TREE = "3,2,1,1,1"
 SETUPS = [(tree, t) for tree in (None, TREE) for t in (0.0, 0.7)]
 NAMES = ("trimming", "adaptive", "selecting")
-MANY = Shaping(min_p=0.3, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9)
+MANY = SamplingParams(min_p=0.3, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9)
 FILTERED = [
-    (None, 0.0, Shaping(repetition_penalty=1.5, min_new_tokens=NEW)),
-    (None, 0.7, Shaping(top_p=0.7)),
-    (TREE, 0.7, Shaping(top_k=2)),
+    (None, 0.0, SamplingParams(repetition_penalty=1.5, min_new_tokens=NEW)),
+    (None, 0.7, SamplingParams(top_p=0.7)),
+    (TREE, 0.7, SamplingParams(top_k=2)),
     (TREE, 1.0, MANY),
 ]
 
@@ -52,10 +52,10 @@ def run(pair: Pair, prompts: list[Prompt], out: Path, tree: str | None, temperat
 
 
 @pytest.mark.parametrize(
-    ("tree", "temperature", "shaping"), [*((*setup, Shaping()) for setup in SETUPS[1:3]), *FILTERED]
+    ("tree", "temperature", "shaping"), [*((*setup, SamplingParams()) for setup in SETUPS[1:3]), *FILTERED]
 )
 def test_dense_and_live_agree_at_the_anchors_that_both_have(
-    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, shaping: Shaping
+    pair: Pair, prompts: list[Prompt], tmp_path: Path, tree: str | None, temperature: float, shaping: SamplingParams
 ) -> None:
     dense = by_anchor(run(pair, prompts, tmp_path / "dense", tree, temperature, shaping=shaping))
     live = by_anchor(run(pair, prompts, tmp_path / "live", tree, temperature, collector="live", shaping=shaping))

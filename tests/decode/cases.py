@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from deciders import DECIDERS
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -27,9 +27,9 @@ def added(prefix: Sequence[int], vocabulary: int) -> list[float]:
 
 
 SHAPINGS = {
-    "plain": Shaping(),
-    "shaped": Shaping(top_k=2, repetition_penalty=1.7),
-    "by-prefix": Shaping(processors=(ByPrefix(),)),
+    "plain": SamplingParams(),
+    "shaped": SamplingParams(top_k=2, repetition_penalty=1.7),
+    "by-prefix": SamplingParams(processors=(ByPrefix(),)),
 }
 CHAINS = ("chain:1", "chain:2", "chain:3")
 TREES = ("2", "3", "2,1", "2,2", "1,2", "parents:-1,-1,1,2")
@@ -94,8 +94,8 @@ def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[f
     if shaping.processors:
         scores = [x + more for x, more in zip(scores, added(prefix, case.vocabulary), strict=True)]
     scores = [x / case.temperature for x in scores]
-    if shaping.top_k:
-        least = sorted(scores, reverse=True)[shaping.top_k - 1]
+    if "top_k" in shaping.options:
+        least = sorted(scores, reverse=True)[shaping.options["top_k"] - 1]
         scores = [x if x >= least else float("-inf") for x in scores]
     return torch.softmax(torch.tensor(scores, dtype=torch.float64), -1).tolist()
 

@@ -7,9 +7,8 @@ from functools import partial
 
 import numpy as np
 from contract_policies import Adaptive, FromAnchor, Randomised, Selecting
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.typing import Array
 from trees import FREE, make_tree_policy
 
 MOST = 3

@@ -25,10 +25,10 @@ from specstop.decode.rounds import play_round
 from specstop.decode.topology import Topology
 from specstop.decode.verify.modes import MODES
 from specstop.policies.contract import StopPolicy
+from specstop.policies.costs import CostTable
 from specstop.policies.features import ANCHOR_FEATURES
 from specstop.policies.host import PolicyHost
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.replay.source import TraceSource
 from specstop.train.replay.traces.arrays import TraceArrays
 from specstop.train.replay.traces.checking import check_replayable
@@ -82,7 +82,7 @@ class Numbers:
 
 
 class EnumeratedDraws:
-    """See `given_text.Draws`: rows at one position and row of the tree share their numbers, as keyed ones do."""
+    """Enumerates `given_text.KeyedDraws`: rows at one position and row of the tree share their numbers, as keyed ones do."""
 
     def __init__(
         self, numbers: dict[int, Numbers], wanted: Callable[[int, int], bool], position: Tensor, node: Tensor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.splitmix import mix
-from specstop.policies.typing import Array
 
 
 class ByTokens(StopPolicy):

@@ -19,12 +19,11 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.records import Generation
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.sampling import Shaping
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.decode.verify.sampling import SamplingParams
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 
 MODES = [
     ("match", None), ("match", "3,2,1"), ("rejection", None), ("rejection", "2,2"), ("rejection_replace", "2,2"),
@@ -106,7 +105,10 @@ def test_heads_are_told_of_each_streams_own_states(plain_pair: Pair, prompt_ids:
 
 
 def test_processors_see_each_texts_own_prefix(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    for shaping in (Shaping(repetition_penalty=1.3, top_p=0.9), Shaping(no_repeat_ngram=2, min_new_tokens=4)):
+    for shaping in (
+        SamplingParams(repetition_penalty=1.3, top_p=0.9),
+        SamplingParams(no_repeat_ngram=2, min_new_tokens=4),
+    ):
         same_in_batches(pair, prompt_ids[:4], FixedLength(2), Settings(0.7, NEW, shaping=shaping, verification="match"))
 
 
@@ -120,7 +122,7 @@ class Likely(StopPolicy):
 
 
 def test_texts_of_a_batch_may_be_filtered_each_in_its_own_way(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    shapings = [None, Shaping(top_p=0.6), Shaping(repetition_penalty=1.3), None, Shaping(top_k=3)]
+    shapings = [None, SamplingParams(top_p=0.6), SamplingParams(repetition_penalty=1.3), None, SamplingParams(top_k=3)]
     asked = [Request(own, at, shaping=some) for at, (own, some) in enumerate(zip(prompt_ids, shapings, strict=False))]
     settings = Settings(0.7, NEW, verification="match")
     alone = Speculator(pair, Likely(), settings).run(asked)

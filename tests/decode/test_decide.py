@@ -12,10 +12,9 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.topology import parse_tree
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.published.bandit import Bandit
-from specstop.policies.typing import Array
 
 
 class Late(Confidence):

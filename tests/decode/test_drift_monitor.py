@@ -21,16 +21,14 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads import build_head
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
-from specstop.policies.typing import Array
 
 NEW = 20
 
@@ -307,7 +305,7 @@ def test_the_best_fixed_length_follows_acceptance_and_costs() -> None:
 def test_the_best_fixed_length_of_a_batch_is_by_the_costs_of_the_batch() -> None:
     table = CostTable(10.0, (1e-3, 1e-3), 0.0, tuple(5e-3 + 1e-4 * k for k in range(5)))
     step = ((1, 1e-3), (4, 4e-3))
-    shared = BatchTable(10.0, step, 0.0, step, {4: ((4, 5e-3), (20, 0.1))})
+    shared = BatchTable(10.0, step, {4: ((4, 5e-3), (20, 0.1))})
     cheap = dataclasses.replace(shared, verify_s={4: ((4, 5e-3), (20, 5e-3))}, draft_s=((1, 1e-4), (4, 1e-4)))
     alone = best_fixed(promising(0.9, 4, Profile(table, table, 0.0, 0.0, (0.0, 0.0)).to_dict()), 0.6, 3)
     for side, expected in ((shared, 0), (cheap, 4)):

@@ -21,12 +21,12 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.profile import measure_profile
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, PairError, PolicyError, SpecstopWarning, TraceError, with_parameters
 from specstop.policies.features import check_hidden
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.evaluate import evaluate
@@ -63,7 +63,7 @@ def test_settings_are_validated_at_construction(options: dict[str, Any], name: s
 @pytest.mark.parametrize("processors", [(1,), MinLengthLogitsProcessor(2, 0)])
 def test_processors_are_validated_at_construction(processors: Any) -> None:
     with pytest.raises(InputError, match="processors"):
-        Settings(shaping=Shaping(processors=processors))
+        Settings(shaping=SamplingParams(processors=processors))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_processors_are_validated_at_construction(processors: Any) -> None:
 def test_a_shaping_names_its_parameter(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(InputError, match=name) as caught:
-        Shaping(**options)
+        SamplingParams(**options)
     assert "--" not in str(caught.value)
 
 

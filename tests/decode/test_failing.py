@@ -16,11 +16,10 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 
 
 @pytest.fixture(scope="module")

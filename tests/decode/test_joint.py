@@ -11,17 +11,14 @@ from oracle import Law, oracle_pair
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.tetris import Tetris
-from specstop.policies.typing import Array
 
 LEAVES = 60
-REFUSED = (
-    "tetris:1: leaves drawn tokens out and reads path_logprob of them, which would bias the output under rejection"
-)
+REFUSED = "tetris:1: excludes drawn tokens and reads path_logprob, which would bias the output under rejection"
 
 
 @pytest.mark.parametrize(("mode", "tree"), [("rejection", "chain:3"), ("block", "chain:2"), ("rejection", "2,1")])
@@ -52,7 +49,7 @@ def test_what_reads_the_drawn_token_is_refused_where_it_would_bias() -> None:
     pair = oracle_pair(Law(3, 1), ())
     with pytest.raises(PolicyError, match=REFUSED):
         Speculator(pair, JOINT["tetris"](), Settings(1.0, 4, verification="rejection"), batch=2)
-    with pytest.raises(PolicyError, match="leaves drawn tokens out and reads drawn_prob"):
+    with pytest.raises(PolicyError, match="reads drawn_prob, which would bias"):
         policy = batch_policy(names=("drawn_prob",))
         Speculator(pair, policy, Settings(1.0, 4, verification="rejection"), batch=2)
 

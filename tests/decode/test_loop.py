@@ -16,11 +16,10 @@ from specstop.decode.models.pair import Pair, join, with_engine
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import State, StopPolicy
+from specstop.policies.contract import Array, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from specstop.decode.topology import Topology, chain, from_parents, from_widths, parse_tree
 from specstop.policies.errors import InputError
-from specstop.policies.limits import MOST_ROWS
+from specstop.policies.limits import MAX_ROWS
 
 
 def random_parents(seed: int) -> list[int]:
@@ -102,11 +102,11 @@ def test_what_is_no_tree_is_refused_with_what_is_expected(text: str) -> None:
         ("fork:3x0", "expected a depth between 1 and"),
         ("chain:0", "expected a depth between 1 and"),
         ("chain:-2", "expected a depth between 1 and"),
-        (f"chain:{MOST_ROWS}", f"expected a depth between 1 and {MOST_ROWS - 1}"),
+        (f"chain:{MAX_ROWS}", f"expected a depth between 1 and {MAX_ROWS - 1}"),
         ("chain:" + "9" * 12, "expected a depth between 1 and"),
-        ("32,32,32", f"more than {MOST_ROWS} tokens"),
-        ("9" * 12, f"more than {MOST_ROWS} tokens"),
-        ("parents:" + ",".join(["-1"] * MOST_ROWS), f"more than {MOST_ROWS} tokens"),
+        ("32,32,32", f"more than {MAX_ROWS} tokens"),
+        ("9" * 12, f"more than {MAX_ROWS} tokens"),
+        ("parents:" + ",".join(["-1"] * MAX_ROWS), f"more than {MAX_ROWS} tokens"),
         ("parents:0", "node 0 has parent 0; expected -1 or a node before it"),
         ("parents:-1,-2", "node 1 has parent -2"),
         ("parents:-1,1,0", "node 1 has parent 1"),
@@ -119,9 +119,9 @@ def test_a_tree_that_cannot_be_is_refused_with_its_reason(text: str, message: st
 
 
 def test_the_largest_trees_are_made() -> None:
-    assert len(parse_tree(f"chain:{MOST_ROWS - 1}")) == MOST_ROWS
-    assert len(parse_tree(str(MOST_ROWS - 1))) == MOST_ROWS
-    assert len(from_parents([-1] * (MOST_ROWS - 1))) == MOST_ROWS
+    assert len(parse_tree(f"chain:{MAX_ROWS - 1}")) == MAX_ROWS
+    assert len(parse_tree(str(MAX_ROWS - 1))) == MAX_ROWS
+    assert len(from_parents([-1] * (MAX_ROWS - 1))) == MAX_ROWS
 
 
 @pytest.mark.parametrize("parent", [[], [0], [-1, 1], [-1, 0, -1], [-1, 0, 1, 0], [-1, -2]])

@@ -35,7 +35,7 @@ def builtin_policies() -> list[str]:
 
 def silent() -> Any:
     """Return the progress display that shows nothing."""
-    from specstop.policies.progress import silent
+    from specstop.policies.display import silent
 
     return silent
 
@@ -132,7 +132,7 @@ def padded_sizes(profile: Any) -> list[int]:
 
 def decision_seconds(profile: Any, policy: Any, decisions: Array) -> Array:
     """Return the seconds of a policy's decisions."""
-    return profile.decision(policy.cost_name).of(decisions)
+    return profile.decision(policy.cost_name) * decisions
 
 
 def noise_of(profile: Any) -> dict[str, Any]:
@@ -174,18 +174,11 @@ def measure(pair: Any, prompts: Sequence[Sequence[int]]) -> Any:
 
 def batch_seconds(profile: Any, streams: int, lengths: int, context: float) -> dict[str, Any]:
     """Return seconds of the parts of a round of a batch, and of the whole."""
-    costs = profile.batch
     one = np.full(streams, lengths, dtype=np.int64)
-    contexts = np.full(streams, context)
-    backlog = np.ones(streams, dtype=np.int64) + np.arange(streams) % 3
     return {
-        "first": float(costs.first_draft_s(streams, context, streams + 3)),
-        "second": float(costs.second_draft_s(streams, context)),
-        "later": float(costs.draft_s(streams, context)),
-        "verify": float(costs.verify_s(streams, streams * (1 + lengths), context)),
-        "plain": float(costs.plain_s(streams, context)),
-        "round": costs.shared_s(contexts, one, one, backlog),
-        "undecided": costs.shared_s(contexts, one, one, backlog, np.zeros(streams, dtype=np.int64)),
+        "draft": float(profile.draft_s(streams, context)),
+        "verify": float(profile.verify_s(streams, streams * (1 + lengths), context)),
+        "round": profile.batch_seconds(np.full(streams, context), one, one, one, 0.0),
     }
 
 

@@ -97,13 +97,13 @@ def build_profiles(folder: Path) -> None:
         "high": dataclasses.replace(plain.low, context=40.0),
     }
     dataclasses.replace(plain, **falling).save(folder / "falling.json")
-    tree = {"tree_draft_s": ((1, 1e-3), (4, 1.4e-3), (9, 2.2e-3)), "tree_verify_s": ((0, 4e-3), (6, 5e-3), (20, 9e-3))}
+    tree = {"tree_verify_s": ((0, 4e-3), (6, 5e-3), (20, 9e-3))}
     sides = (
-        dataclasses.replace(table, later_draft_s=8e-4 + 1e-4 * at, second_draft_s=9e-4 + 1e-4 * at, **tree)
+        dataclasses.replace(table, later_draft_s=8e-4 + 1e-4 * at, **tree)
         for at, table in enumerate((plain.low, plain.high))
     )
     low, high = sides
-    more = {"tree_outside_s": (2e-4, 3e-5, 4e-6), "plain_outside_s": 1.5e-4, "carry_over": 0.02}
+    more = {"tree_outside_s": (2e-4, 3e-5, 4e-6), "plain_outside_s": 1.5e-4}
     dataclasses.replace(plain, low=low, high=high, **more).save(folder / "trees.json")
     profile = json.loads((folder / "plain.json").read_text(encoding="utf-8"))
     verify = {
@@ -113,14 +113,11 @@ def build_profiles(folder: Path) -> None:
     }
     table = {
         "context": 8.0,
-        "first_draft_s": [[1, 1e-3], [4, 2e-3], [8, 2.5e-3]],
-        "backlog_token_s": 1e-5,
         "draft_s": [[1, 8e-4], [4, 1.5e-3], [8, 1.9e-3]],
         "verify_s": verify,
-        "second_draft_s": [[1, 9e-4], [8, 2.0e-3]],
     }
     later = {**table, "context": 40.0, "draft_s": [[1, 9e-4], [4, 1.7e-3], [8, 2.1e-3]]}
-    profile["batch"] = {"low": table, "high": later, "outside_s": [1e-4, 1e-5, 1e-6], "plain_outside_s": [9e-5, 8e-6]}
+    profile["batch"] = {"low": table, "high": later}
     (folder / "batches.json").write_text(json.dumps(profile), encoding="utf-8")
 
 

@@ -15,8 +15,8 @@ from specstop.decode import (
     Generation,
     Grammar,
     Pair,
+    SamplingParams,
     Settings,
-    Shaping,
     Speculator,
     decode,
     find_drafter,
@@ -136,16 +136,16 @@ class AfterToken(StoppingCriteria):
 
 
 SHAPINGS = {
-    "top_k": Shaping(top_k=3),
-    "top_p": Shaping(top_p=0.6),
-    "min_p": Shaping(min_p=0.2),
-    "repetition": Shaping(repetition_penalty=1.6),
-    "ngram": Shaping(no_repeat_ngram=2),
-    "min_new": Shaping(min_new_tokens=9),
-    "typical_p": Shaping(others={"typical_p": 0.5}),
-    "bad_words": Shaping(others={"bad_words_ids": [[9], [30, 31]]}),
-    "by length": Shaping(processors=(AddsByLength(),)),
-    "many": Shaping(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=3, processors=(AddsByLength(),)),
+    "top_k": SamplingParams(top_k=3),
+    "top_p": SamplingParams(top_p=0.6),
+    "min_p": SamplingParams(min_p=0.2),
+    "repetition": SamplingParams(repetition_penalty=1.6),
+    "ngram": SamplingParams(no_repeat_ngram=2),
+    "min_new": SamplingParams(min_new_tokens=9),
+    "typical_p": SamplingParams(typical_p=0.5),
+    "bad_words": SamplingParams(bad_words_ids=[[9], [30, 31]]),
+    "by length": SamplingParams(processors=(AddsByLength(),)),
+    "many": SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=3, processors=(AddsByLength(),)),
 }
 JOINT = [
     "tetris:2",
@@ -294,7 +294,7 @@ def under_grammar(
 ) -> Any:
     """Return the lines of texts under a grammar."""
     build = Grammar.from_json_schema if is_schema else Grammar.from_text
-    shaping = Shaping(processors=(build(source, pair.tokenizer),))
+    shaping = SamplingParams(processors=(build(source, pair.tokenizer),))
     settings = Settings(temperature, 16, verification=verification, tree=tree, shaping=shaping)
     return lines(decode(pair, ["ab", "xyz", "{"], "confidence:0.2", settings=settings, batch=2))
 

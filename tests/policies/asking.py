@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from specstop.policies.contract import DraftStep, RoundOutcome
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, RoundOutcome
 
 
 def ask(depth: int, features: Any, alive: Any = None, parent: Any = None) -> DraftStep:

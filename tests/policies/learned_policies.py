@@ -7,11 +7,11 @@ import copy
 import numpy as np
 from head_tensors import NAMES, TENSORS, knots
 from specstop.policies.calibration import Calibrator
+from specstop.policies.contract import Array
 from specstop.policies.heads import build_head
 from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.rules import Derived, Rule
-from specstop.policies.typing import Array
 
 FACTS = TrainingMetadata(
     0.7,

@@ -25,7 +25,7 @@ def test_damaged_folders_are_refused_or_decide_as_before(fuzz: ModuleType, tmp_p
 
 def test_a_fault_would_be_seen(fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the checksums of the good folder believed blindly, some damage goes through unnoticed."""
-    monkeypatch.setattr("specstop.policies.storage.check_digest", lambda raw, name: None)
+    monkeypatch.setattr("specstop.policies.safe_loading.check_digest", lambda raw, name: None)
     monkeypatch.setattr(fuzz, "ACCIDENTS", (fuzz.edit_number,))
     monkeypatch.setattr(fuzz, "FORGERIES", ())
     _, faults = fuzz.attack(60, 7, tmp_path)
@@ -58,8 +58,8 @@ def test_a_time_that_is_none_would_be_seen(
     profiles: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any number taken for seconds."""
-    monkeypatch.setattr("specstop.policies.latency.entries.check_number", lambda value, *limits: float(value))
-    monkeypatch.setattr("specstop.policies.latency.profile.check_values", lambda raw: None)
+    monkeypatch.setattr("specstop.policies.entries.check_number", lambda value, *limits: float(value))
+    monkeypatch.setattr("specstop.policies.profile.check_values", lambda raw: None)
     monkeypatch.setattr(profiles, "DAMAGES", (profiles.scale,))
     _, faults = profiles.attack(20, 7, tmp_path)
     assert any("seconds of" in fault for fault in faults)

@@ -188,20 +188,20 @@ def test_a_file_is_never_taken_for_a_folder(tmp_path: Path, flags: dict[str, boo
     assert (tmp_path / "x").read_text() == "1"
 
 
-OVERLAPS: dict[str, tuple[str, str, str]] = {
-    "the input": ("in", "in", "is a file or folder which the command reads"),
-    "the input, by way of another folder": ("in/../in", "in", "is a file or folder"),
-    "holds the input": (".", "in", "contains"),
-    "holds it from far above": (".", "in/deep/file", "contains"),
-    "lies in the input": ("in/new", "in", "lies in"),
-    "lies deep in it": ("in/new/er", "in", "lies in"),
-    "a link to the input": ("link", "in", "is a file or folder"),
-    "the input is a link to it": ("in", "link", "is a file or folder"),
-    "lies in it behind a link": ("link/new", "in", "lies in"),
-    "holds the link that the input is": ("results", "results/link", "contains"),
-    "holds what the input links to": ("in", "linked", "contains"),
-    "a file": ("in/deep/file", "in/deep/file", "is a file or folder"),
-    "another name of the file": ("hard", "in/deep/file", "is a file or folder"),
+OVERLAPS: dict[str, tuple[str, str]] = {
+    "the input": ("in", "in"),
+    "the input, by way of another folder": ("in/../in", "in"),
+    "holds the input": (".", "in"),
+    "holds it from far above": (".", "in/deep/file"),
+    "lies in the input": ("in/new", "in"),
+    "lies deep in it": ("in/new/er", "in"),
+    "a link to the input": ("link", "in"),
+    "the input is a link to it": ("in", "link"),
+    "lies in it behind a link": ("link/new", "in"),
+    "holds the link that the input is": ("results", "results/link"),
+    "holds what the input links to": ("in", "linked"),
+    "a file": ("in/deep/file", "in/deep/file"),
+    "another name of the file": ("hard", "in/deep/file"),
 }
 
 
@@ -215,8 +215,8 @@ def test_an_output_never_overlaps_an_input(tmp_path: Path, case: str) -> None:
     (tmp_path / "linked" / "one").symlink_to(tmp_path / "in" / "deep" / "file")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "link").symlink_to(tmp_path / "in", target_is_directory=True)
-    out, given, message = OVERLAPS[case]
-    with pytest.raises(InputError, match=f"out: .* {message}"):
+    out, given = OVERLAPS[case]
+    with pytest.raises(InputError, match="which the command reads"):
         check_separate(tmp_path / out, [None, "fixed:4", tmp_path / "nowhere", tmp_path / given])
 
 
@@ -225,7 +225,7 @@ def test_relative_and_tilde_names_are_followed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for given in ("in", "./in", "~/in", str(tmp_path / "in")):
-        with pytest.raises(InputError, match="lies in"):
+        with pytest.raises(InputError, match="which the command reads"):
             check_separate("in/new", [given])
     check_separate("inner", ["in"])
     check_separate(tmp_path / "beside", ["in", "fixed:4"])

@@ -16,7 +16,7 @@ from attack_families import family
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies import plugins as specs, registry
 from specstop.policies.errors import PolicyError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import BUILTINS, listed_policies, load_policy, plugins
 
 ROOT = Path(__file__).parents[2]

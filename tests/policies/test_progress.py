@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from specstop.policies.progress import shown
+from specstop.policies.display import shown
 
 
 def test_a_terminal_gets_a_bar_for_each_task(

@@ -304,7 +304,7 @@ def test_weights_are_never_replaced_by_the_policy_made_of_them(tmp_path: Path) -
     before = path.read_bytes()
     for given, out, message in (
         (path, path.parent, "which the command reads"),
-        (path, path, "is a file"),
+        (path, path, "which the command reads"),
         (path.parent, path.parent, "which the command reads"),
         (path.parent, path.parent / "new", "which the command reads"),
     ):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.latency.robust_fits import extended
+from specstop.policies.costs import extend
 from specstop.policies.learned import TreeGain
 from specstop.policies.tree_rules import TreeRule
 from trees import BELOW, make_tree_policy
@@ -175,7 +176,7 @@ class Reference:
         return np.minimum(self.rises[count], least)
 
     def tokens(self, nodes: int) -> Array:
-        seconds = extended(self.rule.verify_s, nodes + 1)
+        seconds = extend(self.rule.verify_s, nodes + 1)
         return (seconds - seconds[0]) * self.rule.rate
 
     def keep(self, step: DraftStep, levels: Levels) -> Array:
@@ -198,7 +199,7 @@ class Reference:
             other = survival * self.share(next_, np.full(next_.shape, rank)) * (counts > rank)
             worth[..., 0] += np.maximum(other - price[:, None], 0.0)
         order = np.argsort(-best, axis=1, kind="stable")
-        rows = extended(self.rule.draft_s, len(counts))[:, None]
+        rows = extend(self.rule.draft_s, len(counts))[:, None]
         seconds = rows * further if depth else self.rule.opening_s + rows * (further - 1)
         gain = np.take_along_axis(worth.cumsum(2), order[..., None], 1).cumsum(1) - self.rule.rate * seconds
         most = gain.max(2)[:, : self.rule.width]
@@ -249,4 +250,4 @@ def random_policy(seed: int, parent: Array) -> TreeGain:
         "first": int(chance.integers(0, 3)),
     }
     policy = make_tree_policy()
-    return policy.with_rule(policy.rule.changed(**changes))
+    return policy.with_rule(dataclasses.replace(policy.rule, **changes))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.profile import Profile
 
 
 def table(context: float) -> BatchTable:
     verify = {2: ((2, 4e-3), (12, 6e-3)), 4: ((4, 5e-3), (16, 5e-3), (17, 8e-3), (24, 8e-3))}
-    return BatchTable(context, ((1, 1e-3), (4, 2e-3)), 1e-5, ((1, 8e-4), (4, 1.5e-3)), verify)
+    return BatchTable(context, ((1, 8e-4), (4, 1.5e-3)), verify)
 
 
 def with_batches(profile: Profile) -> Profile:
     """Return a profile with batches of 2 and 4 texts."""
-    return dataclasses.replace(profile, batch=BatchCosts(table(8.0), table(40.0), (1e-4, 1e-5, 1e-6)))
+    return dataclasses.replace(profile, batch=BatchCosts(table(8.0), table(40.0)))

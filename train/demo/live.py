@@ -9,7 +9,7 @@ import numpy as np
 
 from ...decode.records import Generation, Tally
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays
 

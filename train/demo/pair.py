@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...policies.errors import InputError
 from ...policies.files import cache_folder, sha256, staged_folder, write_json
-from ...policies.text import read_json
+from ...policies.safe_loading import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from ...decode.settings import Settings
 from ...policies.errors import InputError
 from ...policies.files import STAGE_PREFIX, cache_folder, write_json
 from ...policies.fixed import FixedLength
-from ...policies.text import read_json
+from ...policies.safe_loading import read_json
 
 STATE_FILE = "demo.json"
 PROBE_TOKENS = 24

@@ -9,8 +9,8 @@ from ..report.records import AGAIN, DEPLOY, NOISY, TOO_FEW
 from ..statistics import FEWEST
 
 if TYPE_CHECKING:
-    from ...policies.latency.profile import Profile
     from ...policies.learned import LearnedPolicy
+    from ...policies.profile import Profile
     from ..replay.traces.arrays import TraceArrays
     from ..report.records import Line, Report
     from .live import LiveLine
@@ -81,7 +81,7 @@ def profile_text(profile: Profile) -> str:
 
 def heads_text(learned: Sequence[LearnedPolicy], profile: Profile) -> str:
     """Return the costs of the decisions of trained policies."""
-    prices = [f"{p.name} {1e6 * profile.decision(p.cost_name).each:.0f}" for p in learned]
+    prices = [f"{p.name} {1e6 * profile.decision(p.cost_name):.0f}" for p in learned]
     return f"{len(learned)} policies; one decision costs (µs): {', '.join(prices)}"
 
 

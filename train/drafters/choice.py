@@ -19,7 +19,7 @@ from ...collect.schema import NO_TOKEN
 from ...decode.drafters.fallback import ROUNDING
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning, TraceError
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.log import Rounds, play
 from ..replay.seconds import prompt_seconds
 from ..replay.traces.arrays import TraceArrays
@@ -166,7 +166,7 @@ class TextRounds:
         mine, theirs = (rounds.seconds(profile) for profile in profiles)
         seconds = torch.where(self.by_first, paces[0] * mine, paces[1] * theirs)
         if self.is_asked:
-            in_vain = torch.from_numpy(profiles[0].first_draft_s(rounds.context.numpy()))
+            in_vain = torch.from_numpy(profiles[0].first_draft_s(1, rounds.context.numpy()))
             # A round that drafts nothing asks nobody.
             seconds = seconds + paces[0] * in_vain * (~self.by_first & (rounds.drafted > 0))
         read = prompt_seconds(profiles[1], self.prompt_tokens)

@@ -20,10 +20,10 @@ from ...decode.models.outputs import stored
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.verify.noise import stream_key
+from ...policies.display import Progress, silent
 from ...policies.errors import InputError
 from ...policies.files import write_atomic, write_json
-from ...policies.progress import Progress, silent
-from ...policies.text import read_json
+from ...policies.safe_loading import read_json
 
 LIST = "texts.json"
 TOGETHER = 16

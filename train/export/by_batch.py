@@ -18,7 +18,7 @@ from torch import Tensor
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.fixed import FixedLength
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.arrivals import at_once, deal
 from ..replay.batch import replay_batch
 from ..replay.known_lengths import ReplayedRuns

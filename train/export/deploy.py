@@ -10,12 +10,12 @@ from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
 from ...decode.hf.export import deploy_hf, drafter_for
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
-from ...policies.progress import Progress, silent
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values
 from .page import FIGURES

@@ -15,10 +15,10 @@ from ...collect.pair_options import draft_of, drafter_of
 from ...collect.store.folder import Trace
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
+from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
-from ...policies.progress import Progress, silent
+from ...policies.profile import Profile
 from ..fit.tuning.settled import settle_for
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds

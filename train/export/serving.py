@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...policies.costs import CostTable, Points, along
 from ...policies.errors import InputError, TraceError
-from ...policies.latency.batch import BatchCosts
-from ...policies.latency.profile import Profile
-from ...policies.latency.robust_fits import Points, along
-from ...policies.latency.tables import CostTable
+from ...policies.profile import Profile
 from ..heads.rows import split_prompts
 from ..replay.traces.arrays import TraceArrays
 from ..replay.traces.checking import require_disjoint
@@ -39,7 +37,7 @@ ASSUMPTIONS = (
     "with the context is multiplied by the batch, the rest is a function of the rows of the forward pass alone.",
     "The seconds of a forward pass of R rows lie on the line through the profile's measured ones; beyond the most rows "
     "measured they go on as they rise over all of them. Beyond a device's limit large batches cost more than this.",
-    "A draft pass grows with its rows as it was measured for trees, else in proportion to the target's.",
+    "A draft pass grows with its rows in proportion to the target's.",
     *_ALWAYS,
     "Batches were not replayed: the rounds are those of single requests in a batch that is always full. With batches in the "
     "profile (`specstop profile --batch 1,2,4,8`) they are, with their refills and their last requests.",
@@ -127,7 +125,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
     if batch == 1:
         return profile
     if profile.batch is not None:
-        return _measured_share(profile, profile.batch, batch)
+        return _measured_share(profile, batch)
     tables = (profile.low, profile.high)
     span = profile.high.context - profile.low.context
     filled = profile.padded()
@@ -144,7 +142,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
     wide = dict(profile.low.tree_verify_s), dict(profile.high.tree_verify_s)
     beyond = sorted(n for n in wide[0] if n in wide[1] and n > profile.max_depth)
     weights = (*points, *((n + 1, parts(wide[0][n], wide[1][n])[0]) for n in beyond))
-    growth = _draft_growth(profile, weights, batch)
+    growth = _draft_growth(weights, batch)
 
     def scaled(table: CostTable) -> CostTable:
         shares = [
@@ -160,10 +158,7 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         one = draft(*(t.draft_s[0] for t in tables))
         further = table.draft_s[1] - table.draft_s[0]
         later = draft(*(t.later_s for t in tables))
-        second = draft(*(table.second_s for table in tables))
-        return CostTable(
-            table.context, (one, one + further), table.draft_token_s, tuple(shares), later, second_draft_s=second
-        )
+        return CostTable(table.context, (one, one + further), table.draft_token_s, tuple(shares), later)
 
     return dataclasses.replace(
         profile,
@@ -176,18 +171,17 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
     )
 
 
-def _measured_share(profile: Profile, costs: BatchCosts, batch: int) -> Profile:
+def _measured_share(profile: Profile, batch: int) -> Profile:
     """Return a share of rounds in which every request of the batch drafts as deep, by what batches cost."""
 
     def share(context: float) -> CostTable:
         tokens = batch * (np.arange(profile.max_depth + 1) + 1)  # [K + 1] of all requests, anchors included
-        one, two = (float(costs.first_draft_s(batch, context, batch * n)) / batch for n in (1, 2))  # backlog 1 and 2
-        second, later = (float(of(batch, context)) / batch for of in (costs.second_draft_s, costs.draft_s))
-        verify = costs.verify_s(batch, tokens, context) / batch
-        return CostTable(context, (one, two), two - one, tuple(verify.tolist()), later, second_draft_s=second)
+        draft = float(profile.draft_s(batch, context)) / batch
+        verify = profile.verify_s(batch, tokens, context) / batch
+        return CostTable(context, (draft, draft), 0.0, tuple(verify.tolist()))
 
     low, high = (share(table.context) for table in (profile.low, profile.high))
-    # What is outside the models is in the seconds of `BatchCosts` already.
+    # Seconds outside the models are in those of batches already.
     return dataclasses.replace(
         profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None, plain_outside_s=None
     )
@@ -199,10 +193,9 @@ def _risen(points: Points, rows: int, known: int, seconds: float) -> float:
     return max(seconds + float(after - before), seconds)
 
 
-def _draft_growth(profile: Profile, weights: Points, batch: int) -> float:
-    """Return how much longer a draft pass of `batch` rows takes than one of a single row."""
-    rows = profile.low.tree_draft_s
-    one, many = along(rows if len(rows) > 1 else weights, (1, batch))
+def _draft_growth(weights: Points, batch: int) -> float:
+    """Return how much longer a draft pass of `batch` rows takes than one of a single row: as the target's."""
+    one, many = along(weights, (1, batch))
     return max(float(many / one), 1.0) if one > 0 else 1.0
 
 

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ...policies.batch_rules import BatchStop, for_batches
+from ...policies.contract import Array
 from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from ...policies.heads.base import NO_HIDDEN, Head, Hidden
 from ...policies.history import HISTORY_FEATURES
-from ...policies.latency.profile import Profile
-from ...policies.latency.tables import Price
 from ...policies.learned import LearnedPolicy, TrainingMetadata
+from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
-from ...policies.typing import Array
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays
@@ -64,7 +63,7 @@ class _Scores:
 
 
 def achievable_in_batches(
-    arrays: TraceArrays, profile: Profile, seed: int = 0, price: Price | None = None
+    arrays: TraceArrays, profile: Profile, seed: int = 0, price: float | None = None
 ) -> tuple[TraceArrays, BatchStop]:
     """Return a trace that holds cross-fitted chances of acceptance as well, and the policy of batches that decides by them.
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...policies.errors import InputError, close_match
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ...policies.rules import THRESHOLD_RULES, Continuation, Derived, Rule, Threshold
 from ..replay.traces.arrays import TraceArrays, typical_context
 from .rates import Part, Rates, replayed_rates

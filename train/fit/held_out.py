@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ...policies.heads.base import Head
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ..heads.calibration.logits import auc, log_loss
 from ..heads.calibration.scores import Scored, survival_scores
 from ..heads.calibration.survival import survival

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...policies.contract import StopPolicy
 from ...policies.heads.base import Head
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
+from ...policies.profile import Profile
 from ..heads.crossfit import Folds
 from ..replay.run import replay_many
 from ..replay.traces.arrays import TraceArrays

@@ -12,13 +12,13 @@ from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.arguments import as_list
 from ...policies.batch_rules import BatchStop
+from ...policies.display import Progress, shown, silent
 from ...policies.errors import InputError, TraceError
 from ...policies.heads.base import Head
 from ...policies.history import HISTORY_FEATURES
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
-from ...policies.progress import Progress, shown, silent
+from ...policies.profile import Profile
 from ...policies.storage import save_policy
 from ..heads.crossfit import (
     FOLDS,

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...policies.contract import Array
 from ...policies.features import feature
 from ...policies.heads.base import Basis
-from ...policies.typing import Array
 from .rows import FitRows
 
 

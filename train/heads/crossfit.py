@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
 from ...policies.calibration import Calibrator, SurvivalMaps
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
 from ...policies.heads.base import Head
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
+from ...policies.profile import Profile
 from ...policies.safe_loading import digest
-from ...policies.typing import Array
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states

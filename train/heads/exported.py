@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from ...policies.contract import Array
 from ...policies.features import TOKEN_FEATURES, Kind, feature
-from ...policies.typing import Array
 from .rows import FitRows
 
 UNBOUNDED = (*TOKEN_FEATURES, "depth")

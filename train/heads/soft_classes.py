@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from ...policies.typing import Array
+from ...policies.contract import Array
 
 
 def constant(y: Array) -> bool:

@@ -18,10 +18,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import loggers
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
+from ...policies.display import Progress
 from ...policies.errors import InputError, close_match
 from ...policies.files import write_json
-from ...policies.progress import Progress
-from ...policies.text import read_json
+from ...policies.safe_loading import read_json
 from .fitting import FitOptions
 
 MONITOR = "held_out_loss"

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...policies.typing import Array
+from ...policies.contract import Array
 
 Terms = tuple[Array, Array]
 """[n] and [n], the numerator and the denominator of each round; the value is sum over sum."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.contract import Array
+from ...policies.profile import Profile
 from ..replay.traces.arrays import TraceArrays
 from .estimators import ESTIMATORS, Terms
 from .rewards import predicted

@@ -8,7 +8,7 @@ from sklearn.linear_model import RidgeCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from ...policies.typing import Array
+from ...policies.contract import Array
 from ..replay.traces.arrays import TraceArrays
 from .rounds import Shown
 

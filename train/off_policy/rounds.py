@@ -20,11 +20,10 @@ import numpy as np
 
 from ...decode.round_state import RoundState
 from ...decode.rounds import draft
-from ...policies.contract import DraftStep, RoundOutcome, StopPolicy
+from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.profile import Profile
 from ..replay.rounds import RecordedRounds, likelihood_ratios
 from ..replay.traces.arrays import TraceArrays
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from ...policies.calibration import Calibrator
+from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
 from ...policies.heads import build_head
@@ -32,8 +33,7 @@ from ...policies.heads.dynasd import HARD_FEATURES
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
-from ...policies.storage import DEEPEST, save_policy
-from ...policies.typing import Array
+from ...policies.storage import MAX_DEPTH, save_policy
 from .state_dicts import find_weights, named, read_state
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20
@@ -91,8 +91,8 @@ def import_weights(
     if layout != "auto" and layout not in LAYOUTS:
         raise InputError(f"--layout: expected auto, {', '.join(LAYOUTS)}, not {layout!r}")
     check_limits(rejection_weight=rejection_weight, threshold=threshold)
-    if depth is not None and not 1 <= depth <= DEEPEST:
-        raise InputError(f"--depth: expected 1 to {DEEPEST}, not {depth}")
+    if depth is not None and not 1 <= depth <= MAX_DEPTH:
+        raise InputError(f"--depth: expected 1 to {MAX_DEPTH}, not {depth}")
     path = find_weights(Path(os.path.expanduser(weights)))
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[weights, path])
     raw = path.read_bytes()

@@ -26,9 +26,9 @@ from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.heads.networks import MOST_DEPTH, MedusaHeads, Shape
 from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
+from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
-from ...policies.typing import Array
 from .state_dicts import find_weights, named, read_state
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")

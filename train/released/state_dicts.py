@@ -18,9 +18,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
-from ...policies.safe_loading import MOST_DATA
-from ...policies.typing import Array
+from ...policies.safe_loading import MAX_DATA_BYTES
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What is looked for in a folder, in this order."""
@@ -28,7 +28,7 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)|Trying to (?:load|call) (?:unsupported )?(?:GLOBAL )?([\w.]+)")
 
 
-def find_weights(path: Path, files: Sequence[str] = FILES, most: int = MOST_DATA) -> Path:
+def find_weights(path: Path, files: Sequence[str] = FILES, most: int = MAX_DATA_BYTES) -> Path:
     """Return the file of weights: `path`, or one of `files` in the folder `path`.
 
     Raises:
@@ -49,7 +49,7 @@ def find_weights(path: Path, files: Sequence[str] = FILES, most: int = MOST_DATA
     return path
 
 
-def read_state(raw: bytes, path: Path, most: int = MOST_DATA) -> dict[str, Array]:
+def read_state(raw: bytes, path: Path, most: int = MAX_DATA_BYTES) -> dict[str, Array]:
     """Return the state dict as float32 arrays; nothing of a pickle but tensors is built.
 
     Args:

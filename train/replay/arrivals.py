@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...policies.contract import Array
 from ...policies.errors import InputError
-from ...policies.typing import Array
 
 FULL = 4
 """Batches that there are requests for at least: the last ones run in a batch that is not full any more."""

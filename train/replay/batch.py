@@ -14,12 +14,11 @@ import numpy as np
 
 from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
-from ...policies.contract import DraftStep, StopPolicy
+from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
 from ...policies.history import History
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.profile import Profile
 from .source import TraceSource
 from .traces.arrays import TraceArrays
 from .traces.checking import check_replayable

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.contract import Array
+from ...policies.profile import Profile
 from .log import Rounds
 
 Values = np.ndarray[Any, np.dtype[np.float64]]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...decode.round_state import RoundState
+from ...policies.contract import Array
 from ...policies.fixed import FixedLength
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.profile import Profile
 from .log import Rounds
 from .seconds import prompt_seconds
 from .source import TraceSource

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
-from ...policies.latency.profile import Profile
-from ...policies.latency.tables import CostTable
+from ...policies.costs import CostTable
+from ...policies.profile import Profile
 from .run import Replayed, replay
 from .seconds import prompt_seconds, round_seconds
 from .traces.arrays import TraceArrays
@@ -69,7 +69,7 @@ class Rounds:
 
     def decision_seconds(self, profile: Profile) -> Tensor:
         """Return [R] float64 seconds of decisions."""
-        return torch.from_numpy(profile.decision(self.cost_name).of(self.decisions.numpy()))
+        return profile.decision(self.cost_name) * self.decisions.double()
 
     def by_sequence(self, values: Tensor, sequences: int) -> Tensor:
         """Return [S] float64, the sums of values [R] over the rounds of each sequence."""
@@ -109,12 +109,10 @@ def scaled(profile: Profile, draft: float = 1.0, verify: float = 1.0, decision: 
             draft_s=(side.draft_s[0] * draft, side.draft_s[1] * draft),
             draft_token_s=side.draft_token_s * draft,
             later_draft_s=None if side.later_draft_s is None else side.later_draft_s * draft,
-            second_draft_s=None if side.second_draft_s is None else side.second_draft_s * draft,
-            tree_draft_s=tuple((rows, s * draft) for rows, s in side.tree_draft_s),
             verify_s=tuple(s * verify for s in side.verify_s),
             tree_verify_s=tuple((tokens, s * verify) for tokens, s in side.tree_verify_s),
         )
 
     # `with_decisions` forgets the timings behind a price, so that prices that stay must not be passed to it.
-    prices = {name: profile.decision(name).times(decision) for name in profile.decision_s if decision != 1.0}
+    prices = {name: profile.decision(name) * decision for name in profile.decision_s if decision != 1.0}
     return dataclasses.replace(profile.with_decisions(prices), low=table(profile.low), high=table(profile.high))

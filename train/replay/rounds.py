@@ -11,11 +11,10 @@ from torch import Tensor
 from ...collect.acceptance import DEPENDENT, FIXED, LENGTHS, identified_depth
 from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.profile import Profile
 from .log import Rounds
 from .source import TraceSource
 from .traces.arrays import TraceArrays

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ...decode.rounds import play_round
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.history import HISTORY_FEATURES
 from ...policies.host import PolicyHost
-from ...policies.latency.profile import Profile
-from ...policies.typing import Array
+from ...policies.profile import Profile
 from .source import TraceSource
 from .stacking import stacked
 from .traces.arrays import TraceArrays

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...policies.latency.profile import Profile
-from ...policies.latency.tables import Price
+from ...policies.profile import Profile
 
 
 def round_seconds(
@@ -16,7 +15,7 @@ def round_seconds(
     verified: Tensor,
     backlog: Tensor,
     decisions: Tensor | None = None,
-    decision: float | Price = 0.0,
+    decision: float = 0.0,
     fed: Tensor | None = None,
 ) -> Tensor:
     """Return [S] float64 seconds of rounds; arguments as of `Profile.round_seconds`, no `decisions` = none are counted."""

@@ -11,12 +11,11 @@ from ...collect.schema import NO_TOKEN
 from ...decode.hooks import NO_TIMER
 from ...decode.round_state import RoundState
 from ...decode.verify.modes import MODES, is_trimming
-from ...policies.contract import DraftStep, DraftTree, StopPolicy
+from ...policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.features import Layout
 from ...policies.history import History
 from ...policies.kernels import on_first_use
-from ...policies.typing import Array
 from .traces.arrays import TraceArrays
 
 kernels = on_first_use("rounds")

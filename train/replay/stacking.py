@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...policies.contract import StopPolicy
+from ...policies.contract import Array, StopPolicy
 from ...policies.fixed import FeatureThreshold
+from ...policies.host import is_trusted
 from ...policies.learned import LearnedPolicy
 from ...policies.published.online import Online
 from ...policies.rules import Rule
-from ...policies.typing import Array
-from ...policies.validation import is_trusted
 
 
 def stacked(policies: Sequence[StopPolicy], streams: int) -> StopPolicy | None:

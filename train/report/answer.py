@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
 from ...decode.benchmark import Ratio
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..statistics import FEWEST, LEVEL, REPLICATES, Resamples, Values, clusters_needed
 from .clusters import Clusters
 from .insight import StopCost

@@ -11,9 +11,9 @@ import numpy as np
 
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress, silent
+from ...policies.profile import Profile
 from ..replay.arrivals import at_once, deal
 from ..replay.batch import BatchReplayed, check_batch, replay_batch
 from ..replay.bounds.batch import batch_bound

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.store.folder import Trace, open_trace
-from ...decode.verify.sampling import Shaping
+from ...decode.verify.sampling import SamplingParams
 from ...policies.conditions import shaping_text, warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
-from ...policies.latency.profile import Profile
-from ...policies.validation import Failure, is_trusted, validate_policy
+from ...policies.host import is_trusted, validate_policy
+from ...policies.profile import Profile
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays
@@ -34,7 +34,7 @@ def check_together(
     traces: Trace,
     train_traces: Trace | None,
     policies: Sequence[StopPolicy],
-    shaping: Shaping | None,
+    shaping: SamplingParams | None,
     batches: bool,
 ) -> None:
     """Refuse policies and traces that cannot be evaluated together; warn of training traces of other rounds."""
@@ -83,7 +83,7 @@ def _check_sampled(option: str, trace: Trace | None, wanted: Mapping[str, Any]) 
         )
 
 
-def failure_of(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Failure | None:
+def failure_of(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> PolicyFailure | None:
     """Return the failure of a plugin's policy in a replay; None if there is none, or the policy is one of specstop."""
     if is_trusted(policy):
         return None
@@ -94,5 +94,5 @@ def failure_of(policy: StopPolicy, arrays: TraceArrays, profile: Profile) -> Fai
         else:
             play(arrays, shorter, profile)
     except PolicyFailure as error:
-        return Failure.of(policy, error)
+        return error
     return None

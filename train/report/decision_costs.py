@@ -25,19 +25,16 @@ import torch
 
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
-from ...decode.profile import device_of, is_asked, measure_decision, streams_of
+from ...decode.profile import device_of, is_asked, measure_decision
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
 from ...policies.files import cache_folder, write_json
-from ...policies.latency.estimate import DECISIONS
-from ...policies.latency.measurements import Measurements
-from ...policies.latency.profile import Profile
-from ...policies.latency.tables import Price
 from ...policies.learned import LearnedPolicy
-from ...policies.safe_loading import digest
+from ...policies.measurements import DECISIONS, Measurements
+from ...policies.profile import Profile
+from ...policies.safe_loading import digest, read_json
 from ...policies.storage import content
-from ...policies.text import read_json
 
 SCHEMA = 4
 FILE = "decisions.json"
@@ -60,7 +57,7 @@ class Lacking:
 
     policy: StopPolicy
     source: str
-    price: Price
+    price: float
     record: dict[str, Any]
 
 
@@ -79,8 +76,7 @@ def with_prices(
         InputError: the profile that a policy was trained for is mangled.
     """
     known, lacking = profile, []
-    sizes = streams_of(profile)
-    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, sizes)}
+    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, profile)}
     for name, policy in missing.items():
         trained, record = _of_training(policy, known), {}
         if trained is not None:
@@ -105,7 +101,7 @@ def lacking_line(lacking: Sequence[Lacking], profile: Profile, header: Header) -
         return ()
     engine = str(profile.facts.get("engine", ""))
     where = f", outside {engine}" if engine.startswith("vllm ") else ""
-    prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price.each:.0f} us each)" for one in lacking]
+    prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price:.0f} us each)" for one in lacking]
     options = [word for one in lacking for word in ("--add-policy", one.policy.source or one.policy.shown_name)]
     known = ["--profile", profile.source or "profile.json", *pair_options(header), "--prompts", "PROMPTS"]
     command = shlex.join(map(str, ["specstop", "profile", *options, *known]))
@@ -135,9 +131,7 @@ def _kept(policy: StopPolicy, profile: Profile, header: Header, out: Path | None
     found = next((record for path in earlier for record in _records(path) if record["key"] == key), None)
     if found is None:
         tree = tree_of(policy, "priced_tree") or tree_of(policy)
-        timed = measure_decision(
-            policy, header.vocabulary, profile.temperature, device, header.hidden, streams_of(profile), profile, tree
-        )
+        timed = measure_decision(policy, header.vocabulary, profile.temperature, device, header.hidden, profile, tree)
         found = {"key": key, "measurements": timed.to_list()}
     if not cache.is_file():
         # Where there is no cache that can be written, the report's folder has a copy, which serves when it is replaced.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...policies.latency.profile import Profile
-from ...policies.progress import Progress
+from ...policies.display import Progress
+from ...policies.profile import Profile
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import Regret, judge, planned_rounds
 from ..replay.log import Played

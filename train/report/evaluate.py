@@ -12,15 +12,15 @@ import torch
 from ...collect.store.card import replay_text
 from ...collect.store.folder import Trace
 from ...decode.verify.modes import MODES, describe
-from ...decode.verify.sampling import Shaping
+from ...decode.verify.sampling import SamplingParams
 from ...policies import kernels
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
-from ...policies.latency.profile import Profile
 from ...policies.learned import LearnedPolicy
-from ...policies.progress import Progress, shown
+from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
@@ -71,7 +71,7 @@ def evaluate(
     detailed: bool | None = None,
     sweep: bool | None = None,
     transfer: Transfer | None = None,
-    shaping: Shaping | None = None,
+    shaping: SamplingParams | None = None,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
     cluster: str = "auto",

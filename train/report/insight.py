@@ -14,7 +14,7 @@ import torch
 
 from ...collect.acceptance import DepthOutcomes, depth_outcomes, survival
 from ...decode.benchmark import Ratio
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.bounds.regret import Regret
 from ..replay.log import Played, scaled
 from ..replay.seconds import prompt_seconds

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...decode.benchmark import Ratio
-from ...policies.latency.profile import Profile
+from ...policies.profile import Profile
 from ..replay.counted import count_rounds, joined
 from ..replay.log import Rounds
 from ..statistics import LEVEL, REPLICATES, Resamples, Values
@@ -195,7 +195,6 @@ class Priced:
 
     def _decided(self, profile: Profile, rows: slice) -> Values:
         """Return [rows, P] seconds of decisions."""
-        prices = [profile.decision(rounds.cost_name) for rounds in self._replays]
-        each, opening = np.array([(price.each, price.opening) for price in prices]).T
-        total: Values = each * self._asked[rows, 0] + opening * self._asked[rows, 1]
+        prices = np.array([profile.decision(rounds.cost_name) for rounds in self._replays])
+        total: Values = prices * self._asked[rows, 0]
         return total

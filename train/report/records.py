@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...decode.benchmark import Ratio
-from ...policies.validation import Failure
+from ...policies.errors import PolicyFailure
 from ..statistics import FEWEST
 
 REPORT_SCHEMA = 2
@@ -135,7 +135,7 @@ class Report:
     findings: tuple[str, ...] = ()
     caveats: tuple[str, ...] = ()
     details: dict[str, Any] = field(default_factory=dict)
-    failed: tuple[Failure, ...] = ()
+    failed: tuple[PolicyFailure, ...] = ()
 
     def line(self, name: str) -> Line:
         """Return the line called `name`."""

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import DraftStep, StopPolicy
+from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
-from ...policies.typing import Array
 from ..heads.calibration.scores import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds
 from ..replay.run import Replayed

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import StopPolicy
+from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
-from ...policies.progress import Progress, silent
 from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
 from ..replay.traces.arrays import TraceArrays
 from ..statistics import Resamples, Values

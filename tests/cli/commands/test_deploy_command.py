@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import cli, files
 from specstop.collect.store.folder import Trace
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 
 PAGE = Path(__file__).parents[3] / "docs" / "deploy.md"

@@ -12,12 +12,11 @@ from specstop.collect.engines import vllm_profile
 from specstop.collect.store.folder import Trace
 from specstop.decode import profile as decode_profile
 from specstop.decode.settings import Settings
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.estimate import DECISIONS
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.measurements import DECISIONS
+from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.report import evaluate as report_of
 from specstop.train.report.evaluate import evaluate
@@ -75,9 +74,9 @@ def test_decisions_are_added_to_a_profile_and_then_known(
     assert Profile.load(tmp_path / "profile.json") == bare, "another file was named"
     assert cli(*command, "--profile", tmp_path / "profile.json").code == 0
     known = Profile.load(tmp_path / "profile.json")
-    assert known.decision("confidence").each > 0 and known.same_costs(bare.to_dict())
-    assert {key.of for key in known.measurements.only(DECISIONS).series} == {"confidence"}
-    assert known.measurements.without(DECISIONS, "confidence") == bare.measurements
+    assert known.decision("confidence") > 0 and known.same_costs(bare.to_dict())
+    assert {key.of for key in known.measurements.where(lambda key: key.what == DECISIONS).series} == {"confidence"}
+    assert known.measurements.where(lambda key: key.what != DECISIONS) == bare.measurements
     report = evaluate(sides[1], known)
     assert not any("does not price" in text for text in report.findings)
 
@@ -88,9 +87,9 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"id": "{at}", "prompt": "w7 w{at} w9"}}\n' for at in range(6, 9))
     )
-    side = BatchTable(10.0, ((1, 1e-3), (2, 1.5e-3)), 1e-5, ((1, 1e-3), (2, 1.5e-3)), {2: ((2, 5e-3), (12, 6e-3))})
+    side = BatchTable(10.0, ((1, 1e-3), (2, 1.5e-3)), {2: ((2, 5e-3), (12, 6e-3))})
     wide = dataclasses.replace(bare, batch=BatchCosts(side, side), facts={"device": "cpu", "drafter": "lookup"})
-    priced = wide.with_decisions({"confidence": Price(1e-5, 0.0, 2e-5)})
+    priced = wide.with_decisions({"confidence": 1e-5})
     command = ["profile", "--profile", tmp_path / "profile.json", "--prompts", tmp_path / "prompts.jsonl", "--quiet"]
     command += model_options(pair_folder, *COMPACT)
     priced.save(tmp_path / "profile.json")
@@ -99,8 +98,8 @@ def test_a_batch_s_price_survives_and_the_profile_s_own_verification_is_timed(
     assert "warning: the profile timed rounds of the drafter lookup, this pair plays those of model" in answer.err
     answer = cli(*command, "--add-policy", "confidence:0.4", "--add-policy", "load?table=1:1,2:2")
     assert answer.code == 0 and "warning: --add-policy: load:1:1,2:2 decided nothing" in answer.err, answer.err
-    timed = Profile.load(tmp_path / "profile.json").measurements.only(DECISIONS).series
-    assert {len(key.counts) for key in timed} == {1, 2}, "of one text, and of as many as the profile has costs of"
+    timed = Profile.load(tmp_path / "profile.json").measurements.where(lambda key: key.what == DECISIONS).series
+    assert {key.of for key in timed} == {"confidence"}
 
     seen = []
 
@@ -165,7 +164,7 @@ def test_policies_are_compared_by_batch_size(
         raise AssertionError("work was begun")
 
     verify = {n: ((n, 5e-3), (4 * n, 5e-3), (6 * n, 5e-3 + 1e-3 * n)) for n in (2, 4)}
-    side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), 1e-5, ((1, 1e-3), (4, 1.5e-3)), verify)
+    side = BatchTable(10.0, ((1, 1e-3), (4, 1.5e-3)), verify)
     dataclasses.replace(full_profile, batch=BatchCosts(side, side)).save(tmp_path / "profile.json")
     read = [
         "evaluate",

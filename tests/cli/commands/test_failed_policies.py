@@ -14,7 +14,7 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 
 MODULE = """

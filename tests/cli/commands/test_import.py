@@ -13,7 +13,7 @@ from commands import cli, model_options
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from torch import nn
 
 

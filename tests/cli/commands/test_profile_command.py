@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from commands import COMPACT, cli, model_options
 from specstop.decode.profile.measuring import BUDGET_S, Effort
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.profile import Profile
 from timed import timed_profile
 
 
@@ -67,7 +67,7 @@ def test_a_profile_that_kept_no_timings_says_so(profile: Profile, tmp_path: Path
 def test_batches_are_measured_on_request_and_described(
     asked: dict[str, Any], command: list[object], profile: Profile, tmp_path: Path
 ) -> None:
-    table = BatchTable(10.0, ((1, 1e-3),), 0.0, ((1, 1e-3), (4, 2e-3)), {4: ((4, 3e-3), (8, 5e-3))})
+    table = BatchTable(10.0, ((1, 1e-3), (4, 2e-3)), {4: ((4, 3e-3), (8, 5e-3))})
     asked["found"] = dataclasses.replace(profile, batch=BatchCosts(table, table))
     answer = cli(*command, "--batch", "4,1, 2", "--json")
     assert answer.code == 0 and asked["batch"] == (1, 2, 4)

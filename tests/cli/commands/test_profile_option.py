@@ -10,7 +10,7 @@ import pytest
 from commands import COMPACT, cli, model_options
 from conftest import make_prompts
 from specstop.decode import loop
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 
 
 @pytest.fixture

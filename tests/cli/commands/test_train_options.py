@@ -9,7 +9,7 @@ import pytest
 from commands import cli, files
 from specstop.collect.store.folder import Trace
 from specstop.policies.files import MANIFEST
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 
 

@@ -17,8 +17,8 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
 from specstop.train.report.evaluate import evaluate
 from timed import timed_profile

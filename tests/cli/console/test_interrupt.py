@@ -18,7 +18,7 @@ from commands import cli
 from specstop.cli.console import interrupt
 from specstop.cli.console.interrupt import SIGNALS, Interrupted, Signals
 from specstop.collect.store.folder import Trace
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 
 CODES = {signal.SIGINT: (130, "specstop: interrupted\n"), signal.SIGTERM: (143, "specstop: terminated\n")}
 

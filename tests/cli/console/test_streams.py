@@ -17,7 +17,7 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 
 FULL = "specstop: standard output cannot be written to: No space left on device; files are complete\n"

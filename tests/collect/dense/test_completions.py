@@ -19,7 +19,7 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.history import HISTORY_FEATURES
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -157,8 +157,8 @@ def test_answers_without_a_row_are_refused_and_leave_what_was_there(
         out.mkdir(parents=True)
     elif there == "an older trace":
         collect(pair, prompts[:1], out, depth=DEPTH, max_new_tokens=4)
-    before = {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     answers = {p.id: "w5" for p in prompts}  # too short for an anchor
     with pytest.raises(TraceError, match="prompts: no row came of them, so nothing is kept"):
         collect(pair, prompts, out, depth=DEPTH, max_new_tokens=NEW, completions=answers, overwrite=True)
-    assert {path: path.read_bytes() if path.is_file() else None for path in tmp_path.rglob("*")} == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -22,9 +22,8 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel, stream_key
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.features import ANCHOR_FEATURES, CHAIN_FEATURES
-from specstop.policies.typing import Array
 from transformers import PreTrainedTokenizerFast
 
 EAGER = 1e-4  # the models' eager attention takes its softmax in float32 whatever their dtype

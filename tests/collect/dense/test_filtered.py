@@ -20,13 +20,13 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.run import decode
+from specstop.decode.verify.conditions import warn_if_untrained
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import UNCHANGED, Shaping, effective_sampling
-from specstop.decode.verify.trained_for import tell_if_untrained
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import train
 from specstop.train.off_policy.estimate import estimate_offline
@@ -36,13 +36,10 @@ from specstop.train.report.evaluate import evaluate
 from trace_rows import numpy_rows
 from transformers.generation.logits_process import (
     LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
 )
 
 same_rounds = part("same_rounds", of="filtered")
-TOP_P = Shaping(top_p=0.8)
+TOP_P = SamplingParams(top_p=0.8)
 
 
 class Banning(LogitsProcessor):
@@ -73,7 +70,7 @@ def test_replay_where_a_filter_leaves_fewer_tokens_than_siblings(
     pair: Pair, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     """And where one of the user's own reads the tokens before."""
-    shaping, tree = Shaping(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
+    shaping, tree = SamplingParams(top_k=2, processors=(Banning(),)), "3,3,1,1,1"
     found = same_rounds.same_rounds(pair, prompts[::2], NEW, shaping, 0.7, tree, tmp_path / "trace")
     assert (found.wrong, found.not_finite) == (0, 0)
     again = collect(pair, prompts[::2], tmp_path / "b", tree=tree, temperature=0.7, max_new_tokens=NEW, shaping=shaping)
@@ -90,7 +87,18 @@ def test_plain_texts_are_those_of_the_loop_whatever_is_sampled_from(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]]
 ) -> None:
     keys = [stream_key(0, p.id) for p in prompts]
-    shapings = (*same_rounds.FILTERS.values(), Shaping(3, 0.9, 0.01, 1.4, 2, 9, (Banning(),)))
+    shapings = (
+        *same_rounds.FILTERS.values(),
+        SamplingParams(
+            top_k=3,
+            top_p=0.9,
+            min_p=0.01,
+            repetition_penalty=1.4,
+            no_repeat_ngram=2,
+            min_new_tokens=9,
+            processors=(Banning(),),
+        ),
+    )
     bare = plain_texts(pair, prompt_ids, keys, NEW, 0.7).tokens
     for shaping in shapings:
         for temperature in (0.0, 0.7):
@@ -104,10 +112,10 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tmp_path: Path
 ) -> None:
     """One token is left, so the draft's is sure; and labels are those of the dense trace."""
-    options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": Shaping(top_k=1)}
+    options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": SamplingParams(top_k=1)}
     mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
     work = [Work(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
-    settings = Settings(0.7, NEW, shaping=Shaping(top_k=1), verification="match")
+    settings = Settings(0.7, NEW, shaping=SamplingParams(top_k=1), verification="match")
     alone, together = (mixed_rows(pair, work, settings, 0.3, memory_bytes=size) for size in (1, 1 << 28))
     for one, other in zip(alone, together, strict=True):  # one text at a time, or all side by side
         columns = {name: value for name, value in one.items() if isinstance(value, np.ndarray)}
@@ -124,7 +132,7 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
 
 
 def test_the_header_says_what_was_sampled_from(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    shaping = Shaping(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
+    shaping = SamplingParams(top_p=0.8, min_new_tokens=3, processors=(Banning(),))
     header = collect(pair, prompts[:2], tmp_path / "a", depth=2, max_new_tokens=6, shaping=shaping).header
     assert header.shaping == {"top_p": 0.8, "min_new_tokens": 3, "processors": ["Banning"]}
     assert Header.from_json(header.to_json(), "x") == header
@@ -133,28 +141,22 @@ def test_the_header_says_what_was_sampled_from(pair: Pair, prompts: list[Prompt]
 
 
 def test_traces_of_different_filters_are_not_one(pair: Pair, prompts: list[Prompt], tmp_path: Path) -> None:
-    made = [collect(pair, prompts[:2], tmp_path / str(s.top_p), depth=2, temperature=0.7, max_new_tokens=6, shaping=s)
-            for s in (Shaping(), TOP_P)]  # fmt: skip
+    made = [collect(pair, prompts[:2], tmp_path / str(len(s.options)), depth=2, temperature=0.7, max_new_tokens=6, shaping=s)
+            for s in (SamplingParams(), TOP_P)]  # fmt: skip
     with pytest.raises(TraceError, match=r"differ in shaping \(\{\}, \{'top_p': 0.8\}\)"):
         joined_arrays(made)
 
 
 def test_options_come_back_from_their_facts() -> None:
-    shaping = Shaping(3, 0.9, 0.01, 1.4, 2, 9)
-    assert Shaping.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
-    assert Shaping.from_dict({}) == UNCHANGED and Shaping().to_dict() == {}
-    for facts, message in (({"colour": 1}, "colour cannot be restored"), ({"top_p": 7}, "top_p"),
-                           ({"processors": ["Banning"]}, "processors cannot be restored")):  # fmt: skip
+    shaping = SamplingParams(
+        top_k=3, top_p=0.9, min_p=0.01, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=9
+    )
+    assert SamplingParams.from_dict(shaping.to_dict()).to_dict() == shaping.to_dict()
+    assert SamplingParams.from_dict({}).to_dict() == SamplingParams().to_dict() == {}
+    for facts, message in (({"colour": 1}, "colour"), ({"top_p": 7}, "top_p"),
+                           ({"processors": ["Banning"]}, "processors.*restored")):  # fmt: skip
         with pytest.raises(InputError, match=message):
-            Shaping.from_dict(facts)
-
-
-def test_processors_of_generate_are_known_by_the_options_they_stand_for() -> None:
-    handed = Shaping(processors=(
-        RepetitionPenaltyLogitsProcessor(1.2), Banning(), TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)
-    ))  # fmt: skip
-    assert effective_sampling(handed, 1.0) == (0.7, {"repetition_penalty": 1.2, "top_k": 20, "processors": ["Banning"]})
-    assert effective_sampling(TOP_P, 0.7) == (0.7, {"top_p": 0.8})
+            SamplingParams.from_dict(facts)
 
 
 @pytest.fixture(scope="module")
@@ -183,9 +185,9 @@ def test_other_filters_and_temperatures_are_told_of(
     with pytest.warns(SpecstopWarning, match=filtered):
         bench(pair, [("a", prompt_ids[3])], [policy], settings=plain)
     with pytest.warns(SpecstopWarning, match="another temperature \\(0.7\\) than this run \\(1.0\\)"):
-        tell_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match"))
+        warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match"))
     with pytest.warns(SpecstopWarning, match="another verification \\(match\\) than this run \\(rejection\\)"):
-        tell_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection"))
+        warn_if_untrained(policy, Settings(0.7, 4, shaping=TOP_P, verification="rejection"))
     other = collect(pair, prompts, tmp_path / "plain", depth=5, temperature=0.7, max_new_tokens=NEW,
                     verification="match")  # fmt: skip
     with pytest.warns(SpecstopWarning, match="another filter \\(top-p 0.8\\) than these traces \\(none\\)"):
@@ -199,9 +201,7 @@ def test_other_filters_and_temperatures_are_told_of(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decode(pair, [prompts[0].text], policy, settings=Settings(0.7, 4, shaping=TOP_P, verification="match"))
-        tell_if_untrained(policy, Settings(0.7, 4, verification="auto", shaping=Shaping(processors=(TOP_P.build(
-            1.0, 1, (), torch.device("cpu"))[0],))))  # fmt: skip
-        tell_if_untrained(FixedLength(3), plain)
+        warn_if_untrained(FixedLength(3), plain)
     with pytest.warns(SpecstopWarning, match="trained for another pair .* than this run .*'draft': 'lookup'"):
         decode(
             pair,

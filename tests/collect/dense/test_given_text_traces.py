@@ -24,7 +24,7 @@ from specstop.decode.topology import parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies import Confidence, FixedLength
 from specstop.policies.errors import InputError, PolicyError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 
@@ -193,7 +193,7 @@ def test_replay_refuses_what_the_live_loop_would(drawn: dict[str, Trace], profil
         features = ("noisy_margin",)
 
     arrays = trace_arrays(drawn["rejection"])
-    with pytest.raises(PolicyError, match="leaves drawn tokens out and reads drawn_prob"):
+    with pytest.raises(PolicyError, match="drawn_prob, which would bias"):
         replay(arrays, Trims(0.3, DEPTH), profile)
     with pytest.raises(PolicyError, match="noisy_margin"):
         replay(arrays, Noisy(2), profile)

@@ -27,11 +27,10 @@ from specstop.collect.work import Work
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, TraceError
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.typing import Array
 from trace_rows import numpy_rows
 
 TREE = "3,2,1,1,1"

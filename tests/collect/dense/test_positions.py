@@ -23,11 +23,11 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
@@ -113,7 +113,7 @@ def test_so_many_texts_are_side_by_side_as_the_memory_holds(
     suffix = with_drafter(pair, "suffix")
 
     def batch(temperature: float, tree: str | None, memory: int, **shaping: float) -> int:
-        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=Shaping(**shaping), verification="match")
+        settings = Settings(temperature, NEW, DEPTH, tree=tree, shaping=SamplingParams(**shaping), verification="match")
         return PositionsCollector(suffix, settings, (), memory).batch
 
     row = pair.vocabulary * torch.finfo(pair.logits_dtype).bits // 8

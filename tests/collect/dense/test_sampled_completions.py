@@ -14,16 +14,17 @@ from contract_policies import TEST_POLICIES
 from scipy import stats
 from specstop.collect.dense.completion_check import balance
 from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
+from specstop.collect.dense.given_text import gumbel_given
 from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.verify.noise import gumbel, gumbel_given, stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.noise import gumbel, stream_key
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from torch import Tensor
@@ -34,7 +35,7 @@ FALSE_ALARM = 1e-5
 
 DRAWS = 40_000
 DEPTH, NEW, TEMPERATURE = 5, 24, 0.7
-TOP_P = Shaping(top_p=0.8, repetition_penalty=1.2)
+TOP_P = SamplingParams(top_p=0.8, repetition_penalty=1.2)
 
 
 def drawn(logits: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -92,10 +93,12 @@ def test_the_noise_is_not_that_which_the_same_key_samples_with() -> None:
     assert stats.kstest((torch.log_softmax(rows, -1) + noise).amax(-1).numpy(), "gumbel_r").pvalue > FALSE_ALARM
 
 
-def write(pair: Pair, prompt: list[int], limit: int, temperature: float, shaping: Shaping, seed: int) -> list[int]:
+def write(
+    pair: Pair, prompt: list[int], limit: int, temperature: float, shaping: SamplingParams, seed: int
+) -> list[int]:
     """Return a text as any engine would sample it: token by token, with a generator of its own."""
     generator, text = torch.Generator().manual_seed(seed), list[int]()
-    processors = shaping.build(temperature, len(prompt), (EOS,), torch.device("cpu"))
+    processors = shaping.build(temperature, prompt, (EOS,), torch.device("cpu"))
     with torch.inference_mode():
         model, unread = CachedModel(pair.target, len(prompt) + limit, pair.vocabulary), prompt
         while len(text) < limit and EOS not in text:
@@ -116,7 +119,7 @@ def asked() -> list[Prompt]:
 def written(pair: Pair, asked: list[Prompt]) -> dict[str, dict[str, list[int]]]:
     assert pair.tokenizer is not None
     made: dict[str, dict[str, list[int]]] = {}
-    for name, shaping in (("plain", Shaping()), ("filtered", TOP_P)):
+    for name, shaping in (("plain", SamplingParams()), ("filtered", TOP_P)):
         made[name] = {
             p.id: write(pair, pair.tokenizer(p.text)["input_ids"], NEW + DEPTH, TEMPERATURE, shaping, at)
             for at, p in enumerate(asked)
@@ -150,11 +153,11 @@ def live_rounds(
     return list(made.tokens), [[r.anchor, r.drafted, r.verified, r.accepted] for r in made.rounds]
 
 
-@pytest.mark.parametrize(("kind", "shaping"), [("plain", Shaping()), ("filtered", TOP_P)])
+@pytest.mark.parametrize(("kind", "shaping"), [("plain", SamplingParams()), ("filtered", TOP_P)])
 @pytest.mark.parametrize("tree", [None, "3,2,1,1,1"])
 def test_every_position_is_an_anchor_and_replay_is_a_live_loop_that_writes_the_given_text(
     pair: Pair, asked: list[Prompt], written: dict[str, dict[str, list[int]]], profile: Profile, tmp_path: Path,
-    kind: str, shaping: Shaping, tree: str | None,
+    kind: str, shaping: SamplingParams, tree: str | None,
 ) -> None:  # fmt: skip
     assert pair.tokenizer is not None
     texts = written[kind]
@@ -183,7 +186,7 @@ def test_what_follows_a_token_that_cannot_be_drawn_is_left_out_and_counted(
     pair: Pair, asked: list[Prompt], written: dict[str, dict[str, list[int]]], tmp_path: Path
 ) -> None:
     assert pair.tokenizer is not None
-    few, options = Shaping(top_k=6), {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW}
+    few, options = SamplingParams(top_k=6), {"depth": 3, "temperature": TEMPERATURE, "max_new_tokens": NEW}
     named = [(p.id, pair.tokenizer(p.text)["input_ids"]) for p in asked]
     settings = Settings(TEMPERATURE, NEW, shaping=few, verification="match")
     hole, impossible = {}, 0
@@ -215,7 +218,7 @@ def test_texts_of_another_temperature_are_refused_and_right_ones_are_not(pair: P
     settings = Settings(TEMPERATURE, NEW, verification="match")
     found = {}
     for temperature in (0.4, TEMPERATURE, 1.4):
-        texts = {name: write(pair, ids, NEW, temperature, Shaping(), at) for at, (name, ids) in enumerate(named)}
+        texts = {name: write(pair, ids, NEW, temperature, SamplingParams(), at) for at, (name, ids) in enumerate(named)}
         found[temperature] = balance(
             pair, settings, list(zip(many, [ids for _, ids in named], strict=True)), texts, NEW
         )
@@ -241,7 +244,7 @@ def test_the_mean_and_its_error_are_those_of_a_plain_loop(plain_pair: Pair) -> N
             ids = torch.tensor([[*prompt, *texts[name][:at]]])
             with torch.no_grad():
                 logits = plain_pair.target(ids).logits[:, -1]
-                scores = TOP_P.build(0.9, len(prompt), (EOS,), torch.device("cpu"))(ids, logits)
+                scores = TOP_P.build(0.9, prompt, (EOS,), torch.device("cpu"))(ids, logits)
             p = torch.softmax(scores[0], -1)
             there = p[p > 0]
             parts.append((name, float(p[token].log() - (there * there.log()).sum())))

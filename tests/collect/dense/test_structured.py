@@ -11,7 +11,7 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.grammar import Grammar
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import TraceError
 
 pytest.importorskip("llguidance")
@@ -36,7 +36,7 @@ def grammar(bytes_pair: Pair) -> Grammar:
 def test_replay_under_a_grammar_is_the_live_loop(
     bytes_pair: Pair, grammar: Grammar, tmp_path: Path, temperature: float, tree: str | None
 ) -> None:
-    shaping = Shaping(processors=(grammar,))
+    shaping = SamplingParams(processors=(grammar,))
     found = same_rounds.same_rounds(bytes_pair, PROMPTS, NEW, shaping, temperature, tree, tmp_path / "trace")
     assert found.rounds > 50
     assert (found.wrong, found.not_finite) == (0, 0)
@@ -47,9 +47,9 @@ def test_the_header_names_the_grammar_and_resume_wants_the_same(
     bytes_pair: Pair, grammar: Grammar, tmp_path: Path, collector: str
 ) -> None:
     options = {"depth": 3, "max_new_tokens": NEW, "temperature": 0.7, "collector": collector, "verification": "match"}
-    trace = collect(bytes_pair, PROMPTS, tmp_path / "a", shaping=Shaping(processors=(grammar,)), **options)
+    trace = collect(bytes_pair, PROMPTS, tmp_path / "a", shaping=SamplingParams(processors=(grammar,)), **options)
     assert trace.header.shaping == {"processors": [grammar.name]}
     other = Grammar.from_text("root ::= [a-c]{5}", bytes_pair.tokenizer)  # type: ignore[arg-type]
-    for shaping in (Shaping(), Shaping(processors=(other,))):
+    for shaping in (SamplingParams(), SamplingParams(processors=(other,))):
         with pytest.raises(TraceError, match="another shaping"):
             collect(bytes_pair, PROMPTS, tmp_path / "a", shaping=shaping, resume=True, **options)

@@ -135,7 +135,7 @@ def test_rounds_that_explore_are_marked(endless_pair: Pair, requests: list[Reque
 def test_what_was_not_asked_for_is_not_kept(endless_pair: Pair) -> None:
     recorder = RoundRecorder(1, K, 0.7, lambda rows: np.zeros(len(rows), bool), keep=lambda number: number % 2 == 1)
     for number in range(4):
-        recorder.began(0, np.array([number, 1, 2]), f"r{number}")
+        recorder.on_begin(0, np.array([number, 1, 2]), f"r{number}")
     assert [text.name for text in recorder.take()] == ["r1", "r3"]
     assert not any(name.startswith("noisy_") for name in engine_features(0.7))
 
@@ -194,7 +194,7 @@ def test_a_full_disk_ends_no_server_and_what_was_recorded_is_written_later(
 
     with (
         monkeypatch.context() as patch,
-        pytest.warns(SpecstopWarning, match="No space left on device; free some space"),
+        pytest.warns(SpecstopWarning, match="No space left on device"),
     ):
         patch.setattr(f"{serving}.staged", full)
         _, engine = recorded(endless_pair, requests[:4], "fixed:3", made_by=made_by)

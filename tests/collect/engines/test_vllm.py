@@ -16,8 +16,8 @@ from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.off_policy.estimate import estimate_offline
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays

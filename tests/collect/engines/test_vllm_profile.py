@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from commands import cli
 from specstop.collect.engines.vllm_profile import StepScript, StepTimer, measure_vllm
-from specstop.decode.engines.drafting import Heard, Sent
+from specstop.decode.engines.drafting import EngineDraft
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import InputError
-from specstop.policies.latency.measurements import Key
+from specstop.policies.measurements import Key
 
 NOTHING = np.zeros((0, 0))
 
@@ -27,29 +27,35 @@ class Clock:
 
 
 def play(
-    timer: StepTimer, clock: Clock, drafts: list[Sent], first: float, later: float, outside: float, asked: float = 0.0
+    timer: StepTimer,
+    clock: Clock,
+    drafts: list[EngineDraft],
+    first: float,
+    later: float,
+    outside: float,
+    asked: float = 0.0,
 ) -> None:
     """Make the drafts of a step: the model takes `first` and `later` seconds, decisions `asked`, all else `outside`."""
     if any(sent.drafted for sent in drafts):
         clock.now += first
-        timer.level(1, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
+        timer.on_draft_step(1, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
     clock.now += later
     clock.asked += asked
-    timer.sent(drafts, first + later + outside + asked)
+    timer.on_drafts(drafts, first + later + outside + asked)
 
 
-def sent(row: int, drafted: int, *, context: int = 10, backlog: int = 1, capped: bool = False) -> Sent:
-    return Sent(row, context, [7] * drafted, drafted, drafted, backlog, capped=capped)
+def sent(row: int, drafted: int, *, context: int = 10, backlog: int = 1, hit_limit: bool = False) -> EngineDraft:
+    return EngineDraft(row, context, [7] * drafted, drafted, drafted, backlog, hit_limit=hit_limit)
 
 
-def heard(timer: StepTimer, drafts: list[Sent], seconds: float) -> None:
-    timer.heard([Heard(one, [1], 0, len(one.tokens)) for one in drafts], [seconds] * len(drafts))
+def heard(timer: StepTimer, drafts: list[EngineDraft], seconds: float) -> None:
+    timer.on_outcomes(drafts, [seconds] * len(drafts))
 
 
 def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
     clock = Clock()
     timer = StepTimer(clock.spent)
-    timer.began(0, NOTHING, None)
+    timer.on_begin(0, NOTHING, None)
     drafts = [sent(0, 3, backlog=2)]
     play(timer, clock, drafts, 1.0, 4.0, 0.5, 0.125)
     heard(timer, drafts, 20.125)
@@ -57,16 +63,12 @@ def test_a_step_is_drafting_and_the_rest_of_the_engines_step() -> None:
     heard(timer, [sent(0, 0)], 9.0)
     play(timer, clock, [sent(0, 1)], 1.0, 0.0, 0.25)
     assert dict(timer.timed) == {
-        Key("batch verify", "short", (1, 4)): [14.5],
-        Key("batch outside", "short", (1, 3)): [0.5],
-        Key("batch first draft", "short", (1, 2)): [1.0],
-        Key("batch drafts", "short", (1, 2)): [4.0],
+        Key("batch verify", "short", (1, 4)): [15.0],
         Key("verify", "short", (3,)): [14.5],
         Key("outside", "short", (3,)): [0.5],
         Key("first draft", "short", (2,)): [1.0],
         Key("later drafts", "short", (3,)): [4.0],
-        Key("batch verify", "short", (1, 1)): [8.75],
-        Key("batch outside", "short", (1, 0)): [0.25],
+        Key("batch verify", "short", (1, 1)): [9.0],
         Key("verify", "short", (0,)): [8.75],
         Key("outside", "short", (0,)): [0.25],
     }
@@ -83,7 +85,7 @@ def test_under_a_policy_only_its_decisions_are_timed() -> None:
     assert dict(timer.timed) == {Key("decisions", "mine", (3,)): [0.5], Key("decisions", "mine", (1,)): [0.25]}
 
 
-def test_decisions_about_several_requests_are_timed_with_their_rows() -> None:
+def test_decisions_about_several_requests_are_timed_together() -> None:
     clock = Clock()
     timer = StepTimer(clock.spent)
     timer.policy, timer.streams = "mine", 3
@@ -91,7 +93,7 @@ def test_decisions_about_several_requests_are_timed_with_their_rows() -> None:
     play(timer, clock, drafts, 1.0, 1.0, 0.5, 0.75)
     heard(timer, drafts, 20.0)
     play(timer, clock, drafts, 1.0, 1.0, 0.5, 0.75)
-    assert dict(timer.timed) == {Key("decisions", "mine", (3, 4)): [0.75]}
+    assert dict(timer.timed) == {Key("decisions", "mine", (3,)): [0.75]}
 
 
 @pytest.mark.parametrize("why", ["another began", "one ended", "cut by an end of text"])
@@ -99,11 +101,11 @@ def test_steps_of_which_not_all_is_known_are_left_out(why: str) -> None:
     clock = Clock()
     timer = StepTimer(clock.spent)
     timer.streams = 2
-    drafts = [sent(0, 2), sent(1, 2, capped=why == "cut by an end of text")]
+    drafts = [sent(0, 2), sent(1, 2, hit_limit=why == "cut by an end of text")]
     play(timer, clock, drafts, 1.0, 1.0, 0.5)
     heard(timer, drafts[: 1 if why == "one ended" else 2], 20.0)
     if why == "another began":
-        timer.began(1, NOTHING, None)
+        timer.on_begin(1, NOTHING, None)
     play(timer, clock, drafts, 1.0, 1.0, 0.5)
     assert not timer.timed
 

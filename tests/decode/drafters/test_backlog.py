@@ -18,9 +18,8 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.round_state import RoundState
 from specstop.decode.settings import Settings
-from specstop.policies.contract import DraftStep, State, StopPolicy
-from specstop.policies.latency.profile import Profile
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.profile import Profile
 from specstop.train.replay.log import play
 from specstop.train.replay.traces.arrays import trace_arrays
 

@@ -106,8 +106,8 @@ def weigh(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Non
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no json": (lambda f: (f / DRAFTER_FILE).unlink(), "expected the file drafter.json, which does not exist"),
-    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), "expected the weights in weights.safetensors and nowhere else"),
+    "no json": (lambda f: (f / DRAFTER_FILE).unlink(), "drafter.json"),
+    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), "weights.safetensors"),
     "another schema": (lambda f: edit(f, lambda r: r.update(schema=2)), "it has schema 2, but this specstop reads 1"),
     "a lost key": (lambda f: edit(f, lambda r: r.pop("target")), "keys missing or unknown: 'target'"),
     "a key too many": (lambda f: edit(f, lambda r: r.update(auto_map=1)), "keys missing or unknown: 'auto_map'"),
@@ -118,10 +118,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shape of words": (lambda f: edit(f, lambda r: r["shape"].update(depth="3")), "depth: expected a whole number"),
     "a lost size": (lambda f: edit(f, lambda r: r["shape"].pop("depth")), "shape: expected attention_heads, depth,"),
     "another shape": (lambda f: edit(f, lambda r: r["shape"].update(depth=2)), "blocks.2.bias has the shape [16] where"),
-    "other weights": (lambda f: (f / WEIGHTS_FILE).write_bytes(b"0" * 64), "weights.safetensors is not the file that"),
+    "other weights": (lambda f: (f / WEIGHTS_FILE).write_bytes(b"0" * 64), "weights.safetensors"),
     "too much": (lambda f: (f / WEIGHTS_FILE).write_bytes(bytes(1 << 25)), "expected at most"),
-    "a pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01."), "that drafter.json does not name"),
-    "code": (lambda f: (f / "drafter.py").write_text("1/0"), "that drafter.json does not name"),
+    "a pickle": (lambda f: (f / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01."), "not listed in drafter.json"),
+    "code": (lambda f: (f / "drafter.py").write_text("1/0"), "not listed in drafter.json"),
     "not finite": (lambda f: weigh(f, lambda t: t["blocks.0.bias"].fill_(torch.nan)), "numbers that are not finite"),
     "half of it": (lambda f: weigh(f, lambda t: t.update({"blocks.0.bias": torch.zeros(16).half()})), "of float32"),
 }  # fmt: skip

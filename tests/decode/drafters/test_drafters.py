@@ -22,11 +22,10 @@ from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.plugins import DRAFTERS, kinds_of
-from specstop.policies.typing import Array
 from torch import Tensor
 
 TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]

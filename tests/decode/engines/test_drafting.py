@@ -13,7 +13,7 @@ import torch
 from simulated_engine import PLACES, Asked, K, Request, requests_of
 from specstop.decode.engines import drafters
 from specstop.decode.engines.drafters import ModelRows
-from specstop.decode.engines.drafting import Drafting, Heard, Options, Sent
+from specstop.decode.engines.drafting import Drafting, EngineDraft, Options
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import RoundOutcome, State, StopPolicy
 from specstop.policies.errors import SpecstopWarning
@@ -103,7 +103,8 @@ def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[R
     for request in ended:
         for _, draft, new in request.rounds[1:]:
             if draft:
-                came = Heard.of(Sent(0, 0, draft), new)
+                came = EngineDraft(0, 0, draft)
+                came.set_outcome(new)
                 expected[came.verified, came.accepted] += 1
     assert not expected - Counter((verified, accepted) for _, verified, accepted in heard)
     lengths = {key % 3 + 1 for key, *_ in heard}
@@ -154,7 +155,8 @@ def test_a_state_that_grows_with_a_round_begins_anew_with_each(pair: Pair, reque
     ],
 )
 def test_what_came_of_a_draft_is_what_follows(draft: list[int], new: list[int], expected: tuple[int, int]) -> None:
-    came = Heard.of(Sent(0, 0, draft), new)
+    came = EngineDraft(0, 0, draft)
+    came.set_outcome(new)
     assert (came.accepted, came.verified) == expected
 
 
@@ -202,7 +204,7 @@ def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> 
 def test_a_cache_that_grows_reads_its_texts_again(
     pair: Pair, plain_pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafters, "_LEAST", 4)
+    monkeypatch.setattr(drafters, "_INITIAL_TOKENS", 4)
     tool = of_model(pair, load_policy("fixed:3"), 2, requests[:6], True)
     tool.engine.run(tool.propose)
     assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3

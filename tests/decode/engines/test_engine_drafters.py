@@ -68,7 +68,7 @@ def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request
 def test_a_drafter_that_is_given_more_room_is_told_its_texts_again(
     pair: Pair, requests: list[Request], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafters, "_LEAST", 4)
+    monkeypatch.setattr(drafters, "_INITIAL_TOKENS", 4)
     rows = DrafterRows(find_drafter(spec, pair), PLACES, K, pair.vocabulary)
     tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 2, requests[:6], named=True)
     tool.engine.run(tool.propose)

@@ -130,12 +130,12 @@ def test_a_rule_that_reads_noise_is_refused_whatever_the_temperature() -> None:
         ({"specstop": []}, "expected an object such as"),
         ({"specstop": {}}, "draft: expected the folder"),
         ({"specstop": {"drafter": "suffix+model"}}, "draft: expected the folder"),
-        ({"specstop": {"draft": "d", "polcy": "x"}}, "unknown 'polcy' .did you mean 'policy'"),
-        ({"specstop": {"draft": 3}}, "draft: expected a text, not 3"),
-        ({"specstop": {"draft": "d", "temperature": "warm"}}, "temperature: expected a number, not 'warm'"),
+        ({"specstop": {"draft": "d", "polcy": "x"}}, "polcy: .*did you mean 'policy'"),
+        ({"specstop": {"draft": 3}}, "draft: .*not 3"),
+        ({"specstop": {"draft": "d", "temperature": "warm"}}, "temperature: .*not 'warm'"),
         ({"specstop": {"draft": "d", "temperature": -1.0}}, "temperature: expected"),
-        ({"specstop": {"draft": "d", "rows": True}}, "rows: expected a whole number, not True"),
-        ({"specstop": {"draft": "d", "rows": 0}}, "rows: expected 1 to 1024 requests, not 0"),
+        ({"specstop": {"draft": "d", "rows": True}}, "rows: .*not True"),
+        ({"specstop": {"draft": "d", "rows": 0}}, "rows: .*not 0"),
         ({"specstop": {"draft": "d", "fallback": -1}}, "fallback: expected 0 or more"),
     ],
 )
@@ -146,7 +146,7 @@ def test_settings_that_are_wrong_are_named(raw: Any, message: str) -> None:
 
 def test_settings_are_read() -> None:
     found = read_settings({"other": 1, "specstop": {"draft": "d", "policy": "fixed:2", "temperature": 1, "rows": 8}})
-    assert found == EngineSettings("d", "fixed:2", temperature=1.0, rows=8)
+    assert found == EngineSettings(draft="d", policy="fixed:2", temperature=1.0, rows=8)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(pair_folder: Path) -> None:

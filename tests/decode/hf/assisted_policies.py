@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.policies.contract import DraftStep, State, StopPolicy
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 
 
 class ByTokens(StopPolicy):

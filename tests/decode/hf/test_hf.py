@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import EOS, NEW
 from specstop.decode import (
+    SamplingParams,
     Settings,
-    Shaping,
     Speculator,
     plain_texts,
     specstop_generate,
@@ -111,17 +111,17 @@ def test_sampling_is_reproducible_by_torchs_seed_or_by_ours(pair: Pair, prompt_i
 @pytest.mark.parametrize(
     ("temperature", "options", "shaping"),
     [
-        (0.8, {}, Shaping()),
-        (1.0, {}, Shaping()),
-        (0.8, {"top_k": 5}, Shaping(top_k=5)),
-        (1.0, {"top_p": 0.6}, Shaping(top_p=0.6)),
-        (0.8, {"min_p": 0.2}, Shaping(min_p=0.2)),
+        (0.8, {}, SamplingParams()),
+        (1.0, {}, SamplingParams()),
+        (0.8, {"top_k": 5}, SamplingParams(top_k=5)),
+        (1.0, {"top_p": 0.6}, SamplingParams(top_p=0.6)),
+        (0.8, {"min_p": 0.2}, SamplingParams(min_p=0.2)),
         (1.0, {"top_k": 9, "top_p": 0.8, "repetition_penalty": 1.4, "no_repeat_ngram_size": 2, "min_new_tokens": 8},
-         Shaping(9, 0.8, 0.0, 1.4, 2, 8)),
+         SamplingParams(top_k=9, top_p=0.8, repetition_penalty=1.4, no_repeat_ngram=2, min_new_tokens=8)),
     ],
 )  # fmt: skip
 def test_sampling_options_are_those_of_the_loop(
-    pair: Pair, prompt_ids: list[list[int]], temperature: float, options: dict[str, Any], shaping: Shaping
+    pair: Pair, prompt_ids: list[list[int]], temperature: float, options: dict[str, Any], shaping: SamplingParams
 ) -> None:
     """The same key gives the same text through `generate` and through the settings of the command line."""
     for prompt in prompt_ids[3:5]:

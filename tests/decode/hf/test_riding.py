@@ -20,12 +20,11 @@ from specstop.decode import (
     Speculator,
 )
 from specstop.decode.models.pair import Pair, join
-from specstop.policies.contract import RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
-from specstop.policies.typing import Array
 from specstop.train.fit.run import train
 from stock_generate import stock
 from torch import Tensor

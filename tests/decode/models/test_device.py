@@ -18,8 +18,8 @@ from specstop.decode.profile import add_decisions, decisions as decisions_module
 from specstop.policies import FixedLength
 from specstop.policies.errors import PairError, SpecstopWarning
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.measurements import Measurements
-from specstop.policies.latency.profile import Profile
+from specstop.policies.measurements import Measurements
+from specstop.policies.profile import Profile
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -21,12 +21,11 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.features import HIDDEN_STATES, round_to_half
 from specstop.policies.fixed import FixedLength
 from specstop.policies.testing import PolicyTests, TreePolicyTests
-from specstop.policies.typing import Array
 from torch import Tensor
 
 TREES = [None, "3,2,1", "parents:-1,-1,0,0,1,2,5"]

@@ -10,7 +10,7 @@ from specstop.decode.hooks import Timer
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
-from specstop.decode.verify.sampling import Sampler
+from specstop.decode.verify.sampler import Sampler
 
 DEPTH = 4
 PROMPTS = [[6 + (7 * i + j) % 40 for j in range(12)] for i in range(5)]

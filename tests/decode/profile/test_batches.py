@@ -9,22 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from contract_policies import TEST_POLICIES
 from specstop.decode.hooks import Timer
-from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models.attention import Part
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import measure_profile
-from specstop.decode.profile.batches import SETTLING, BatchRun, BatchScript
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.script import TWICE, card_at
+from specstop.decode.profile.scripts import TWICE, BatchScript, card_at
 from specstop.policies.contract import DraftStep
+from specstop.policies.costs import BatchCosts
 from specstop.policies.errors import InputError
-from specstop.policies.latency.batch import BatchCosts
-from specstop.policies.latency.estimate import BATCH_OUTSIDE, BATCH_PLAIN, BATCH_PLAIN_OUTSIDE, BATCH_VERIFY, CONTEXTS
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from torch import Tensor
 
 DEPTH, SIZES = 4, (2, 3)
@@ -94,39 +90,15 @@ def test_known_costs_are_found_again(profile: Profile, tmp_path: Path) -> None:
         for size in SIZES:
             tokens = np.array([n for n, _ in costs.low.verify_s[size]])
             assert tokens[0] == size and tokens[-1] == size * (1 + DEPTH)
-            found = costs.verify_s(size, tokens, context)
+            found = profile.verify_s(size, tokens, context)
             assert found == pytest.approx(TARGET + STREAM * size + TOKEN * tokens + ROUND, rel=NEAR)
-            assert float(costs.plain_s(size, context)) == pytest.approx(found[0], rel=NEAR)
         drafting = np.array([1, 2, 3])
-        for of in (costs.second_draft_s, costs.draft_s):
-            assert of(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=NEAR)
-        first = costs.first_draft_s(drafting, context, drafting + 4)
-        assert first == pytest.approx(DRAFT + DRAFT_TOKEN * (drafting + 4), rel=NEAR)
+        assert profile.draft_s(drafting, context) == pytest.approx(DRAFT + DRAFT_TOKEN * drafting, rel=0.1)
     profile.save(tmp_path / "profile.json")
     again = Profile.load(tmp_path / "profile.json")
     assert again.batch == costs and again.noise == profile.noise
     drawn = costs_of(again.resampled(np.random.default_rng(0)))
     assert dict(drawn.low.verify_s[3]) == pytest.approx(dict(costs.low.verify_s[3])), "every repetition said the same"
-
-
-def test_a_round_costs_what_it_took(pair: Pair, profile: Profile) -> None:
-    """Rounds of other texts under another policy, two of them at a time, each as long as what it consisted of."""
-    costs = costs_of(profile)
-    requests = [Request([*PROMPTS[at], *PROMPTS[1]], at) for at in range(2)]
-    texts = Speculator(pair, TEST_POLICIES["trimming"].limited(DEPTH), Settings(0.0, 40, ignore_eos=True), batch=2).run(
-        requests
-    )
-    compared = 0
-    for played in zip(*(text.rounds for text in texts), strict=False):
-        fed = np.array([[sum(r.drafted > depth for r in played) for depth in range(DEPTH)]])
-        drafting = [r for r in played if r.drafted]
-        read, begun = sum(max(r.backlog, 1) for r in drafting), sum(r.backlog == r.context for r in drafting)
-        context = np.mean([r.context for r in played])
-        sent = len(played) + sum(r.verified for r in played)
-        said = costs.round_s(np.array([context]), [len(played)], [sent], fed, [read], [begun]).item()
-        assert said == pytest.approx(sum(r.seconds for r in played), rel=1e-4)
-        compared += 1
-    assert compared > 8
 
 
 def test_sizes_that_are_none_are_refused(pair: Pair) -> None:
@@ -169,18 +141,3 @@ def test_rounds_of_a_batch_come_in_the_order_of_what_they_draft() -> None:
     starts = Counter(card_at(len(deck), key, 0) for key in range(period))
     assert starts == {card: 1 if card in (0, len(deck) - 1) else 2 for card in range(len(deck))}, "keys begin all over"
     assert card_at(1, 5, 3) == 0
-
-
-def test_the_first_verifications_after_the_prompts_are_not_timed(pair: Pair) -> None:
-    """Reading the prompts has emptied the caches; the first drafts count, as they tell what reading a text costs."""
-    run = BatchRun(pair, 2, Settings(0.7, 30, 2, ignore_eos=True, verification="match"))
-    prompts = [PROMPTS[:2], PROMPTS[2:4]]
-    timed, contexts = run.play(3, prompts)
-    for side, rounds in zip(CONTEXTS, contexts, strict=True):
-        timings: Counter[str] = Counter()
-        for key, seconds in timed.items():
-            timings[key.what] += len(seconds) if key.of == side else 0
-        assert len(rounds) > 2 * SETTLING
-        assert timings[BATCH_VERIFY] == len(rounds) - SETTLING
-        assert timings[BATCH_OUTSIDE] == len(rounds)
-        assert timings[BATCH_PLAIN] == timings[BATCH_PLAIN_OUTSIDE] == 28 - SETTLING, "the last round is cut"

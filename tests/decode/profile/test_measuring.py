@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 from benchmark_scripts import part
-from specstop.decode.profile.measuring import FEWEST, LEAST, Case, Effort, Seconds, measure
-from specstop.policies.latency.measurements import Key
+from specstop.decode.profile.measuring import MIN_QUIET, MIN_REPETITIONS, Case, Effort, Seconds, measure
+from specstop.policies.measurements import Key
 
 SEED, BUDGET_S = 5, 15.0
 
@@ -43,7 +43,7 @@ def test_cases_take_turns_and_the_order_turns_too() -> None:
 def test_a_quiet_machine_is_measured_no_more_often_than_needed() -> None:
     made = Calls()
     found = measure({"a": made.case("a", 1.0)}, Effort(1e6), clock=made.clock)
-    assert len(found.series[Key("call", "a")]) == FEWEST
+    assert len(found.series[Key("call", "a")]) == MIN_QUIET
 
 
 def test_what_is_noisy_is_timed_again_while_the_rest_rests() -> None:
@@ -51,7 +51,7 @@ def test_what_is_noisy_is_timed_again_while_the_rest_rests() -> None:
     cases = {"quiet": made.case("quiet", 0.01), "noisy": made.case("noisy", *([0.01] * 5 + [0.02] * 5))}
     measure(cases, Effort(60.0), clock=made.clock)
     times = Counter(name for name, _ in made.calls)
-    assert times["quiet"] == FEWEST + 1 < 10 * FEWEST < times["noisy"]
+    assert times["quiet"] == MIN_QUIET + 1 < 10 * MIN_QUIET < times["noisy"]
     assert 59.0 < made.now <= 60.0
 
 
@@ -65,7 +65,7 @@ def test_the_budget_ends_it_before_it_is_exceeded() -> None:
 def test_a_machine_slower_than_the_budget_is_measured_a_few_times() -> None:
     made = Calls()
     found = measure({"a": made.case("a", 100.0)}, Effort(1.0), clock=made.clock)
-    assert len(found.series[Key("call", "a")]) == LEAST
+    assert len(found.series[Key("call", "a")]) == MIN_REPETITIONS
 
 
 def test_repetitions_that_were_asked_for_are_made_however_noisy_and_long() -> None:
@@ -98,7 +98,7 @@ def test_a_clock_that_strays_is_warned_of(kind: str, reason: str) -> None:
 @pytest.mark.parametrize("kind", ["steady", "much jitter", "fast machine", "jitter, hiccups and wandering"])
 def test_a_quiet_clock_is_not(kind: str) -> None:
     noise, seconds = part("clocks").profiled(part("machines").QUIET[kind], SEED, BUDGET_S)
-    assert not noise.is_noisy and noise.repetitions == FEWEST and seconds < 10.0
+    assert not noise.is_noisy and noise.repetitions == MIN_QUIET and seconds < 10.0
     assert noise.text.startswith("this machine was quiet: verifications of ")
 
 

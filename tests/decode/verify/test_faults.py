@@ -22,8 +22,7 @@ from specstop.decode.topology import Topology
 from specstop.decode.verify import rejection
 from specstop.decode.verify.noise import Choices, Purpose
 from specstop.decode.verify.rejection import Block, Rejection, RejectionReplace
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from torch import Tensor
 
 SEEN = 1e-3
@@ -46,6 +45,12 @@ def is_seen(case: Case, monkeypatch: Patch, *faults: tuple[Any, str, Any]) -> bo
     return prove(case).distance > SEEN
 
 
+def patched_accept(kind: type[Rejection], change: Callable[..., tuple[Any, ...]]) -> tuple[Any, str, Any]:
+    """Return a fault that calls `accept_one` of a mode with changed arguments (mode, round, stream, sent, sampled)."""
+    shipped = kind.accept_one
+    return kind, "accept_one", lambda *args: shipped(*change(*args))
+
+
 @pytest.mark.parametrize("case", [CHAIN, TREE, BLOCK], ids=str)
 def test_a_residual_left_out(case: Case, monkeypatch: Patch) -> None:
     def whole(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
@@ -54,50 +59,24 @@ def test_a_residual_left_out(case: Case, monkeypatch: Patch) -> None:
     assert is_seen(case, monkeypatch, (rejection, "residual", whole))
 
 
-Scores = dict[int, Tensor]
-Tried = tuple[RoundState, int, Scores]
-
-
-def of_parents(round: RoundState, rows: Scores) -> Scores:
-    """Return by row what belongs to its parent."""
-    return {row: rows[max(round.topology.parent[row], 0)] for row in rows}
-
-
-def tried_with(shown: Callable[[RoundState, int, Scores], Tried]) -> list[tuple[Any, str, Any]]:
-    """Return the faults that have candidates tried with other rows than the round's."""
-    ratios, shipped = rejection.first_ratios, Rejection._try
-
-    def tried(self: Rejection, round: RoundState, stream: int, row: int, probs: Scores, *more: Any) -> Any:
-        round, _, probs = shown(round, stream, probs)
-        return shipped(self, round, stream, row, probs, *more)
-
-    return [(rejection, "first_ratios", lambda *given: ratios(*shown(*given))), (Rejection, "_try", tried)]
-
-
-@pytest.mark.parametrize("case", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("case", [CHAIN, TREE, BLOCK], ids=str)
 def test_the_targets_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    faults = tried_with(lambda round, stream, probs: (round, stream, of_parents(round, probs)))
-    assert is_seen(case, monkeypatch, *faults)
+    def shifted(mode: Rejection, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Any:
+        parents = [sent.index(max(round.topology.parent[row], 0)) for row in sent]
+        return mode, round, stream, sent, sampled[parents]
+
+    kind = Block if case is BLOCK else Rejection
+    assert is_seen(case, monkeypatch, patched_accept(kind, shifted))
 
 
 @pytest.mark.parametrize("case", [LONG_CHAIN, LONG_TREE], ids=str)
 def test_the_drafts_row_of_the_parents_parent(case: Case, monkeypatch: Patch) -> None:
-    def shifted(round: RoundState, stream: int, probs: Scores) -> Tried:
-        moved = copy.copy(round)
-        own = {row: q for (other, row), q in round.draft_probs.items() if other == stream}
-        moved.draft_probs = {(stream, row): q for row, q in of_parents(round, own).items()}
-        return moved, stream, probs
+    def shifted(mode: Rejection, round: RoundState, *args: Any) -> Any:
+        moved, parent = copy.copy(round), round.topology.parent
+        moved.draft_probs = {(s, row): round.draft_probs[s, max(parent[row], 0)] for s, row in round.draft_probs}
+        return mode, moved, *args
 
-    assert is_seen(case, monkeypatch, *tried_with(shifted))
-
-
-def test_the_row_before_the_one_where_a_block_ends(monkeypatch: Patch) -> None:
-    shipped = Block.accept_one
-
-    def shifted(self: Block, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Any:
-        return shipped(self, round, stream, sent, torch.cat([sampled[:1], sampled[:-1]]))
-
-    assert is_seen(BLOCK, monkeypatch, (Block, "accept_one", shifted))
+    assert is_seen(case, monkeypatch, patched_accept(Rejection, shifted))
 
 
 class TrimsUnlikely(StopPolicy):
@@ -187,12 +166,8 @@ def test_rounds_that_share_their_numbers(monkeypatch: Patch) -> None:
 
 
 def test_siblings_tried_against_a_draft_that_is_not_reduced(monkeypatch: Patch) -> None:
-    shipped = Rejection._try
-
-    def unreduced(self: Rejection, *args: Any) -> Any:
-        return shipped(RejectionReplace(), *args)
-
-    assert is_seen(replace(TREE, tree="2"), monkeypatch, (Rejection, "_try", unreduced))
+    unreduced = patched_accept(Rejection, lambda mode, *args: (RejectionReplace(), *args))
+    assert is_seen(replace(TREE, tree="2"), monkeypatch, unreduced)
 
 
 def test_siblings_tried_in_another_order_than_drawn(monkeypatch: Patch) -> None:

@@ -20,7 +20,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.grammar import Grammar
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
 from torch import Tensor
@@ -69,7 +69,7 @@ def test_texts_are_those_of_plain_constrained_decoding(
     bytes_pair: Pair, asks: list[list[int]], backend: str, temperature: float, drafter: str
 ) -> None:
     grammar = person(bytes_pair.tokenizer, backend)  # type: ignore[arg-type]
-    shaping = Shaping(processors=(grammar,))
+    shaping = SamplingParams(processors=(grammar,))
     keys = [stream_key(5, str(at)) for at in range(len(asks))]
     expected = plain_texts(bytes_pair, asks, keys, NEW, temperature, shaping=shaping).tokens
     pair = with_drafter(bytes_pair, drafter)
@@ -88,12 +88,12 @@ def test_every_verification_keeps_to_the_grammar(
     bytes_pair: Pair, asks: list[list[int]], backend: str, verification: str
 ) -> None:
     grammar = person(bytes_pair.tokenizer, backend)  # type: ignore[arg-type]
-    shaping = Shaping(processors=(grammar,), top_p=0.95, repetition_penalty=1.1)
+    shaping = SamplingParams(processors=(grammar,), top_p=0.95, repetition_penalty=1.1)
     for tree in (None, "2,2") if verification != "block" else (None,):
         settings = Settings(0.7, NEW, tree=tree, shaping=shaping, verification=verification)
         for text in decoded(bytes_pair, asks, settings, 3, batch=2):
             assert grammar.matches(text, bytes_pair.eos)
-    greedy = Settings(0.0, NEW, shaping=Shaping(processors=(grammar,)), verification=verification)
+    greedy = Settings(0.0, NEW, shaping=SamplingParams(processors=(grammar,)), verification=verification)
     if verification != "typical":
         assert decoded(bytes_pair, asks, greedy, 3) == decoded(bytes_pair, asks, greedy, 0)
 
@@ -103,7 +103,7 @@ def test_candidates_obey_so_that_they_are_accepted_as_without_a_grammar(
     bytes_pair: Pair, asks: list[list[int]], backend: str
 ) -> None:
     same = join(bytes_pair.target, bytes_pair.target, bytes_pair.tokenizer)
-    shaping = Shaping(processors=(person(bytes_pair.tokenizer, backend),))  # type: ignore[arg-type]
+    shaping = SamplingParams(processors=(person(bytes_pair.tokenizer, backend),))  # type: ignore[arg-type]
     made = Speculator(same, FixedLength(4), Settings(0.0, NEW, shaping=shaping)).run([Request(asks[0])])
     assert all(one.accepted == one.drafted or one.cut for one in made[0].rounds)
 
@@ -112,7 +112,7 @@ def test_candidates_obey_so_that_they_are_accepted_as_without_a_grammar(
 @pytest.mark.parametrize("source", [EBNF, LARK])
 def test_a_grammar_in_ebnf_or_lark(bytes_pair: Pair, asks: list[list[int]], backend: str, source: str) -> None:
     grammar = Grammar.from_text(source, bytes_pair.tokenizer, backend)  # type: ignore[arg-type]
-    settings = Settings(0.7, 200, verification="match", shaping=Shaping(processors=(grammar,)))
+    settings = Settings(0.7, 200, verification="match", shaping=SamplingParams(processors=(grammar,)))
     for text in decoded(bytes_pair, asks, settings, 4):
         words = bytes_pair.tokenizer.decode(text, skip_special_tokens=True)  # type: ignore[union-attr]
         assert re.fullmatch(PATTERN, words) and text[-1] == END
@@ -284,7 +284,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 def test_options_that_leave_no_token_are_refused(bytes_pair: Pair, asks: list[list[int]], backend: str) -> None:
     """The grammar is complete, and no text may end yet: plain decoding would go on with token 0."""
     grammar = Grammar.from_text('root ::= "ab"', bytes_pair.tokenizer, backend)  # type: ignore[arg-type]
-    shaping = Shaping(min_new_tokens=9, processors=(grammar,))
+    shaping = SamplingParams(min_new_tokens=9, processors=(grammar,))
     for depth, tree in ((0, None), (3, None), (2, "2,2")):
         for temperature in (0.0, 0.7):
             with pytest.raises(InputError, match="leave no token"):
@@ -301,7 +301,7 @@ def test_ends_of_text_are_those_of_the_run(bytes_pair: Pair, asks: list[list[int
     grammar = Grammar.from_text("root ::= [a-c]{5}", bytes_pair.tokenizer, backend)  # type: ignore[arg-type]
     for seed in range(4):
         prompts = [[*prompt, seed + 40] for prompt in asks]
-        settings = Settings(1.0, NEW, shaping=Shaping(processors=(grammar,)))
+        settings = Settings(1.0, NEW, shaping=SamplingParams(processors=(grammar,)))
         for text in decoded(pair, prompts, settings, 3):
             assert text[-1] in (END, letter) and letter not in text[:-1]
             assert len(bytes_pair.tokenizer.decode(text[:-1])) == 5  # type: ignore[union-attr]
@@ -309,6 +309,6 @@ def test_ends_of_text_are_those_of_the_run(bytes_pair: Pair, asks: list[list[int
 
 @ON_BACKENDS
 def test_a_text_that_could_never_end_is_refused(bytes_pair: Pair, asks: list[list[int]], backend: str) -> None:
-    shaping = Shaping(processors=(person(bytes_pair.tokenizer, backend),))  # type: ignore[arg-type]
+    shaping = SamplingParams(processors=(person(bytes_pair.tokenizer, backend),))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="end-of-text"):
         decoded(bytes_pair, asks, Settings(0.0, NEW, ignore_eos=True, shaping=shaping), 2)

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from oracle import Law, oracle_pair
 from specstop.decode.loop import Settings, Speculator
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.typing import Array
 
 FAMILY = ("rejection", "rejection_replace", "block")
 PAIR = oracle_pair(Law(4, 0))

@@ -22,9 +22,8 @@ from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
-from specstop.decode.verify.model_defaults import APPLIED, INERT, LEFT_OUT, REFUSED, SAMPLING
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
 from specstop.policies.conditions import Conditions
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
@@ -93,10 +92,11 @@ def decoded(pair: Pair, prompts: list[list[int]], settings: Settings, drafter: s
 
 def test_every_field_of_the_installed_transformers_is_classified() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields <= {*APPLIED, *REFUSED, *LEFT_OUT, *INERT}
-    assert not {*APPLIED} & {*REFUSED} and not {*APPLIED} & INERT
-    assert {*APPLIED} - SAMPLING - {*GREEDY} == {"remove_invalid_values", "renormalize_logits"}, "no other text"
-    assert {*SAMPLED} == SAMPLING
+    refused = {"constraints", "force_words_ids", "guidance_scale", "token_healing", "watermarking_config"}
+    options = {*NEUTRAL, "no_repeat_ngram_size"} - {"no_repeat_ngram"}
+    assert fields <= {*options, *IGNORED, *INERT, *refused} and not options & {*INERT, *refused}
+    assert options - WARPERS - {*GREEDY} == {"remove_invalid_values", "renormalize_logits"}, "no other text"
+    assert {*SAMPLED} == WARPERS
 
 
 @pytest.mark.parametrize("tree", [None, "3,2,1"])
@@ -110,7 +110,7 @@ def test_greedy_text_is_that_of_generate(
         expected = generated(plain_pair, prompts)
         for drafter in ("model", "suffix") if tree is None else ("model",):
             assert decoded(plain_pair, prompts, Settings(0.0, NEW, tree=tree), drafter) == expected
-        bare = decoded(plain_pair, prompts, Settings(0.0, NEW, shaping=Shaping(model_defaults=False)))
+        bare = decoded(plain_pair, prompts, Settings(0.0, NEW, shaping=SamplingParams(model_defaults=False)))
         keys = [0] * len(prompts)
         assert plain_texts(plain_pair, prompts, keys, NEW).tokens == expected, "side by side"
     assert bare != expected, "the field changes the text"
@@ -136,7 +136,7 @@ def test_sampling_is_from_what_the_librarys_processors_leave(
             custom_generate=take, **options,
         )  # fmt: skip
         shaping = Settings(0.7, NEW, verification="match").for_pair(plain_pair).shaping
-    made = shaping.build(0.7, len(prompt), (EOS,), torch.device("cpu"), prompt)
+    made = shaping.build(0.7, prompt, (EOS,), torch.device("cpu"))
     logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for more in ([], [9], [9, 10, *range(20, 43)]):
         expected, actual = logits.clone(), logits.clone()
@@ -154,30 +154,30 @@ def test_greedy_decoding_leaves_the_fields_of_sampling_aside(
 ) -> None:
     with configured(plain_pair, **{name: SAMPLED[name], "do_sample": True}):
         speculator = Speculator(plain_pair, FixedLength(2), Settings(0.0, 4))
-        assert not speculator.settings.shaping.build(0.0, 3, (EOS,), torch.device("cpu")), "and nothing is slower"
+        assert not speculator.settings.shaping.build(0.0, [3], (EOS,), torch.device("cpu")), "and nothing is slower"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_without_defaults_no_processor_is_built(plain_pair: Pair, temperature: float) -> None:
     with configured(plain_pair, do_sample=True, temperature=0.6, max_length=40):
         shaping = Settings(temperature, 4, verification="match").for_pair(plain_pair).shaping
-    assert shaping.to_dict() == {} and not shaping.build(temperature, 3, (EOS,), torch.device("cpu"), [3, 4, 5])
+    assert shaping.to_dict() == {} and not shaping.build(temperature, [3, 4, 5], (EOS,), torch.device("cpu"))
 
 
 def test_options_override_single_fields(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
     prompts, defaults = prompt_ids[1::3], {**BOTH, "suppress_tokens": [20, 21, 22], "typical_p": 0.9}
     with configured(plain_pair, **defaults):
-        own = Shaping(repetition_penalty=1.0, top_k=0, others={"suppress_tokens": None})
+        own = SamplingParams(repetition_penalty=1.0, top_k=0, suppress_tokens=[])
         settings = Settings(0.0, NEW, shaping=own)
         assert settings.for_pair(plain_pair).shaping.to_dict() == {"typical_p": 0.9}
         assert decoded(plain_pair, prompts, settings) == generated(
             plain_pair, prompts, repetition_penalty=1.0, suppress_tokens=None
         )
     with configured(plain_pair, min_length=30):
-        none = Settings(shaping=Shaping(min_new_tokens=0)).for_pair(plain_pair).shaping
+        none = Settings(shaping=SamplingParams(min_new_tokens=0)).for_pair(plain_pair).shaping
         assert none.to_dict() == {}, "`generate` measures the shortest text by one of both"
     with pytest.raises(InputError, match="temperature"):
-        Shaping(others={"temperature": 0.7})
+        SamplingParams(temperature=0.7)
 
 
 @pytest.mark.parametrize(("name", "value"), [("guidance_scale", 1.5), ("token_healing", True), ("some_new_field", 3)])
@@ -191,7 +191,9 @@ def test_what_cannot_be_applied_is_refused_by_name(
             decode(plain_pair, "w7 w9", FixedLength(2))
         with pytest.raises(InputError, match=name):
             collect(plain_pair, prompts, tmp_path / "t")
-        decode(plain_pair, "w7 w9", FixedLength(2), settings=Settings(0.0, 2, shaping=Shaping(model_defaults=False)))
+        decode(
+            plain_pair, "w7 w9", FixedLength(2), settings=Settings(0.0, 2, shaping=SamplingParams(model_defaults=False))
+        )
 
 
 def with_field(name: str) -> Any:
@@ -255,7 +257,7 @@ def test_bench_profile_and_facts_have_the_effective_values(plain_pair: Pair, pro
         assert len(lines) > 4 and all(line.same_text == 3 for line in lines)
         profile = measure_profile(plain_pair, prompt_ids[4:], depth=2, new_tokens=8, effort=Effort(repetitions=1))
     assert profile.shaping == {"repetition_penalty": 1.7, "typical_p": 0.9}
-    assert Shaping.from_dict(profile.shaping).to_dict() == profile.shaping
+    assert SamplingParams.from_dict(profile.shaping).to_dict() == profile.shaping
     assert Conditions(0.0, profile.shaping).shaping == profile.shaping
 
 

@@ -16,10 +16,10 @@ from specstop.decode.verify.noise import (
     gumbel,
     match_scores,
     mix,
-    own_tokens,
     stream_key,
+    target_tokens,
     uniform,
-    uniform_on_device,
+    uniform_at,
 )
 
 FALSE_ALARM = 2e-6  # of each of some 50 statistical tests, 1e-4 of all; keys are fixed: what passes goes on passing
@@ -43,8 +43,9 @@ def test_a_number_depends_on_its_key_position_and_token_only() -> None:
 def test_host_and_device_have_the_same_bits() -> None:
     places = torch.tensor([0, 1, 15, 16, 2**40, 7])
     keys = torch.tensor(KEYS)[:, None]
-    assert torch.equal(uniform(keys, places, 333), uniform_on_device(keys, places, 333))
-    assert torch.equal(uniform(KEYS[0], places[::2], 333), uniform_on_device(KEYS[0], places[::2], 333))
+    tokens = torch.arange(333)
+    assert torch.equal(uniform(keys, places, 333), uniform_at(keys, places[:, None], tokens))
+    assert torch.equal(uniform(KEYS[0], places[::2], 333), uniform_at(KEYS[0], places[::2, None], tokens))
 
 
 def test_keys_differ_with_seed_prompt_and_sample() -> None:
@@ -108,8 +109,11 @@ def test_no_number_repeats() -> None:
 @pytest.mark.parametrize("bits", [0, -1, 1, -(2**63), 2**11, 2**11 - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch, bits: int, dtype: torch.dtype) -> None:
-    monkeypatch.setattr("specstop.decode.verify.noise.mix", lambda value: torch.full_like(value, bits))
-    noise = gumbel(0, at(0), 3, dtype)
+    monkeypatch.setattr("specstop.decode.verify.noise.mix_in_place", lambda value: torch.full_like(value, bits))
+    monkeypatch.setattr(
+        "specstop.decode.verify.noise.keyed_uniform", lambda *args: uniform_at(0, at(0), at(0, 1)).numpy()[None]
+    )
+    noise = gumbel(0, at(0), 2, dtype)
     assert bool(noise.isfinite().all())
     assert abs(float(noise[0, 0])) < 40
 
@@ -134,8 +138,8 @@ def test_scores_are_logits_at_temperature_0_and_perturbed_log_probabilities_else
     assert torch.equal(match_scores(logits, None), logits)
     expected = logits / 0.5 - torch.logsumexp(logits / 0.5, -1, keepdim=True) + noise
     torch.testing.assert_close(match_scores(logits / 0.5, noise), expected)
-    assert own_tokens(logits / 0.5, noise).tolist() == expected.argmax(-1).tolist()
-    assert own_tokens(logits, None).tolist() == logits.argmax(-1).tolist()
+    assert target_tokens(logits / 0.5, noise).tolist() == expected.argmax(-1).tolist()
+    assert target_tokens(logits, None).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

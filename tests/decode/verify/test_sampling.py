@@ -13,7 +13,8 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import gumbel
-from specstop.decode.verify.sampling import Sampler, Shaping
+from specstop.decode.verify.sampler import Sampler
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from torch import Tensor
@@ -65,17 +66,17 @@ class InPlace(LogitsProcessor):
 
 PREFIX = PrefixConstrainedLogitsProcessor(allowed, num_beams=1)
 BIAS = SequenceBiasLogitsProcessor({(9,): 2.0, (10, 11): 5.0})
-GREEDY: dict[str, tuple[Shaping, dict[str, Any]]] = {
-    "repetition": (Shaping(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
-    "n-gram": (Shaping(no_repeat_ngram=1), {"no_repeat_ngram_size": 1}),
-    "min-new": (Shaping(min_new_tokens=19), {"min_new_tokens": 19}),
+GREEDY: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "repetition": (SamplingParams(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
+    "n-gram": (SamplingParams(no_repeat_ngram=1), {"no_repeat_ngram_size": 1}),
+    "min-new": (SamplingParams(min_new_tokens=19), {"min_new_tokens": 19}),
     "together": (
-        Shaping(repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9),
+        SamplingParams(repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9),
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 9},
     ),
-    "prefix": (Shaping(processors=(PREFIX,)), {"prefix_allowed_tokens_fn": allowed}),
+    "prefix": (SamplingParams(processors=(PREFIX,)), {"prefix_allowed_tokens_fn": allowed}),
     "own": (
-        Shaping(processors=(Alternating(), BIAS)),
+        SamplingParams(processors=(Alternating(), BIAS)),
         {"logits_processor": LogitsProcessorList([Alternating(), BIAS])},
     ),
 }
@@ -124,19 +125,19 @@ def test_greedy_text_is_that_of_generate_with_the_same_options(
     assert sum(a != b for a, b in zip(expected, bare, strict=True)) >= 1, "the option changes the text"
 
 
-SAMPLED: dict[str, tuple[Shaping, Callable[[int], list[LogitsProcessor]]]] = {
-    "top-k": (Shaping(top_k=4), lambda n: [TopKLogitsWarper(4)]),
-    "top-p": (Shaping(top_p=0.7), lambda n: [TopPLogitsWarper(0.7)]),
-    "min-p": (Shaping(min_p=0.2), lambda n: [MinPLogitsWarper(0.2)]),
+SAMPLED: dict[str, tuple[SamplingParams, Callable[[int], list[LogitsProcessor]]]] = {
+    "top-k": (SamplingParams(top_k=4), lambda n: [TopKLogitsWarper(4)]),
+    "top-p": (SamplingParams(top_p=0.7), lambda n: [TopPLogitsWarper(0.7)]),
+    "min-p": (SamplingParams(min_p=0.2), lambda n: [MinPLogitsWarper(0.2)]),
     "all": (
-        Shaping(top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9,
+        SamplingParams(top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, no_repeat_ngram=2, min_new_tokens=9,
                 processors=(Alternating(),)),
         lambda n: [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2),
                    MinNewTokensLengthLogitsProcessor(n, 9, [EOS]), Alternating(), TopKLogitsWarper(9),
                    TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)],
     ),
-    "prefix": (Shaping(processors=(PREFIX,)), lambda n: [PREFIX]),
-    "in place": (Shaping(processors=(InPlace(),)), lambda n: [InPlace()]),
+    "prefix": (SamplingParams(processors=(PREFIX,)), lambda n: [PREFIX]),
+    "in place": (SamplingParams(processors=(InPlace(),)), lambda n: [InPlace()]),
 }  # fmt: skip
 WARPERS = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
@@ -212,7 +213,7 @@ def test_a_forbidden_token_never_appears_under_rejection(
 ) -> None:
     """Among them trees that ask for more candidates than the processors leave."""
     prompts = prompt_ids[2:6:3]
-    cases = {**SAMPLED, "top-2": (Shaping(top_k=2), lambda n: [TopKLogitsWarper(2)])}
+    cases = {**SAMPLED, "top-2": (SamplingParams(top_k=2), lambda n: [TopKLogitsWarper(2)])}
     for name, (shaping, _) in cases.items():
         settings = Settings(1.3, 8, tree=tree, shaping=shaping, verification=mode)
         texts = speculate(pair, prompts, FixedLength(3), settings)
@@ -231,7 +232,7 @@ def test_the_support_check_can_fail(pair: Pair, plain_pair: Pair, prompt_ids: li
 
 def test_warpers_do_not_touch_greedy_text(pair: Pair, prompt_ids: list[list[int]]) -> None:
     bare = speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW))
-    shaping = Shaping(top_k=3, top_p=0.5, min_p=0.3)
+    shaping = SamplingParams(top_k=3, top_p=0.5, min_p=0.3)
     assert speculate(pair, prompt_ids, FixedLength(3), Settings(0.0, NEW, shaping=shaping)) == bare
 
 
@@ -241,14 +242,14 @@ def test_each_row_of_a_call_has_its_own_prefix_and_padding(temperature: float) -
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4, VOCABULARY, generator=generator, dtype=torch.float64)
     prefixes = [[5, 6], [7], [6, 5], [9, 9, 9]]
-    shaping = Shaping(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
+    shaping = SamplingParams(repetition_penalty=2.0, no_repeat_ngram=2, processors=(PREFIX, Alternating()))
     for padding in ([], [0, 0, 3]):
-        sampler = Sampler(shaping.build(temperature, 1, (EOS,), torch.device("cpu")), temperature, padding)
+        sampler = Sampler(shaping.build(temperature, [5], (EOS,), torch.device("cpu")), temperature, padding)
         before = logits.clone()
         together = sampler(logits, lambda: prefixes)
         assert torch.equal(logits, before), "the raw logits are left as they are"
         for row, prefix in enumerate(prefixes):
-            chain = shaping.build(temperature, 1, (EOS,), torch.device("cpu"))
+            chain = shaping.build(temperature, [5], (EOS,), torch.device("cpu"))
             assert torch.equal(
                 together[row], chain(torch.tensor([[*padding, *prefix]]), logits[row : row + 1].clone())[0]
             )
@@ -263,7 +264,7 @@ def test_without_a_processor_nobody_asks_for_prefixes() -> None:
 def test_processors_of_the_library_without_state_are_called_as_they_are() -> None:
     made = [one for one in processors_of("all", 3, 0.7) if not isinstance(one, Alternating)]
     processors = (PREFIX, BIAS, *made)
-    assert Shaping(processors=processors).checked(VOCABULARY, torch.device("cpu")).processors == processors
+    assert SamplingParams(processors=processors).checked(VOCABULARY, torch.device("cpu")).processors == processors
 
 
 @pytest.mark.parametrize(
@@ -274,4 +275,4 @@ def test_processors_of_the_library_without_state_are_called_as_they_are() -> Non
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_its_option(option: str, value: float, wanted: str) -> None:
     with pytest.raises(InputError, match=f"{option}: expected {wanted}.*, not {value}"):
-        Shaping(**{option: value})
+        SamplingParams(**{option: value})

@@ -15,7 +15,7 @@ from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
 from torch import Tensor
@@ -125,7 +125,7 @@ def test_state_that_depends_on_the_tokens_follows_every_candidate(
         )  # fmt: skip
         assert made[0].tolist() == text.tolist()
         expected.append(text[len(prompt) :].tolist())
-    settings = Settings(0.0, NEW, tree=tree, shaping=Shaping(processors=(processor,)))
+    settings = Settings(0.0, NEW, tree=tree, shaping=SamplingParams(processors=(processor,)))
     texts = Speculator(plain_pair, FixedLength(4), settings, batch=3).run([Request(prompt) for prompt in prompts])
     assert [list(text.tokens) for text in texts] == expected
     plain = plain_texts(plain_pair, prompts, [0] * 3, NEW, shaping=settings.shaping)
@@ -214,7 +214,7 @@ class Locked(LogitsProcessor):
     ("kind", "why"), [(Random, "random numbers"), (Averaging, "earlier scores"), (Shared, "share"), (Locked, "copied")]
 )
 def test_what_candidates_cannot_follow_is_refused_by_name(pair: Pair, kind: type[LogitsProcessor], why: str) -> None:
-    settings = Settings(0.7, 4, shaping=Shaping(processors=(kind(),)))
+    settings = Settings(0.7, 4, shaping=SamplingParams(processors=(kind(),)))
     with pytest.raises(InputError, match=f"logits processor {kind.__name__} .*{why}") as error:
         Speculator(pair, FixedLength(2), settings)
     assert "\n" not in str(error.value)
@@ -223,7 +223,7 @@ def test_what_candidates_cannot_follow_is_refused_by_name(pair: Pair, kind: type
 def test_one_that_runs_the_target_is_refused_by_name(pair: Pair) -> None:
     guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, pair.target)
     with pytest.raises(InputError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor"):
-        Shaping(processors=(guidance,)).checked(VOCABULARY, CPU)
+        SamplingParams(processors=(guidance,)).checked(VOCABULARY, CPU)
 
 
 def test_rows_of_a_batch_that_are_treated_differently_are_refused(

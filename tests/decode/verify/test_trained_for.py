@@ -10,17 +10,17 @@ import pytest
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
-from specstop.decode.verify.trained_for import tell_if_unmeasured
+from specstop.decode.verify.conditions import warn_if_unmeasured
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 
 
 def told(profile: Profile | None, temperature: float, drafter: str, **more: Any) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tell_if_unmeasured(profile, [FixedLength(2), FixedLength(3)], Settings(temperature, 8, 3, **more), drafter)
+        warn_if_unmeasured(profile, [FixedLength(2), FixedLength(3)], Settings(temperature, 8, 3, **more), drafter)
     assert all(issubclass(one.category, SpecstopWarning) for one in caught)
     return [str(one.message) for one in caught]
 

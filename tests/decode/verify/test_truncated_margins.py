@@ -8,7 +8,7 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import gumbel
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.typing import Array
 from torch import Tensor
@@ -48,15 +48,15 @@ def weights(pair: Pair, prefix: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("shaping", "kept"),
     [
-        (Shaping(), lambda w: w > -torch.inf),
-        (Shaping(top_k=1), lambda w: w >= w.max()),
-        (Shaping(top_k=5), lambda w: w >= w.topk(5).values[-1]),
-        (Shaping(min_p=0.3), lambda w: w >= w.max() + torch.tensor(0.3).log()),
+        (SamplingParams(), lambda w: w > -torch.inf),
+        (SamplingParams(top_k=1), lambda w: w >= w.max()),
+        (SamplingParams(top_k=5), lambda w: w >= w.topk(5).values[-1]),
+        (SamplingParams(min_p=0.3), lambda w: w >= w.max() + torch.tensor(0.3).log()),
     ],
     ids=["all", "top-k 1", "top-k 5", "min-p"],
 )
 def test_a_token_that_a_filter_left_out_counts_without_noise(
-    pair: Pair, prompt_ids: list[list[int]], shaping: Shaping, kept: object
+    pair: Pair, prompt_ids: list[list[int]], shaping: SamplingParams, kept: object
 ) -> None:
     policy = Margins()
     made = Speculator(
@@ -87,7 +87,7 @@ def test_what_a_grammar_forbids_is_no_rival(pair: Pair, prompt_ids: list[list[in
     only = PrefixConstrainedLogitsProcessor(lambda batch, ids: [20 + len(ids) % 5], num_beams=1)
     policy = Margins()
     made = Speculator(
-        pair, policy, Settings(TEMPERATURE, 12, 4, shaping=Shaping(processors=(only,)), verification="match")
+        pair, policy, Settings(TEMPERATURE, 12, 4, shaping=SamplingParams(processors=(only,)), verification="match")
     ).generate(prompt_ids[4], KEY)
     assert all(features[0].tolist() == [BOUND, BOUND] for shown, _ in policy.rounds for features in shown)
     assert all(record.accepted == record.drafted for record in made.rounds)
@@ -98,7 +98,7 @@ def test_siblings_and_filters(pair: Pair, prompt_ids: list[list[int]], tree: str
     """Every margin stays within the lead over what was left out, and finite."""
     policy = Margins()
     Speculator(
-        pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=Shaping(top_k=3), verification="match")
+        pair, policy, Settings(TEMPERATURE, 16, 4, tree=tree, shaping=SamplingParams(top_k=3), verification="match")
     ).generate(prompt_ids[4], KEY)
     margins = torch.cat([torch.from_numpy(features) for shown, _ in policy.rounds for features in shown])
     assert len(margins) > 10 and bool((margins.abs() <= BOUND).all())

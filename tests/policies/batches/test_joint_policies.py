@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.batch_rules import BatchPolicy, BatchStop, for_batches
-from specstop.policies.batches import Batches, CostGrid, LinearCosts, SingleStreamCosts
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.batches import Batches, CostGrid, LinearCosts
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.batches import best_budgets, draft_on
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned import build_rule
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
@@ -25,7 +24,6 @@ from specstop.policies.registry import load_policy
 from specstop.policies.rules import BatchRule
 from specstop.policies.storage import save_policy
 from specstop.policies.testing import TreePolicyTests
-from specstop.policies.typing import Array
 
 
 class TestBest(TreePolicyTests):
@@ -43,7 +41,7 @@ class TestLearnsSoon(TreePolicyTests):
 
     def make(self) -> StopPolicy:
         policy = AdaptiveVerification(5)
-        policy.FIT = np.array((2, 1e-3, 50.0))
+        policy.interval = 2
         return policy
 
 
@@ -151,7 +149,7 @@ def test_adaptive_verification_spends_the_budget_of_the_round_before_on_the_best
     state = policy.observe(outcome([2, 2], [1, 0]), asked(policy, before))
     # The last depth, too, was shown here; the loop asks no policy there.
     old = np.cumprod(confidences(before), 1)
-    assert np.allclose(state.stale, confidences(before))
+    assert np.allclose(state.previous, confidences(before))
     ranked = sorted(old.flatten(), reverse=True)
     rates = [(2 + sum(ranked[:m])) / (0.05 * 2 + STEPPED[1 + m]) for m in range(5)]
     budget = rates.index(max(rates))
@@ -170,7 +168,7 @@ def test_adaptive_verification_spends_the_budget_of_the_round_before_on_the_best
 
 def test_adaptive_verification_learns_as_newton_does() -> None:
     rng, policy = np.random.default_rng(3), AdaptiveVerification(3)
-    policy.FIT = np.array((4, 1e-3, 50.0))
+    policy.interval = 4
     state = policy.start(2, np.arange(2))
     rows, labels = [], []
     for _ in range(4):
@@ -238,7 +236,7 @@ def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...]
     """Every set of streams and number of steps is tried; sets beyond the streams of the largest gains are no better."""
     grid, rng = CostGrid.of_profile(synthetic_profile(verify_s, 0.3)).fit(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.verify), 1.0), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
-    ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.2], [1.0]]
+    ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.0]]
     for turn in range(30):
         depth = turn % 3
         known = np.where(rng.random((3, 1)) < 0.2, -1.0, rng.uniform(0.1, 1.0, (3, 1)))
@@ -252,7 +250,7 @@ def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...]
         ) -> float:
             values = [v for v in known[:, 0].tolist() if v >= 0]
             values += [float(gains[s, 0]) * ahead[t] for s in some for t in range(steps)]
-            spent = sum(drafts[min(depth + step, 2), len(some)] for step in range(steps))
+            spent = sum(drafts[min(depth + step, 1), len(some)] for step in range(steps))
             if not trims:
                 return sum(values) - grid.verify[3, 3 + len(values)] - spent
             return exhaustive(grid.verify, 3, values, 1.0) - spent
@@ -299,10 +297,7 @@ def test_a_decision_of_its_own_price_is_paid_with_every_draft_step() -> None:
         priced = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: price, "mine": 9.0})
         made = for_batches(policy, profile=priced)
         assert begun(made) == drafts
-        assert made._grid.fit(2, 3).drafts[2, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
-    by_row = synthetic_profile(tuple(1.0 for _ in range(40))).with_decisions({policy.cost_name: Price(0.03, 5.0, 0.01)})
-    draft = for_batches(policy, profile=by_row)._grid.fit(3, 3).drafts
-    assert draft[2, :4].tolist() == pytest.approx([0.0, 0.05, 0.06, 0.07])
+        assert made._grid.fit(2, 3).drafts[1, :3].tolist() == pytest.approx([0.0, 0.02 + price, 0.02 + price])
 
 
 def test_a_second_is_worth_the_rate_that_the_rule_says() -> None:
@@ -355,24 +350,27 @@ def test_tokens_before_the_first_decision_survive_with_the_mean_acceptance(first
 
 
 def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
-    costs = SingleStreamCosts(synthetic_profile(STEPPED, 0.25))
+    costs = synthetic_profile(STEPPED, 0.25)
     assert costs.verify_s(4, [4, 5, 6], 50.0).tolist() == pytest.approx([STEPPED[3], STEPPED[4], STEPPED[5]])
     assert costs.verify_s(1, 1, 50.0) == pytest.approx(STEPPED[0])
     assert costs.first_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.25])
     cold = synthetic_profile(STEPPED, 0.25)
-    cold = dataclasses.replace(cold, low=dataclasses.replace(cold.low, second_draft_s=0.45))
-    cold = dataclasses.replace(cold, high=dataclasses.replace(cold.high, second_draft_s=0.45))
-    assert SingleStreamCosts(cold).second_draft_s([0, 1], 50.0).tolist() == pytest.approx([0.0, 0.45])
-    drafts = CostGrid.of_profile(cold).fit(2, 2).drafts
-    assert drafts[:, 1].tolist() == pytest.approx([0.25, 0.45, 0.25])
-    assert CostGrid.of_profile(cold).fit(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
-        [0.0, 0.25, 0.7, 0.95]
+    cold = dataclasses.replace(
+        cold,
+        **{
+            side: dataclasses.replace(getattr(cold, side), draft_s=(0.45, 0.45), later_draft_s=0.25)
+            for side in ("low", "high")
+        },
     )
-    dips = SingleStreamCosts(synthetic_profile((1.0, 1.5, 1.2, 1.4)))
+    assert CostGrid.of_profile(cold).fit(2, 2).drafts[:, 1].tolist() == pytest.approx([0.45, 0.25])
+    assert CostGrid.of_profile(cold).fit(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
+        [0.0, 0.45, 0.7, 0.95]
+    )
+    dips = synthetic_profile((1.0, 1.5, 1.2, 1.4))
     assert dips.verify_s(1, [1, 2, 3, 4], 50.0).tolist() == pytest.approx([1.0, 1.2, 1.2, 1.4])
     assert dips.verify_s(1, [1, 2], 50.0).tolist() == pytest.approx([1.0, 1.2]), "whatever else is asked for beside it"
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not filled up"
-    level = SingleStreamCosts(synthetic_profile((1.0, 1.24, 1.2, 1.4)))
+    level = synthetic_profile((1.0, 1.24, 1.2, 1.4))
     assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
     grid = CostGrid(LinearCosts(0.5, 0.1), 0.0).fit(20, 3)
     assert len(grid.verify) > 20 and grid.verify[2, 5] == pytest.approx(1.4)

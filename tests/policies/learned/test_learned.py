@@ -14,7 +14,7 @@ import safetensors.numpy
 from head_tensors import NAMES, TENSORS, features, knots
 from learned_policies import FACTS, learned
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.files import STAGE_PREFIX, sha256
 from specstop.policies.heads import build_head
@@ -22,7 +22,6 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest
 from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.typing import Array
 from told_head import told_policy
 
 
@@ -173,8 +172,8 @@ def pickled(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a changed byte": (flip, "checksum differs"),
-    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), f"has no {WEIGHTS_FILE}"),
-    "no json": (lambda f: (f / POLICY_FILE).unlink(), "policy.json, which does not exist"),
+    "no weights": (lambda f: (f / WEIGHTS_FILE).unlink(), WEIGHTS_FILE),
+    "no json": (lambda f: (f / POLICY_FILE).unlink(), "policy.json"),
     "broken json": (lambda f: (f / POLICY_FILE).write_text("{"), "expected JSON"),
     "json list": (lambda f: (f / POLICY_FILE).write_text("[]"), "expected a JSON object"),
     "another schema": (edit(schema=3), "has schema 3, but this specstop reads 2"),
@@ -208,7 +207,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "missing or unknown: more",
     ),
     "NaN weights": (reweigh(lambda t: t["head.bias"].fill(np.nan)), "not finite"),
-    "no knots": (reweigh(lambda t: t.pop("calibration.next")), "calibration.next are missing"),
+    "no knots": (reweigh(lambda t: t.pop("calibration.next")), "calibration.next"),
     "falling knots": (
         reweigh(lambda t: t.update({"calibration.accept": t["calibration.accept"][:, ::-1].copy()})),
         "increasing, the second row",

@@ -9,13 +9,12 @@ import pytest
 import safetensors.numpy
 from head_tensors import NAMES, TENSORS, features
 from specstop.policies.calibration import Calibrator, SurvivalMaps
-from specstop.policies.contract import DraftStep
+from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.typing import Array
 from specstop.train.heads.calibration.survival import KNOTS, identity_tables
 
 DEPTH = 4

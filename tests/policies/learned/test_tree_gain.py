@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_whole_numbers_are_as_good_as_others() -> None:
     answers = []
     for entries in (whole, decimal):
         policy = make_tree_policy()
-        policy = policy.with_rule(policy.rule.changed(**entries, ahead=1))
+        policy = policy.with_rule(dataclasses.replace(policy.rule, **entries, ahead=1))
         kept, state = asked(policy, make_steps(policy, 5, 9))
         answers.append([*(mask.tolist() for mask in kept), policy.select(make_drawn(5, 9), state).tolist()])
     assert answers[0] == answers[1] and any(map(any, answers[0][0]))
@@ -116,15 +117,15 @@ def test_whole_numbers_are_as_good_as_others() -> None:
 def test_equal_values_are_taken_in_the_order_of_the_nodes() -> None:
     made = rule(verify_s=1e-3, rate=150.0, width=2)
     values = np.array([[[0.6, 0.6, 0.6], [0.5, 0.5, 0.5]]])
-    assert made.extend(1, values, made.price(values)).tolist() == [[True, True, False]]
-    tight = made.changed(verify_s=[2e-3] * 4 + [9e-3] * 8)
+    assert made.extend(1, values, values).tolist() == [[True, True, False]]
+    tight = dataclasses.replace(made, verify_s=[2e-3] * 4 + [9e-3] * 8)
     assert tight.select(np.array([[0.4, 0.5, 0.4, 0.4, -1.0]])).tolist() == [[True, True, True, False, False]]
 
 
 @pytest.mark.parametrize(("first", "floor", "ahead"), [(0, 0.0, 0.5), (1, 0.1, 1.0), (2, 0.05, 0.0)])
 def test_a_stream_decides_alike_to_the_bit_in_any_company(first: int, floor: float, ahead: float) -> None:
     policy = make_tree_policy(first=first, floor=floor)
-    policy = policy.with_rule(policy.rule.changed(ahead=ahead))
+    policy = policy.with_rule(dataclasses.replace(policy.rule, ahead=ahead))
     streams, tree = 2048, make_drawn(4, 2048)
     steps = make_steps(policy, 3, streams)
     together, state = asked(policy, steps)
@@ -181,7 +182,7 @@ def test_doubt_between_candidates_widens_the_tree_and_doubt_about_all_ends_it() 
     rows = rule(verify_s=1e-4, rate=80.0)
     survival = np.array([[0.9, 0.05, 0.02], [0.42, 0.38, 0.05], [0.06, 0.05, 0.03]])
     values = np.stack([survival, np.full((3, 3), 0.7)], 1)
-    kept = rows.extend(1, values, rows.price(values))
+    kept = rows.extend(1, values, values)
     assert kept.tolist() == [[True, False, False], [True, True, False], [False, False, False]]
 
 
@@ -191,13 +192,13 @@ def test_looking_ahead_drafts_where_one_step_alone_does_not_pay() -> None:
         for share in (0.0, 1.0)
     )
     root, none = np.array([[[1.0], [0.5]]]), np.empty((1, 2, 0))
-    assert not short.extend(0, root, short.price(none)).any()
-    assert long.extend(0, root, long.price(none)).all()
+    assert not short.extend(0, root, none).any()
+    assert long.extend(0, root, none).all()
 
 
 def test_a_node_costs_what_verifying_one_more_does_or_what_it_displaces() -> None:
     table = [2e-3] * 4 + [9e-3 + 7e-3 * n for n in range(8)]
-    tight = rule().changed(verify_s=table)  # three nodes are free, others expensive
+    tight = dataclasses.replace(rule(), verify_s=table)  # three nodes are free, others expensive
     values = np.array([[0.9, 0.5, 0.2, 0.1], [0.9, 0.5, 0.0, 0.0]])
     known = np.stack([values, values], 1)
     assert tight.price(known).tolist() == pytest.approx([0.2, 0.0])

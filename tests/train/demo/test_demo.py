@@ -21,7 +21,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError
 from specstop.policies.files import staging_path
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.hugging_face import Heuristic
 from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.demo import Demo, demo

@@ -17,8 +17,8 @@ from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import TreeGain
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.drafters.choice import both, choose_sure, paired
 from specstop.train.fit.run import train
@@ -58,7 +58,7 @@ def test_nodes_of_heads_are_chosen_live_as_replay_says(
     made = train(trace, costs, rule="gain", out=tmp_path / "policy", passes=1)
     policy = load_policy_folder(tmp_path / "policy")
     assert isinstance(policy, TreeGain) and policy.metadata.pair == alone.fingerprint
-    policy = policy.with_rule(policy.rule.changed(rate=0.5 * policy.rule.rate))  # so that it verifies more
+    policy = policy.with_rule(dataclasses.replace(policy.rule, rate=0.5 * policy.rule.rate))  # so that it verifies more
     arrays = trace_arrays(trace)
     played = replay(arrays, policy, profile)
     speculator = Speculator(alone, policy, Settings(0.0, NEW, tree=TREE), profile)
@@ -181,7 +181,7 @@ def _rate(arrays: TraceArrays, mine: torch.Tensor, rounds: object, free: Profile
         ).numpy()
         price = profile.decision("confidence")
         seconds += float((free if by_first else profile).round_seconds(*values, price)[0])
-        seconds += 0.0 if by_first or not drafted else float(free.first_draft_s(values[0])[0])  # asked in vain
+        seconds += 0.0 if by_first or not drafted else float(free.first_draft_s(1, values[0])[0])  # asked in vain
         left = int(arrays.text_tokens[sequence]) - anchor
         committed = min(accepted + 1, left)
         unread = unread + committed if by_first or not drafted else committed - min(accepted, drafted - 1)

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.folder import find_sizes
 from specstop.train.export.llama_cpp import Share, replay_shares, shares
@@ -125,7 +125,7 @@ def jagged(profile: Profile, seed: int) -> Profile:
 
     def off(table: CostTable) -> CostTable:
         verify = tuple(s * chance.uniform(0.67, 1.33) for s in table.verify_s)
-        return dataclasses.replace(table, verify_s=verify, second_draft_s=table.later_s * chance.uniform(0.67, 2.0))
+        return dataclasses.replace(table, verify_s=verify)
 
     return dataclasses.replace(profile, low=off(profile.low), high=off(profile.high))
 
@@ -215,10 +215,10 @@ def test_a_policy_with_a_mangled_price_is_refused(
     sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, tmp_path: Path
 ) -> None:
     policy = learned.with_rule(learned.rule)
-    record = {**full_profile.to_dict(), "decision_s": {policy.cost_name: {"each": 1e-5}}}
+    record = {**full_profile.to_dict(), "decision_s": {policy.cost_name: -1.0}}
     policy.metadata = dataclasses.replace(policy.metadata, profile=record)
     bare = dataclasses.replace(full_profile, decision_s={})
-    with pytest.raises(InputError, match="the policy's profile lacks or mangles 'opening'"):
+    with pytest.raises(InputError, match="the policy's profile lacks or mangles decision_s"):
         deploy("vllm", sides[0], bare, tmp_path / "v", policy, max_batch=1)
     assert not (tmp_path / "v").exists()
 

@@ -14,7 +14,7 @@ import yaml
 from specstop.collect.pair_options import drafter_of
 from specstop.collect.store.folder import Trace
 from specstop.decode.engines.settings import read_settings
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train import train
 from specstop.train.export.acceptance import CLAMP, fit_acceptance, log_odds

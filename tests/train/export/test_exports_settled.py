@@ -12,10 +12,10 @@ import pytest
 import yaml
 from specstop.collect.store.folder import Trace
 from specstop.policies.batch_rules import for_batches
+from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.export.deploy import deploy, deploy_hf_replayed
 from specstop.train.export.serving import split_sides
@@ -33,8 +33,8 @@ EXACT = 1e-9
 def timed(full_profile: Profile) -> Profile:
     """The profile with batches of 2 and 4, in which rows cost more and more."""
     verify = {n: ((n, 4e-3), (2 * n, 5e-3), (7 * n, 6e-3 + 2e-3 * n)) for n in (2, 4)}
-    side = BatchTable(8.0, ((1, 1e-3), (4, 2e-3)), 1e-5, ((1, 8e-4), (4, 1.5e-3)), verify)
-    costs = BatchCosts(side, dataclasses.replace(side, context=40.0), (1e-4, 1e-5, 1e-6))
+    side = BatchTable(8.0, ((1, 8e-4), (4, 1.5e-3)), verify)
+    costs = BatchCosts(side, dataclasses.replace(side, context=40.0))
     return dataclasses.replace(full_profile, batch=costs)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.export.lockstep import Steps, lockstep
 from specstop.train.replay.known_lengths import ReplayedRuns, replay_fixed
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

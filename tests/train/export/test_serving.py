@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.contract import DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
-from specstop.policies.typing import Array
+from specstop.policies.profile import Profile
 from specstop.train.export.by_batch import batch_seconds
 from specstop.train.export.serving import (
     ASSUMPTIONS,
@@ -103,14 +101,11 @@ def test_weights_are_read_once_a_step_and_each_cache_once_a_request() -> None:
     assert free.prefill_s == (5e-3, 1e-4), "reading a prompt is as much work in a batch"
 
 
-def test_the_second_draft_step_keeps_its_own_seconds_and_a_batch_of_one_is_the_profile() -> None:
+def test_later_draft_steps_keep_their_own_seconds_and_a_batch_of_one_is_the_profile() -> None:
     even = flat(0.0, 0.0)
-    cold = {side: dataclasses.replace(getattr(even, side), second_draft_s=3e-3) for side in ("low", "high")}
-    odd = dataclasses.replace(even, **cold)
-    assert 8 * batch_profile(odd, 8).low.second_draft_s == pytest.approx(3e-3)
-    assert 8 * batch_profile(odd, 8).low.later_draft_s == pytest.approx(1e-3)
+    assert 8 * batch_profile(even, 8).low.later_draft_s == pytest.approx(1e-3)
     falling = dataclasses.replace(
-        odd, high=dataclasses.replace(odd.high, verify_s=tuple(x / 2 for x in odd.low.verify_s))
+        even, high=dataclasses.replace(even.high, verify_s=tuple(x / 2 for x in even.low.verify_s))
     )
     assert batch_profile(falling, 1) == falling, "whatever was measured"
 
@@ -128,27 +123,25 @@ def test_measured_wide_passes_are_used() -> None:
     profile = flat(1e-4, 0.0)
     wide = dataclasses.replace(
         profile,
-        low=dataclasses.replace(profile.low, tree_verify_s=((39, 20e-3),), tree_draft_s=((1, 1e-3), (40, 5e-3))),
-        high=dataclasses.replace(profile.high, tree_verify_s=((39, 20e-3),), tree_draft_s=((1, 1e-3), (40, 5e-3))),
+        low=dataclasses.replace(profile.low, tree_verify_s=((39, 20e-3),)),
+        high=dataclasses.replace(profile.high, tree_verify_s=((39, 20e-3),)),
     )
     assert measured_rows(wide) == 40
     shared = batch_profile(wide, 40)
     assert 40 * shared.low.verify_s[0] == pytest.approx(20e-3)
-    assert 40 * shared.low.draft_s[0] == pytest.approx(5e-3)
 
 
 def test_measured_batches_are_priced_as_they_were_measured(profile: Profile) -> None:
     depth = profile.max_depth
     verify = {n: ((n, 4e-3), (2 * n, 4e-3), (2 * n + 1, 6e-3), (n * (depth + 1), 6e-3 + 1e-3 * n)) for n in (2, 8)}
-    side = BatchTable(8.0, ((1, 1e-3), (8, 2e-3)), 1e-5, ((1, 8e-4), (8, 1.5e-3)), verify)
-    costs = BatchCosts(side, dataclasses.replace(side, context=40.0), (1e-4, 1e-5, 1e-6))
+    side = BatchTable(8.0, ((1, 8e-4), (8, 1.5e-3)), verify)
+    costs = BatchCosts(side, dataclasses.replace(side, context=40.0))
     known = dataclasses.replace(profile, batch=costs)
     for batch in (2, 4, 8, 16):
         shared = batch_profile(known, batch)
         k = np.arange(depth + 1)
         found = batch * shared.round_seconds(0 * k + 20, k, k, 0 * k + 1, 0 * k, 0.0)
-        fed = batch * (k[:, None] > np.arange(depth))
-        said = costs.round_s(20.0 + 0 * k, batch + 0 * k, batch * (k + 1), fed, batch + 0 * k)
+        said = known.verify_s(batch, batch * (k + 1), 20.0) + k * known.draft_s(batch, 20.0)
         assert found == pytest.approx(said)
     assert measured_rows(known) == 8 * (depth + 1)
     assert [is_extrapolated(known, size, size) for size in (1, 8, 9)] == [False, False, True], "rows are but 9"

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from specstop.policies.latency.batch import BatchCosts, BatchTable
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
+from specstop.policies.costs import BatchCosts, BatchTable, CostTable
+from specstop.policies.profile import Profile
 from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
 from specstop.train.report.batches import by_batch
 from synthetic import telling_trace, told
@@ -21,7 +20,7 @@ def costs() -> Profile:
     alone = CostTable(1.0, (0.25, 0.25), 0.0, tuple(4.0 + 0.5 * n for n in range(5)))
     verify = {size: ((size, 4.0), (5 * size, 4.0 + 2.0 * size)) for size in (1, SIZE)}
     steps = ((1, 0.25), (SIZE, 0.25))
-    one = BatchTable(1.0, steps, 0.0, steps, verify)
+    one = BatchTable(1.0, steps, verify)
     later = dataclasses.replace(one, context=99.0)
     return Profile(alone, dataclasses.replace(alone, context=99.0), 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(one, later))
 
@@ -34,7 +33,7 @@ def test_it_goes_no_deeper_than_the_profile() -> None:
     known, policy = achievable_in_batches(arrays, shallow)
     assert policy.max_depth == 2
     assert by_batch(known, [], shallow, [SIZE], estimate=(known, policy))["lines"][1]["to_best_fixed"][0]["value"] > 0.9
-    assert achievable_in_batches(arrays, shallow, price=Price(1e-3))[1].max_depth == 2
+    assert achievable_in_batches(arrays, shallow, price=1e-3)[1].max_depth == 2
 
 
 @pytest.mark.parametrize("tells", [True, False])

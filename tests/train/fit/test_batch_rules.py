@@ -14,8 +14,7 @@ from learned_policies import Certain, learned, with_head
 from specstop.collect.store.folder import Trace
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
+from specstop.policies.profile import Profile
 from specstop.policies.rules import BatchRule, Derived
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.rates import Part
@@ -42,7 +41,7 @@ def timed(profile: Profile) -> Profile:
 def test_decisions_that_cost_more_than_they_gain_are_left_out(arrays: dict[float, TraceArrays], timed: Profile) -> None:
     held, free = arrays[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
-    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: Price(1.0, 1.0, 1.0)}))
+    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
     assert [size for size, _ in settled.rule.lengths] == [2, 4] and sorted(settled.unasked) == [1, 2, 3, 4]
     for size, length in settled.rule.lengths:
         played = replay_batch(held, settled, settled.profile, size, at_once(held.sequences))
@@ -58,7 +57,7 @@ def test_what_was_settled_stays_where_only_decisions_have_another_price(
 ) -> None:
     held, free = arrays[0.7], batch_policy(names=("top1", "mean_accepted", "noisy_margin"), depth=DEPTH)
     name = for_batches(free, profile=timed).cost_name
-    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: Price(1.0, 1.0, 1.0)}))
+    settled = settle_batch(free, [Part(held)], timed.with_decisions({name: 3.0}))
     cheap = timed.with_decisions({name: 1e-9})
     kept, told = settle_for(settled, None, cheap)
     assert isinstance(kept, BatchStop) and (kept.unasked, told) == (settled.unasked, "")
@@ -74,7 +73,7 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     arrays: dict[float, TraceArrays], timed: Profile, tmp_path: Path
 ) -> None:
     held, policy = arrays[0.7], learned(rule=Derived([0.1, 0.2, 0.3, 0.2], 1))
-    paid = timed.with_decisions({policy.cost_name: Price(1.0, 1.0, 1.0)})
+    paid = timed.with_decisions({policy.cost_name: 3.0})
     settled = settle_lengths(policy, [Part(held)], paid)
     (alone, none), *lengths = settled.rule.lengths
     assert (alone, none) == (1, None) and [size for size, _ in lengths] == [2, 4]
@@ -139,7 +138,7 @@ def test_the_rule_for_batches_is_worth_the_rate_of_its_fastest_replay(
 ) -> None:
     made = train(sides[0], timed, rule="batch", out=tmp_path / "p").policy
     assert isinstance(made, BatchStop) and [size for size, _ in made.rule.rates] == [2, 4]
-    assert made.profile.decision(made.cost_name).each > 0.0 and made.profile.same_costs(timed.to_dict())
+    assert made.profile.decision(made.cost_name) > 0.0 and made.profile.same_costs(timed.to_dict())
     assert load_policy_folder(tmp_path / "p").rule.to_dict() == made.rule.to_dict()
     seen = trace_arrays(sides[0])
     again = settle_batch(made, [Part(seen)], made.profile)

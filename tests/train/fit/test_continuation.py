@@ -11,12 +11,12 @@ import pytest
 import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.contract import DraftStep
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable, Price
 from specstop.policies.learned import ContinuationPolicy, build_rule, head_names, remembered
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Continuation
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
@@ -71,9 +71,7 @@ def test_backward_regression_stops_where_brute_force_does() -> None:
         torch.arange(len(costs.bound)),
         torch.zeros(len(costs.bound), 4),
     )
-    stages = backward(
-        costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(costs.bound)), value, Price(), firsts=(0,)
-    )
+    stages = backward(costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(costs.bound)), value, 0.0, firsts=(0,))
     outcome = costs.outcomes(value)
     taken = outcome.gather(1, stages.lengths[:, None])[:, 0]
     use = ~arrays.cut
@@ -90,9 +88,7 @@ def test_decisions_that_cost_more_are_taken_less_often() -> None:
     seen = seen_features(arrays, ("entropy",), torch.arange(len(costs.bound)), torch.zeros(len(costs.bound), 4))
     value = costs.value(torch.full_like(costs.bound, 2))
     asked = [
-        float(
-            backward(costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, Price(price)).asked.mean()
-        )
+        float(backward(costs, seen, prompt_folds(arrays, 4, 0), torch.ones(len(seen)), value, price).asked.mean())
         for price in (0.0, 1.0)
     ]
     assert asked[1] < asked[0]

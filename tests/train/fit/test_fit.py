@@ -16,7 +16,7 @@ from specstop.policies.features import FEATURES, Kind
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
 from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.heads.basis import basis_columns, fit_basis
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds

@@ -20,7 +20,7 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.modes import resolve_mode
 from specstop.policies.errors import SpecstopWarning
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.run import train, train_arrays

@@ -12,7 +12,7 @@ import pytest
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import Plan
 from specstop.train.fit.tuning.search import SearchOptions, group_folds, search, train_best

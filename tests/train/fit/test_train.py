@@ -20,7 +20,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.files import MANIFEST
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
@@ -21,16 +22,15 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.verify.noise import stream_key
-from specstop.decode.verify.sampling import Shaping
+from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.contract import DraftStep, StopPolicy
+from specstop.policies.display import silent
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.features import TREE_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
 from specstop.policies.learned import TreeGain
-from specstop.policies.progress import silent
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.policies.tree_rules import TreeRule
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
@@ -92,7 +92,9 @@ def test_the_live_loop_plays_what_replay_says(
         policy = train(forest[temperature], costs, head=head, rule="gain", passes=1).policy
         assert {"drawn_token", "above_token", "noisy_lead"} <= set(policy.features)
     assert isinstance(policy, TreeGain)
-    policy = policy.with_rule(policy.rule.changed(rate=0.6 * policy.rule.rate))  # so that it drafts deeper, too
+    policy = policy.with_rule(
+        dataclasses.replace(policy.rule, rate=0.6 * policy.rule.rate)
+    )  # so that it drafts deeper, too
     played = replay(trace_arrays(forest[temperature]), policy, profile)
     speculator = Speculator(pair, policy, Settings(temperature, NEW, tree=TREE, verification="match"), profile)
     sizes = set()
@@ -229,7 +231,7 @@ def test_shares_follow_the_chance_of_the_best_child() -> None:
 
 def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Profile) -> None:
     arrays = trace_arrays(forest[0.0])
-    seconds = tree_seconds(arrays, profile, Price(5e-5))
+    seconds = tree_seconds(arrays, profile, 5e-5)
     context = float((arrays.prompt_tokens + arrays.text_tokens / 2).double().median())
     one = np.ones(1, dtype=np.int64)
 
@@ -246,7 +248,7 @@ def test_prices_are_those_of_the_profile(forest: dict[float, Trace], profile: Pr
 def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profile: Profile) -> None:
     arrays = on_subtree(trace_arrays(forest[0.0]), [0, 3, 9])
     assert arrays.tree.is_chain
-    seconds = tree_seconds(arrays, profile, Price())
+    seconds = tree_seconds(arrays, profile, 0.0)
     costs = np.diff(profile.chain_costs(typical_context(arrays), 0.0, depth=3)).tolist()
     for length in (2, 3):  # padded to the cheaper size
         more = seconds["verify_s"][length] - seconds["verify_s"][length - 1]
@@ -256,13 +258,16 @@ def test_prices_of_a_chain_are_those_of_chains(forest: dict[float, Trace], profi
 def test_a_smaller_tree_is_what_collecting_it_would_have_recorded(
     pair: Pair, prompts: list[Prompt], forest: dict[float, Trace], tmp_path: Path
 ) -> None:
-    two = Shaping(top_k=2)  # for which a third sibling is never there
+    two = SamplingParams(top_k=2)  # for which a third sibling is never there
     options: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": NEW, "shaping": two}
     filtered = collect(pair, prompts, tmp_path / "filtered", tree=TREE, **options)
-    for temperature, trace, shaping in (*((t, trace, Shaping()) for t, trace in forest.items()), (0.7, filtered, two)):
+    for temperature, trace, shaping in (
+        *((t, trace, SamplingParams()) for t, trace in forest.items()),
+        (0.7, filtered, two),
+    ):
         small = on_subtree(trace_arrays(trace), SMALL)
         name = subtree(trace.header.tree, SMALL).name
-        folder = tmp_path / f"{temperature} {shaping.top_k}"
+        folder = tmp_path / f"{temperature} {shaping.options}"
         options = {"temperature": temperature, "max_new_tokens": NEW, "shaping": shaping}
         whole = trace_arrays(collect(pair, prompts, folder, tree=name, **options))
         assert small.tree.parent == whole.tree.parent
@@ -341,7 +346,7 @@ def test_no_decision_begins_after_the_deepest_depth_that_was_reached(
 ) -> None:
     policy = trained[0.7].policy
     assert isinstance(policy, TreeGain) and len(policy.rule.acceptance) > 2
-    short = policy.with_rule(policy.rule.changed(acceptance=policy.rule.acceptance[:2], first=1))
+    short = policy.with_rule(dataclasses.replace(policy.rule, acceptance=policy.rule.acceptance[:2], first=1))
     solved, rate = solve_tree(short, trace_arrays(forest[0.7]), profile)
     assert rate > 0.0 and solved.rule.first <= 2
 

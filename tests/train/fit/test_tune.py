@@ -13,8 +13,8 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.fit.rates import left_out_parts, replayed_rates

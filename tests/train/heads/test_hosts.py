@@ -8,7 +8,7 @@ import pytest
 from specstop.collect.store.folder import Trace
 from specstop.decode.engines.settings import check_engine_policy
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train import train
 
 

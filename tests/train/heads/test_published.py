@@ -16,7 +16,7 @@ from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
 from specstop.policies.heads.dynasd import HARD_FEATURES
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.run import Trained, train

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.features import TOKEN_FEATURES
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.heads.calibration.logits import auc
 from specstop.train.heads.fitting import FitOptions, FitTask

@@ -11,9 +11,9 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from specstop.policies.display import Progress, silent
 from specstop.policies.errors import InputError
 from specstop.policies.heads.layers import MLPHead
-from specstop.policies.progress import Progress, silent
 from specstop.train import StopHeadModule, TraceDataModule
 from specstop.train.heads.basis import basis_columns, fit_basis
 from specstop.train.heads.fitting import FitOptions, FitTask, fitter

@@ -19,7 +19,7 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.off_policy.estimate import Offline, _named, estimate_offline
 from specstop.train.off_policy.estimators import ESTIMATORS
 from specstop.train.off_policy.feedback import logged_feedback

@@ -9,9 +9,9 @@ import pytest
 import torch
 from contract_policies import TEST_POLICIES
 from specstop.collect.store.folder import Trace
+from specstop.policies.costs import CostTable
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.profile import Profile
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays

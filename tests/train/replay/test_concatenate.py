@@ -18,8 +18,8 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import Trained, train

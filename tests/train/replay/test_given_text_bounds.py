@@ -11,10 +11,9 @@ import pytest
 import torch
 from drawn_law import drawn_traces, profile
 from random_stops import ByTokens
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.tree_rules import Gain
-from specstop.policies.typing import Array
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from text_law import Case
@@ -69,5 +68,5 @@ def test_the_oracle_bound_is_the_best_of_all_lengths_on_every_draw(mode: str, tr
 def test_a_tree_policy_that_leaves_drawn_tokens_out_is_refused_by_name() -> None:
     case = Case("rejection", "2,1", partial(ByTokens, 3), "mixed", 1, True, new=4)
     arrays, _ = drawn_traces(case, next(text for text in case.texts() if len(text) > 2))
-    with pytest.raises(PolicyError, match=r"gain.*: leaves drawn tokens out .* under rejection; use match"):
+    with pytest.raises(PolicyError, match=r"gain.*: bias the output under rejection; use match"):
         replay(arrays, Gain(max_depth=2), profile(arrays.tree))

@@ -14,7 +14,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Round
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import PolicyError
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

@@ -20,15 +20,14 @@ from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import StopPolicy
+from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import NO_HIDDEN, Head
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
-from specstop.policies.typing import Array
 from specstop.train.heads.rows import fit_rows, visits
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import Replayed, replay, replay_many

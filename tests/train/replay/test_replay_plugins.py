@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyFailure
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.bandit import Bandit
-from specstop.policies.typing import Array
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.report.evaluate import evaluate

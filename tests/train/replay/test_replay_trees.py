@@ -18,10 +18,9 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.contract import DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.typing import Array
+from specstop.policies.profile import Profile
 from specstop.train.replay import run
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays

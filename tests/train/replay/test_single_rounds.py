@@ -13,7 +13,7 @@ from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
 

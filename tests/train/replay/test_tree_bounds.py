@@ -18,7 +18,7 @@ from specstop.decode.topology import Topology, parse_tree
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.policies.published.online import Online
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.bounds.static_tree import (

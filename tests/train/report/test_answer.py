@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.decode.benchmark import Ratio
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
-from specstop.policies.latency.noise import Noise
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
+from specstop.policies.measurements import Noise
+from specstop.policies.profile import Profile
 from specstop.train.report.answer import answer, doubts, findings, remedy, why
 from specstop.train.report.clusters import Clusters, choose_clusters, dominant_cluster
 from specstop.train.report.insight import StopCost

@@ -12,7 +12,7 @@ from contract_policies import DEPTH
 from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
+from specstop.policies.profile import Profile
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.comparing.compare import DIFFERENT, PAIRED, SAME, UNKNOWN, UNPAIRED, compare

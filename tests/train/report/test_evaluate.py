@@ -19,8 +19,8 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy

@@ -14,12 +14,10 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.estimate import DECISIONS
-from specstop.policies.latency.measurements import Key, collected
-from specstop.policies.latency.profile import Profile
-from specstop.policies.typing import Array
+from specstop.policies.measurements import DECISIONS, Key, collected
+from specstop.policies.profile import Profile
 from specstop.train.replay.bounds.oracle import oracle_plan
 from specstop.train.replay.bounds.regret import planned_rounds
 from specstop.train.replay.log import Played, play, scaled

@@ -15,11 +15,11 @@ from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.batch_rules import for_batches
+from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CostTable
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay import run
 from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds

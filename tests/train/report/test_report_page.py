@@ -21,8 +21,8 @@ from specstop.decode.benchmark import Ratio
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.fit.continuation.values import Achievable, achievable_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay

@@ -13,8 +13,8 @@ from specstop.collect.store.folder import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.latency.profile import Profile
 from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
@@ -37,10 +37,7 @@ def test_the_points_are_those_promised() -> None:
 
 @pytest.mark.parametrize("later", [None, 2.5e-3])
 def test_scaling_changes_the_draft_alone(profile: Profile, later: float | None) -> None:
-    low, high = (
-        dataclasses.replace(t, later_draft_s=later, tree_draft_s=((1, 1e-3), (4, 2e-3)))
-        for t in (profile.low, profile.high)
-    )
+    low, high = (dataclasses.replace(t, later_draft_s=later) for t in (profile.low, profile.high))
     whole = dataclasses.replace(profile, low=low, high=high)
     scaled = with_cost_ratio(whole, 0.3, 20.0)
     assert cost_ratio(scaled, 20.0) == pytest.approx(0.3)
@@ -48,8 +45,6 @@ def test_scaling_changes_the_draft_alone(profile: Profile, later: float | None) 
     for mine, before in ((scaled.low, low), (scaled.high, high)):
         assert mine.draft_s == pytest.approx([factor * s for s in before.draft_s])
         assert mine.draft_token_s == pytest.approx(factor * before.draft_token_s)
-        assert [r for r, _ in mine.tree_draft_s] == [r for r, _ in before.tree_draft_s]
-        assert [s for _, s in mine.tree_draft_s] == pytest.approx([factor * s for _, s in before.tree_draft_s])
         assert mine.later_draft_s == (None if later is None else pytest.approx(factor * later))
         assert (mine.verify_s, mine.context) == (before.verify_s, before.context)
     rest = ("step_s", "round_s", "prefill_s", "decision_s", "temperature", "facts")
@@ -60,20 +55,6 @@ def test_the_ratio_is_taken_at_the_context(profile: Profile) -> None:
     assert cost_ratio(profile, profile.low.context) == pytest.approx(1.0e-3 / 4.0e-3)
     assert cost_ratio(profile, profile.high.context) == pytest.approx(1.5e-3 / 6.0e-3)
     assert cost_ratio(profile, 24.0) == pytest.approx(1.25e-3 / 5.0e-3)
-
-
-def test_a_profile_that_falls_with_the_context_has_a_ratio_everywhere(profile: Profile) -> None:
-    """A busy machine may be slower at the short context; a line through both has a floor: a quarter of the smaller cost."""
-    low = dataclasses.replace(profile.low, later_draft_s=2e-3)
-    noisy = dataclasses.replace(profile, low=low, high=dataclasses.replace(profile.high, later_draft_s=1e-4))
-
-    def line(context: float, low: float, high: float) -> float:
-        share = (context - noisy.low.context) / (noisy.high.context - noisy.low.context)
-        return max(low + share * (high - low), min(low, high) / 4)
-
-    for context in (0.0, 10.0 * noisy.high.context):
-        target = line(context, noisy.low.verify_s[0], noisy.high.verify_s[0])
-        assert cost_ratio(noisy, context) == pytest.approx(line(context, 2e-3, 1e-4) / target)
 
 
 def test_each_point_is_a_replay_under_its_costs(sides: tuple[Trace, Trace], full_profile: Profile) -> None:

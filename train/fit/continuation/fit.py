@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....policies.display import Progress, silent
 from ....policies.errors import InputError
 from ....policies.heads.base import Head
-from ....policies.latency.profile import Profile
-from ....policies.latency.tables import Price
 from ....policies.learned import ContinuationPolicy, head_names, remembered
-from ....policies.progress import Progress, silent
+from ....policies.profile import Profile
 from ....policies.rules import Continuation
 from ...heads.crossfit import prompt_folds
 from ...heads.kinds.continuation import VALUE_FITTERS
@@ -94,7 +93,7 @@ def fit_continuation(
         lengths, asked = rounds_of(costs, gains, chosen.first, chosen.deepest, chosen.margin)
         rule = Continuation(chosen.margin, chosen.first, remembers=True)
         policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
-        decided_s = price.of(asked.numpy())
+        decided_s = price * asked.numpy()
         before, played = played, costs.play(lengths, decided_s)
         iteration.add(policy, replay(held, policy, profile).rate, before.visits, played.visits)
         if iteration.is_over:
@@ -120,7 +119,7 @@ def values(head: Head, seen: Tensor) -> Tensor:
     return torch.from_numpy(np.stack(found, 1))
 
 
-def choose(costs: CostToGo, value: Tensor, price: Price, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
+def choose(costs: CostToGo, value: Tensor, price: float, margins: Sequence[float], firsts: Sequence[int]) -> Chosen:
     """Return the settings of the rule that decode the traces fastest.
 
     Where the first decision comes and how deep the deepest draft is decide how many decisions are paid for.
@@ -132,7 +131,7 @@ def choose(costs: CostToGo, value: Tensor, price: Price, margins: Sequence[float
         if first >= deepest:
             continue
         lengths, asked = rounds_of(costs, value, first, deepest, margin)
-        seconds = float(costs.play(lengths, price.of(asked.numpy())).seconds.sum())
+        seconds = float(costs.play(lengths, price * asked.numpy()).seconds.sum())
         if best is None or seconds < best[0]:
             best = seconds, Chosen(first, deepest, margin)
     assert best is not None

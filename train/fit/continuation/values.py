@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ....policies.features import CHAIN_FEATURES, TOKEN_FEATURES
 from ....policies.history import HISTORY_FEATURES
-from ....policies.latency.profile import Profile
-from ....policies.latency.tables import Price
+from ....policies.profile import Profile
 from ...heads.crossfit import Folds, prompt_folds
 from ...heads.kinds.continuation import ValueRows, boost
 from ...replay.bounds.cost_to_go import CostToGo
@@ -60,7 +59,7 @@ class Stages:
 
 
 def backward(
-    costs: CostToGo, seen: Tensor, folds: Folds, weight: Tensor, value: Tensor, price: Price, seed: int = 0,
+    costs: CostToGo, seen: Tensor, folds: Folds, weight: Tensor, value: Tensor, price: float, seed: int = 0,
     firsts: Sequence[int] = tuple(range(LATEST + 1)),
 ) -> Stages:  # fmt: skip
     """Regress the gain of drafting on, from the deepest decision to the first.
@@ -86,9 +85,7 @@ def backward(
     best: tuple[float, int, Tensor, Tensor, Tensor] | None = None
     for j in range(deepest - 1, -1, -1):
         open_ = costs.bound > j
-        later = (
-            stop.gather(1, length[:, None])[:, 0] + price.each * asked
-        )  # what opens a round's decisions is spent by now
+        later = stop.gather(1, length[:, None])[:, 0] + price * asked  # what opens a round's decisions is spent by now
         gain[:, j] = (rho * (stop[:, j] - later)).float()
         # Cut rounds say little about stopping: they are decided on, not fitted on.
         for one in range(folds.count):
@@ -101,7 +98,7 @@ def backward(
         asked = torch.where(open_, torch.where(on, asked, 0.0) + 1.0, 0.0)  # once here, and later only if it goes on
         # Rounds decided from depth j on are complete here: what comes before is drafted without a decision.
         if j in firsts:
-            seconds = costs.play(length, price.of(asked.numpy())).seconds
+            seconds = costs.play(length, price * asked.numpy()).seconds
             if best is None or float(seconds.sum()) < best[0]:
                 best = float(seconds.sum()), j, length, asked, seconds
     assert best is not None
@@ -188,7 +185,7 @@ def achievable_estimate(
         if extra is not None:
             seen = torch.cat([seen, extra], -1)
         weight = played.visits.float().clamp_min(UNVISITED)
-        stages = backward(costs, seen, folds, weight, costs.value(lengths), Price(), seed)
+        stages = backward(costs, seen, folds, weight, costs.value(lengths), 0.0, seed)
         # The next turn's cost-to-go and HISTORY features are those of this policy.
         lengths, played = stages.lengths, costs.play(stages.lengths)
         if best is None or stages.rate > best.rate:

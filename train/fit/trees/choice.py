@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....policies.latency.profile import Profile
+from ....policies.display import Progress, silent
 from ....policies.learned import TreeGain
-from ....policies.progress import Progress, silent
+from ....policies.profile import Profile
 from ...heads.crossfit import Folds
 from ...replay.bounds.static_tree import best_static_tree, likeliest_nodes
 from ...replay.traces.arrays import TraceArrays

@@ -8,11 +8,11 @@ from typing import Any
 
 from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, silent
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
-from ....policies.latency.profile import Profile
 from ....policies.learned import TrainingMetadata, TreeGain
-from ....policies.progress import Progress, silent
+from ....policies.profile import Profile
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits
 from ...heads.fitting import FitTask, fitter
@@ -89,7 +89,7 @@ def fit_tree(
         # Priced where the best static tree is played, whose rounds are about as wide as the policy's own.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
         seconds = tree_seconds(arrays, profile, profile.decision(policy.cost_name))
-        policy = policy.with_rule(policy.rule.changed(rate=rate, **seconds))
+        policy = policy.with_rule(dataclasses.replace(policy.rule, rate=rate, **seconds))
         # As the next pass is fitted: on prompts played by heads that have not seen them, under one rule.
         rates = replayed_rates(left_out_parts(arrays, folds, [one.head for one in policies]), profile)
         policy, rate = solve_tree(policy, arrays, profile, rates=rates)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ....collect.schema import NO_TOKEN
 from ....decode.topology import Topology
+from ....policies.contract import Array
 from ....policies.errors import TraceError
 from ....policies.heads.base import Head
-from ....policies.typing import Array
 from ...heads.rows import FitRows, Visits
 from ...replay.traces.arrays import TraceArrays, seen_features
 

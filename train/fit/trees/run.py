@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ....collect.store.folder import Trace
+from ....policies.display import Progress
 from ....policies.errors import InputError
-from ....policies.latency.profile import Profile
-from ....policies.progress import Progress
+from ....policies.profile import Profile
 from ....policies.storage import save_policy
 from ...heads.crossfit import prompt_folds
 from ...replay.traces.arrays import trace_arrays

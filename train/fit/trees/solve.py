@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ....policies.latency.profile import Profile
-from ....policies.latency.tables import Price
 from ....policies.learned import TreeGain
-from ....policies.tree_rules import MOST_NODES
+from ....policies.profile import Profile
+from ....policies.tree_rules import PRICED_NODES
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates
 
@@ -26,13 +26,13 @@ SETTLED = 3e-3
 ROUNDS = 4
 
 
-def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[str, Any]:
+def tree_seconds(arrays: TraceArrays, profile: Profile, price: float) -> dict[str, Any]:
     """Return `opening_s`, `draft_s` and `verify_s` of a `TreeRule`, for a typical context of these texts.
 
     Args:
         arrays: a trace of trees, or of chains, whose rounds cost less.
         profile: what rounds cost.
-        price: of decisions.
+        price: seconds of a decision.
     """
     tree = arrays.tree
     outside = None if tree.is_chain else profile.tree_outside_s
@@ -41,19 +41,19 @@ def tree_seconds(arrays: TraceArrays, profile: Profile, price: Price) -> dict[st
     # A branch that is fed draws this many tokens on average, each of which takes time outside the models.
     below = tree.nodes / max(branches, 1)
     between = partial(profile.between, typical_context(arrays))
-    (opening,) = between(lambda table: table.draft_s[:1])
+    opening = float(between(lambda table: table.draft_s[:1])[0])
     if tree.is_chain:
         # Chains are filled up to a size that is clearly cheaper, and cost what that does.
         padded = profile.padded()[: tree.nodes + 1]
-        drafts = between(lambda table: [table.later_s])
-        verify = between(lambda table: [table.verify_s[n] for n in padded])
+        drafts = between(lambda table: [table.later_s]).tolist()
+        verify = between(lambda table: [table.verify_s[n] for n in padded]).tolist()
     else:
-        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:])
-        verify = between(lambda table: table.tree_verify(min(tree.nodes, MOST_NODES)))
+        drafts = between(lambda table: table.tree_draft(max(tree.width, 1))[1:]).tolist()
+        verify = between(lambda table: table.tree_verify(min(tree.nodes, PRICED_NODES))).tolist()
     # What a round costs whatever it does is left out: the rule compares going on with stopping.
     return {
-        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price.opening + price.each,
-        "draft_s": [s + per_step + per_token * below * rows + price.each for rows, s in enumerate(drafts, 1)],
+        "opening_s": opening + per_step + per_token * len(tree.children[0]) + price,
+        "draft_s": [s + per_step + per_token * below * rows + price for rows, s in enumerate(drafts, 1)],
         "verify_s": verify,
     }
 
@@ -87,10 +87,10 @@ def solve_tree(
     def settled(**changes: Any) -> None:
         nonlocal best, best_rate
         # A saved policy comes with a floor; the rate is solved without, and a floor is chosen last.
-        rule = best.rule.changed(floor=0.0)
+        rule = dataclasses.replace(best.rule, floor=0.0)
         rho = best_rate or rule.rate
         for _ in range(ROUNDS):
-            candidate = policy.with_rule(rule.changed(rate=rho, **seconds, **changes))
+            candidate = policy.with_rule(dataclasses.replace(rule, rate=rho, **seconds, **changes))
             (rate,) = rates([candidate])
             if rate > best_rate:
                 best, best_rate = candidate, rate
@@ -106,7 +106,7 @@ def solve_tree(
             settled(first=first, ahead=best.rule.ahead)
     # From the highest on, which reads the fewest branches: the first one that does no harm is taken.
     for floor in FLOORS:
-        candidate = policy.with_rule(best.rule.changed(floor=floor))
+        candidate = policy.with_rule(dataclasses.replace(best.rule, floor=floor))
         (rate,) = rates([candidate])
         if rate >= (1.0 - UNHARMED) * best_rate:
             return candidate, rate

@@ -10,8 +10,8 @@ from ....decode.profile import add_decisions
 from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy
+from ....policies.profile import Profile
 from ....policies.rules import BatchRule, Derived
 from ...replay.arrivals import FULL, at_once, deal
 from ...replay.batch import COLUMNS, replay_batch

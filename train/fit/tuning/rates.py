@@ -8,13 +8,12 @@ from typing import TypeGuard
 
 import numpy as np
 
-from ....policies.contract import StopPolicy
+from ....policies.contract import Array, StopPolicy
 from ....policies.errors import PolicyError
 from ....policies.fixed import Confidence, FixedLength
-from ....policies.latency.profile import Profile
 from ....policies.learned import LearnedPolicy, TreeGain
+from ....policies.profile import Profile
 from ....policies.rules import Derived
-from ....policies.typing import Array
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays, typical_context
 from ..rates import Part, Rates, replayed_rates

@@ -24,10 +24,10 @@ from ....collect.schema import Header
 from ....collect.store.folder import Trace
 from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, shown, silent
 from ....policies.errors import InputError, SpecstopError
-from ....policies.latency.profile import Profile
 from ....policies.limits import check_limits
-from ....policies.progress import Progress, shown, silent
+from ....policies.profile import Profile
 from ....policies.registry import load_policy
 from ...heads.fitting import FitOptions
 from ...heads.head_specs import head_spec, read_hidden, usual_features

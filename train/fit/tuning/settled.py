@@ -9,10 +9,10 @@ from pathlib import Path
 from ....collect.store.folder import Trace
 from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
-from ....policies.latency.profile import Profile
+from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy, TrainingMetadata
+from ....policies.profile import Profile
 from ....policies.storage import load_policy_folder, save_policy
-from ....policies.validation import with_costs
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part
 from ..trees.solve import FIRST

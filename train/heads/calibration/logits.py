@@ -10,7 +10,7 @@ from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 
 from ....policies.calibration import Calibrator
-from ....policies.typing import Array
+from ....policies.contract import Array
 from ..soft_classes import constant
 
 ISOTONIC_GAIN = 0.005

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ....policies.typing import Array
+from ....policies.contract import Array
 from .logits import auc, log_loss
 
 BINS = 10

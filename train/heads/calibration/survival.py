@@ -17,7 +17,7 @@ from scipy.optimize import isotonic_regression
 from scipy.special import expit, logit
 
 from ....policies.calibration import Calibrator, SurvivalMaps
-from ....policies.typing import Array
+from ....policies.contract import Array
 from .logits import log_loss
 
 KNOTS = 33

@@ -11,9 +11,9 @@ import torch
 import xgboost as xgb
 from scipy.special import logit
 
+from ....policies.contract import Array
 from ....policies.errors import InputError
 from ....policies.heads.trees import TreesHead
-from ....policies.typing import Array
 from ..exported import exported
 from ..fitting import FitTask
 from ..matrices import OUT_OF_CORE, matrices

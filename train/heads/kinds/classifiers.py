@@ -20,13 +20,13 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from ....policies.calibration import Calibrator
+from ....policies.contract import Array
 from ....policies.errors import InputError, PolicyError
 from ....policies.features import FEATURES
 from ....policies.heads import build_head
 from ....policies.heads.base import Head
 from ....policies.learned import LearnedPolicy
 from ....policies.rules import Rule
-from ....policies.typing import Array
 from ..fitting import FitOptions, FitTask, fitter
 from ..head_specs import SCALAR_KINDS
 from ..rows import FitRows

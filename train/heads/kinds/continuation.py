@@ -14,10 +14,10 @@ import torch
 import xgboost as xgb
 from torch import Tensor, nn
 
+from ....policies.contract import Array
 from ....policies.heads.base import Head
 from ....policies.heads.layers import LinearHead, MLPHead
 from ....policies.heads.trees import TreesHead
-from ....policies.typing import Array
 from ..basis import basis_columns, fit_basis, flagged_columns
 from ..exported import exported
 from ..networks import Perceptron, layer_tensors

@@ -6,8 +6,8 @@ import numpy as np
 from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 
+from ....policies.contract import Array
 from ....policies.heads.layers import LinearHead
-from ....policies.typing import Array
 from ..basis import basis_columns, fit_basis
 from ..exported import exported
 from ..fitting import FitTask

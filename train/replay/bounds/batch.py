@@ -16,10 +16,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ....policies.latency.batch import BatchCosts
-from ....policies.latency.profile import Profile
-from ....policies.latency.tables import CostTable
-from ....policies.typing import Array
+from ....policies.contract import Array
+from ....policies.costs import CostTable
+from ....policies.profile import Profile
 from ..traces.arrays import TraceArrays
 from .oracle import oracle_seconds
 
@@ -39,48 +38,42 @@ def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:
     # between its ends is nowhere above it.
     contexts = min(profile.batch.low.context, 1.0), max(profile.batch.high.context, last)
     depth = min(arrays.depth, profile.max_depth)
-    prices = _prices(profile.batch, batch, 0.5 * sum(contexts), depth)
+    prices = _prices(profile, batch, 0.5 * sum(contexts), depth)
     shares = [_shares(profile, batch, price, contexts, depth) for price in prices]
     # At a high price rounds would cost nothing but their tokens: no time is below 0.
     found = [oracle_seconds(arrays, one) for one in shares if min(one.low.verify_s[0], one.high.verify_s[0]) > 0]
     return max(found, key=lambda seconds: float(seconds.sum()))
 
 
-def _prices(costs: BatchCosts, batch: int, context: float, depth: int) -> list[float]:
+def _prices(profile: Profile, batch: int, context: float, depth: int) -> list[float]:
     """Return prices a token to try: nothing, and the slopes from plain decoding to every larger verification."""
-    tokens = _sent(costs, batch, depth)
+    tokens = _sent(profile, batch, depth)
     tokens = tokens[tokens > batch]
-    rises = (costs.verify_s(batch, tokens, context) - costs.plain_s(batch, context)) / (tokens - batch)
+    plain = profile.verify_s(batch, batch, context)
+    rises = (profile.verify_s(batch, tokens, context) - plain) / (tokens - batch)
     return sorted({0.0, *np.maximum(rises, 0.0).tolist()})
 
 
-def _sent(costs: BatchCosts, batch: int, depth: int) -> Array:
+def _sent(profile: Profile, batch: int, depth: int) -> Array:
     """Return [n], the tokens at which a verification can be cheapest at any price: where its costs have a corner."""
-    corners = {n for points in costs.low.verify_s.values() for n, _ in points}
+    assert profile.batch is not None
+    corners = {n for points in profile.batch.low.verify_s.values() for n, _ in points}
     most = batch * (depth + 1)
     return np.array(sorted({n for n in corners if n <= most} | set(range(1, batch + 1)) | {most}))
 
 
 def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, float], depth: int) -> Profile:
     """Return what each stream pays at least of a round: as of streams alone, at a price a token."""
-    costs = profile.batch
-    assert costs is not None
     streams = np.arange(1, batch + 1)
-    tokens = _sent(costs, batch, depth)
+    tokens = _sent(profile, batch, depth)
     pairs = tokens[None] >= streams[:, None]  # each stream sends its anchor at least
 
     def table(context: float) -> CostTable:
-        verify = costs.verify_s(streams[:, None], tokens[None], context)
-        plain = costs.plain_s(streams, context)[:, None]  # who knows all asks nobody
-        verify = np.where(tokens[None] == streams[:, None], np.minimum(plain, verify), verify) - price * tokens[None]
+        verify = profile.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
         share = float(np.where(pairs, verify / streams[:, None], np.inf).min())
-        first, second, later = (
-            float((of(streams, context) / streams).min())
-            for of in (costs.first_draft_s, costs.second_draft_s, costs.draft_s)
-        )
+        draft = float((profile.draft_s(streams, context) / streams).min())
         sent = tuple(share + price * (n + 1) for n in range(depth + 1))
-        # A backlog is read for nothing.
-        return CostTable(context, (first, first), 0.0, sent, later, second_draft_s=second)
+        return CostTable(context, (draft, draft), 0.0, sent)  # a backlog is read for nothing
 
     low, high = (table(context) for context in contexts)
     return Profile(low, high, 0.0, 0.0, profile.prefill_s)

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....policies.contract import DraftStep, RoundOutcome, State, StopPolicy
+from ....policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from ....policies.errors import TraceError
-from ....policies.latency.profile import Profile
-from ....policies.typing import Array
+from ....policies.profile import Profile
 from ..known_lengths import draft_bound
 from ..run import replay
 from ..seconds import round_seconds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ..seconds import prompt_seconds, round_seconds
 from ..traces.arrays import TraceArrays
 
@@ -97,15 +97,7 @@ def _sizes(arrays: TraceArrays, profile: Profile) -> tuple[Tensor, Tensor]:
 def _cheapest_steps(profile: Profile) -> Profile:
     """Return the profile with no first step more expensive than one that reads two tokens: noise can turn them round."""
     low, high = (
-        dataclasses.replace(
-            table, draft_s=(min(table.draft_s), table.draft_s[1]), tree_draft_s=_least_first(table.tree_draft_s)
-        )
+        dataclasses.replace(table, draft_s=(min(table.draft_s), table.draft_s[1]))
         for table in (profile.low, profile.high)
     )
     return dataclasses.replace(profile, low=low, high=high)
-
-
-def _least_first(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    """Return the points with none below the first one: a bound reads one row a step."""
-    least = min((seconds for _, seconds in points), default=0.0)
-    return tuple((rows, least if at == 0 else seconds) for at, (rows, seconds) in enumerate(points))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....policies.latency.profile import Profile
+from ....policies.profile import Profile
 from ..log import Rounds
 from ..traces.arrays import TraceArrays
 from .oracle import SAME_S, Ideal

@@ -14,11 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from ....decode.topology import Topology
-from ....policies.contract import DraftStep, DraftTree, State, StopPolicy
+from ....policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
-from ....policies.typing import Array
+from ....policies.profile import Profile
 from ..run import Replayed, replay
 from ..traces.arrays import TraceArrays, typical_context
 from ..traces.subtrees import on_subtree, subtree

@@ -19,10 +19,10 @@ from ....collect.work import stream_name
 from ....decode.topology import Topology
 from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list
+from ....policies.contract import Array
 from ....policies.errors import TraceError
 from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
 from ....policies.history import HISTORY_FEATURES
-from ....policies.typing import Array
 from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredHidden
 

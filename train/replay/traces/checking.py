@@ -11,9 +11,9 @@ from ....policies import conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
-from ....policies.latency.profile import Profile
+from ....policies.host import validate_policy
 from ....policies.learned import LearnedPolicy
-from ....policies.validation import validate_policy
+from ....policies.profile import Profile
 from .arrays import TraceArrays
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from ....collect.schema import arrow_schema
 from ....collect.store.folder import Trace
+from ....policies.contract import Array
 from ....policies.errors import TraceError
-from ....policies.typing import Array
 
 BLOCK_ROWS = 1 << 15
 """Of a column, read at once."""

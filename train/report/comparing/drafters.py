@@ -12,10 +12,10 @@ import torch
 from ....decode.benchmark import Ratio
 from ....decode.drafters.spec import needs_draft, parse_spec, reads_states
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, silent
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
-from ....policies.progress import Progress, silent
+from ....policies.profile import Profile
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays

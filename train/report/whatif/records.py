@@ -10,10 +10,10 @@ from typing import Any
 
 from ....decode.benchmark import Ratio
 from ....policies.contract import StopPolicy
+from ....policies.display import markdown, markdown_cell
 from ....policies.errors import InputError
 from ....policies.files import write_atomic, write_json
 from ....policies.learned import LearnedPolicy
-from ....policies.text import markdown, markdown_cell
 from ..records import DEPLOY, INCONCLUSIVE, REFUSE
 
 

@@ -12,13 +12,13 @@ from ....collect.store.folder import Trace
 from ....decode.benchmark import Ratio
 from ....policies.batch_rules import BatchStop
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, shown
 from ....policies.errors import InputError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
+from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy
-from ....policies.progress import Progress, shown
+from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
-from ....policies.validation import with_costs
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled
@@ -46,7 +46,7 @@ def cost_ratio(profile: Profile, context: float) -> float:
             f"--profile: expected draft and target steps that take time, not {draft:g} s and {target:g} s; "
             "a sweep over their ratio needs both"
         )
-    return draft / target
+    return float(draft / target)
 
 
 def with_cost_ratio(profile: Profile, ratio: float, context: float) -> Profile:

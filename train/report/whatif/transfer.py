@@ -12,13 +12,13 @@ from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
 from ....policies.conditions import other_conditions
 from ....policies.contract import StopPolicy
+from ....policies.display import Progress, shown
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
-from ....policies.latency.profile import Profile
+from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy
-from ....policies.progress import Progress, shown
+from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
-from ....policies.validation import with_costs
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ....decode.benchmark import Ratio
+from ....policies.display import markdown, markdown_cell, printable
 from ....policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-from ....policies.text import markdown, markdown_cell, printable
 from ..decision_costs import FILE as DECISIONS_FILE
 from ..drawing.plot import save_speed_plot
 from ..records import Report

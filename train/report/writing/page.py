@@ -13,7 +13,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from ....policies.conditions import sampling_text
-from ....policies.text import printable
+from ....policies.display import printable
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path
 from .sections import sections

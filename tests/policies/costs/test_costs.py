@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from specstop.policies.costs import PADDING_GAIN
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import CLEARLY, Price
+from specstop.policies.profile import Profile
 
 EXACT = 1e-13  # float64
 
@@ -34,7 +34,7 @@ def slow_padded(p: Profile, verified: int) -> int:
     for size in range(verified, len(p.low.verify_s)):
         if p.low.verify_s[size] + p.high.verify_s[size] < p.low.verify_s[best] + p.high.verify_s[best]:
             best = size
-    pays = all(side.verify_s[best] < (1.0 - CLEARLY) * side.verify_s[verified] for side in (p.low, p.high))
+    pays = all(side.verify_s[best] < (1.0 - PADDING_GAIN) * side.verify_s[verified] for side in (p.low, p.high))
     return best if pays else verified
 
 
@@ -101,13 +101,6 @@ def test_costs_are_linear_in_the_context(profile: Profile) -> None:
     assert points[3] - points[0] == pytest.approx(9 * (points[1] - points[0]), rel=1e-9)
 
 
-def test_costs_of_a_falling_line_stay_above_a_quarter_of_the_smaller(profile: Profile) -> None:
-    falling = dataclasses.replace(profile, low=profile.high, high=profile.low)
-    falling = dataclasses.replace(falling, low=dataclasses.replace(falling.low, context=8.0),
-                                  high=dataclasses.replace(falling.high, context=40.0))  # fmt: skip
-    assert seconds(falling, 1e6, 0, 0, 1, 0) == pytest.approx(0.25 * 4.0e-3 + 2.0e-4, rel=EXACT)
-
-
 def test_one_context_length_serves_all(profile: Profile) -> None:
     flat = dataclasses.replace(profile, high=profile.low)
     assert seconds(flat, 5, 2, 2, 1, 2) == seconds(flat, 500, 2, 2, 1, 2) > 0
@@ -130,30 +123,11 @@ def test_prefill_is_a_constant_and_a_token_price(profile: Profile) -> None:
 
 
 def test_a_decision_costs_what_was_measured_under_the_policys_cost_name(profile: Profile) -> None:
-    assert profile.decision(Confidence(0.25).cost_name) == Price(6e-5)
-    assert profile.decision("never measured") == Price()
-    more = profile.with_decisions({"mine": Price(1e-3, 2e-4)})
-    assert (more.decision("mine"), more.decision("confidence")) == (Price(1e-3, 2e-4), Price(6e-5))
+    assert profile.decision(Confidence(0.25).cost_name) == 6e-5
+    assert profile.decision("never measured") == 0.0
+    more = profile.with_decisions({"mine": 1e-3})
+    assert (more.decision("mine"), more.decision("confidence")) == (1e-3, 6e-5)
     assert "mine" not in profile.decision_s
-
-
-def test_the_first_decision_of_a_round_costs_more(profile: Profile) -> None:
-    price = Price(5e-5, 2e-4)
-    assert price.of(np.array([0, 1, 4])).tolist() == pytest.approx([0.0, 2.5e-4, 4e-4])
-    assert price.times(2.0) == Price(1e-4, 4e-4)
-    row = np.full(1, 3)
-    priced, free = (profile.round_seconds(row, row, row, row, row, cost) for cost in (price, 0.0))
-    assert (priced - free).item() == pytest.approx(3 * 5e-5 + 2e-4)
-
-
-def test_the_second_draft_step_has_a_price_of_its_own(profile: Profile) -> None:
-    slower = dataclasses.replace(
-        profile, **{side: dataclasses.replace(getattr(profile, side), second_draft_s=2e-3) for side in ("low", "high")}
-    )
-    later = profile.low.later_draft_s or profile.low.draft_s[0]
-    for drafted in range(5):
-        more = seconds(slower, 8.0, drafted, drafted, 1, 0) - seconds(profile, 8.0, drafted, drafted, 1, 0)
-        assert more == pytest.approx(2e-3 - later if drafted > 1 else 0.0, abs=1e-12)
 
 
 def test_same_costs_looks_at_all_but_decisions(profile: Profile) -> None:
@@ -164,7 +138,7 @@ def test_same_costs_looks_at_all_but_decisions(profile: Profile) -> None:
 
 
 def test_a_profile_comes_back_from_its_file_exactly(profile: Profile, tmp_path: Path) -> None:
-    odd = dataclasses.replace(profile, step_s=0.1 + 0.2, round_s=1 / 3).with_decisions({"mine": Price(1 / 3, 1 / 7)})
+    odd = dataclasses.replace(profile, step_s=0.1 + 0.2, round_s=1 / 3).with_decisions({"mine": 1 / 3})
     odd.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == odd
     first = (tmp_path / "p.json").read_bytes()
@@ -195,28 +169,11 @@ def _drop(*keys: str) -> Callable[[dict[str, Any]], Any]:
         (lambda raw: {**raw, "step_s": "quick"}, "lacks or mangles"),
         (lambda raw: {**raw, "prefill_s": [1.0]}, "lacks or mangles"),
         (lambda raw: {**raw, "decision_s": [1.0]}, "lacks or mangles"),
-        (lambda raw: {**raw, "decision_s": {"mine": {"each": 1.0}}}, "lacks or mangles 'opening'"),
-        (lambda raw: {**raw, "decision_s": {"mine": {"each": "much", "opening": 0.0}}}, "lacks or mangles"),
         (lambda raw: {**raw, "low": 3}, "lacks or mangles"),
         (
             lambda raw: {**raw, "low": {**raw["low"], "verify_s": raw["low"]["verify_s"][:3]}},
             "lacks or mangles",
         ),
-    ],
-    ids=[
-        "list",
-        "schema",
-        "kind",
-        "no low",
-        "no verify",
-        "no facts",
-        "text",
-        "short",
-        "decisions",
-        "half a price",
-        "a price in words",
-        "number",
-        "unequal tables",
     ],
 )
 def test_a_mangled_profile_is_refused(
@@ -253,7 +210,6 @@ def _zero(raw: dict[str, Any]) -> dict[str, Any]:
         (_put(-8.5e-3, "low", "verify_s", 2), r"low.verify_s\[2\]: expected a number between 1e-09 and 1e\+06, not -0.0085"),
         (_put(-1e-6, "step_s"), r"step_s: expected a number between 0 and 1e\+06, not -1e-06"),
         (_put(-1e-4, "prefill_s", 0), r"prefill_s\[0\]: expected a number between 0"),
-        (_put({"each": -1e-5, "opening": 0.0}, "decision_s", "mine"), "decision_s.mine.each: .*not -1e-05"),
         (_put(float("nan"), "round_s"), "a number is not finite"),
         (_put(float("inf"), "high", "draft_s", 1), "a number is not finite"),
         (_put(1e308, "high", "draft_s", 1), r"high.draft_s\[1\]: .*not 1e\+308"),
@@ -268,8 +224,6 @@ def _zero(raw: dict[str, Any]) -> dict[str, Any]:
         (_put(-1.0, "low", "context"), "low.context: .*not -1"),
         (_put(8.0 + 1e-9, "high", "context"), "high.context: expected that of low, or at least one token more"),
         (_put(7.0, "high", "context"), "high.context: expected that of low, or at least one token more"),
-        (_put([[1, 1e-3], [1, 2e-3]], "low", "tree_draft_s"), r"low.tree_draft_s\[1\]: expected a whole number above"),
-        (_put([[0, 1e-3]], "low", "tree_draft_s"), r"low.tree_draft_s\[0\]: expected a whole number above"),
         (_put([[0.5, 1e-3]], "low", "tree_verify_s"), r"low.tree_verify_s\[0\]: expected a whole number above"),
         (_put([[3]], "low", "tree_verify_s"), r"low.tree_verify_s\[0\]: expected a list of 2, not a list of 1"),
         (_put([1e-3, 1e-3, -1e-3], "tree_outside_s"), r"tree_outside_s\[2\]: .*not -0.001"),
@@ -298,7 +252,7 @@ def test_a_price_of_minus_zero_is_none(profile: Profile, tmp_path: Path) -> None
 
 def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("[" * 200_000)
-    with pytest.raises(InputError, match=r"profile: expected JSON in .*p\.json, which is nested too deeply"):
+    with pytest.raises(InputError, match=r"profile: expected JSON in .*p\.json"):
         Profile.load(tmp_path / "p.json")
 
 

@@ -13,7 +13,7 @@ import torch
 from drawn_law import drawn_traces, replay_law
 from enumeration import EXACT
 from random_stops import ByTokens, TrimmingByRows
-from specstop.decode.verify.given_text import KeyedDraws, block_candidates, draw_key, rejection_candidates
+from specstop.collect.dense.given_text import KeyedDraws, block_candidates, draw_key, rejection_candidates
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from text_law import Case, apart, live_law
@@ -139,11 +139,11 @@ def test_rows_on_and_off_the_text_are_drawn_alike_in_any_company() -> None:
     for replacement in (False, True):
         whole = rejection_candidates(q, p, own, 3, replacement, draws(every))
         part = rejection_candidates(q[some], p[some], own[some], 3, replacement, draws(some))
-        assert torch.equal(whole.tokens[some], part.tokens) and torch.equal(whole.kept[some], part.kept)
-        hit = whole.kept >= 0
-        assert torch.equal(whole.tokens[hit, whole.kept[hit]], own[hit]) and 5 < int(hit.sum()) < 64
+        assert torch.equal(whole.tokens[some], part.tokens) and torch.equal(whole.accepted[some], part.accepted)
+        hit = whole.accepted >= 0
+        assert torch.equal(whole.tokens[hit, whole.accepted[hit]], own[hit]) and 5 < int(hit.sum()) < 64
         assert replacement or all(len(set(row)) == 3 for row in whole.tokens.tolist())
     whole = block_candidates(q, p, own, weight, draws(every))
     part = block_candidates(q[some], p[some], own[some], weight[some], draws(some))
     assert torch.equal(whole.tokens[some], part.tokens) and whole.weight is not None
-    assert bool(((whole.kept == 0) == (whole.tokens[:, 0] == own)).all())
+    assert bool(((whole.accepted == 0) == (whole.tokens[:, 0] == own)).all())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..arguments import check_number, describe_value
+from .arguments import check_number, describe_value
 
 _MOST_TEXT = 200
 Default = TypeVar("Default", float, None)

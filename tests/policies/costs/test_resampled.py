@@ -11,21 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.latency.estimate import (
-    CONTEXTS,
-    DECISIONS,
-    FIRST,
-    LATER,
-    OUTSIDE,
-    PLAIN,
-    PREFILL,
-    VERIFY,
-    check,
-    decisions,
-)
-from specstop.policies.latency.measurements import Key, Measurements, collected
-from specstop.policies.latency.profile import Profile
-from specstop.policies.latency.tables import Price
+from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL
+from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements, collected
+from specstop.policies.profile import Profile
 
 DEPTH, REPETITIONS = 3, 12
 EXACT = 1e-6
@@ -66,8 +54,7 @@ def test_the_costs_are_those_that_were_timed() -> None:
     assert profile.low.verify_s == pytest.approx([4e-3, 5e-3, 6e-3, 7e-3], rel=EXACT)
     assert (profile.low.draft_s, profile.low.later_draft_s) == (pytest.approx((1e-3, 1.1e-3)), pytest.approx(1e-3))
     assert (profile.step_s, profile.round_s) == pytest.approx((1e-5, 2e-4), rel=1e-4)
-    price = profile.decision("confidence")
-    assert (price.each, price.opening) == pytest.approx((4e-5, 2e-5), rel=EXACT)
+    assert profile.decision("confidence") == pytest.approx((6e-5 + 1.4e-4) / 4, rel=EXACT)
 
 
 def test_a_first_draft_step_that_always_reads_several_tokens_is_never_priced_as_a_later_one() -> None:
@@ -78,22 +65,7 @@ def test_a_first_draft_step_that_always_reads_several_tokens_is_never_priced_as_
         timed |= {Key(FIRST, side, (2,)): [6e-3], Key(FIRST, side, (3,)): [6.1e-3]}
     low = Profile.measured(collected([timed]), (20.0, 60.0), 2, 0.7).low
     assert low.draft_s == pytest.approx((6e-3, 6e-3), rel=EXACT)
-    assert low.second_s == pytest.approx(2e-4, rel=EXACT)
-
-
-def test_decisions_about_several_streams_have_a_price_by_the_row() -> None:
-    timed = {
-        Key(DECISIONS, "mine", (1,)): [6e-5],
-        Key(DECISIONS, "mine", (3,)): [1.4e-4],
-        Key(DECISIONS, "mine", (2, 2)): [9e9],  # of a row each time: no more is known of it than of one stream
-        Key(DECISIONS, "mine", (2, 10)): [1e-4 + 8 * 3e-5],
-    }
-    (priced,) = decisions(collected([timed] * 4).pooled()).values()
-    assert (priced.each, priced.opening, priced.row) == pytest.approx((4e-5, 2e-5, 3e-5), rel=EXACT)
-    assert priced.together(np.array([2, 0, 3, 1])) == pytest.approx(3 * 4e-5 + 2e-5 + 3 * 3e-5)
-    assert priced.together(np.zeros(4, dtype=np.int64)) == priced.together(np.zeros(0, dtype=np.int64)) == 0.0
-    with pytest.raises(ValueError, match="nothing that costs are estimated from"):
-        check(collected([{Key(DECISIONS, "mine", (3, 2)): [1e-4]}] * 4))
+    assert low.later_s == pytest.approx(2e-4, rel=EXACT)
 
 
 def test_without_noise_every_draw_is_the_profile() -> None:
@@ -106,7 +78,7 @@ def test_without_noise_every_draw_is_the_profile() -> None:
     assert (drawn.step_s, drawn.round_s, *drawn.prefill_s) == pytest.approx(
         (profile.step_s, profile.round_s, *profile.prefill_s)
     )
-    assert drawn.decision("confidence").each == pytest.approx(profile.decision("confidence").each)
+    assert drawn.decision("confidence") == pytest.approx(profile.decision("confidence"))
     assert drawn.resampled(np.random.default_rng(1)) is drawn, "a draw has nothing to be drawn from"
 
 
@@ -126,7 +98,7 @@ def test_a_slow_repetition_is_slow_for_all_costs_of_a_draw() -> None:
         share = draw.low.verify_s[0] / profile.low.verify_s[0]
         assert draw.high.verify_s == pytest.approx([share * s for s in profile.high.verify_s], rel=1e-4)
         assert draw.round_s == pytest.approx(share * profile.round_s, rel=1e-3)
-        assert draw.decision("confidence").each == pytest.approx(share * profile.decision("confidence").each, rel=1e-3)
+        assert draw.decision("confidence") == pytest.approx(share * profile.decision("confidence"), rel=1e-3)
 
 
 @pytest.mark.parametrize("repetitions", [6, 12, 40])
@@ -163,7 +135,7 @@ def test_costs_that_were_edited_or_scaled_are_no_longer_drawn() -> None:
     drawn = edited.resampled(np.random.default_rng(0))
     assert drawn.same_costs(edited.to_dict()) and edited.noise is None
     assert drawn.decision("confidence") != edited.decision("confidence")
-    priced = whole.with_decisions({"confidence": Price(1e-4), "mine": 2e-4})
+    priced = whole.with_decisions({"confidence": 1e-4, "mine": 2e-4})
     drawn = priced.resampled(np.random.default_rng(0))
     assert drawn.decision_s == priced.decision_s and not drawn.same_costs(priced.to_dict())
 
@@ -171,12 +143,12 @@ def test_costs_that_were_edited_or_scaled_are_no_longer_drawn() -> None:
 def test_measured_decisions_are_priced_kept_and_drawn(profile: Profile) -> None:
     timed = collected([{Key(DECISIONS, "mine", (2,)): [1e-4 * (at + 1)] * 3} for at in range(8)])
     more = profile.with_measured_decisions(timed)
-    assert more.decision("mine").each == pytest.approx(0.5e-4 * 4.5)
+    assert more.decision("mine") == pytest.approx(0.5e-4 * 4.5)
     assert more.measurements == timed and more.same_costs(profile.to_dict())
-    prices = {more.resampled(np.random.default_rng(seed)).decision("mine").each for seed in range(20)}
+    prices = {more.resampled(np.random.default_rng(seed)).decision("mine") for seed in range(20)}
     assert len(prices) > 5
     again = more.with_measured_decisions(collected([{Key(DECISIONS, "mine", (2,)): [1e-3]}]))
-    assert again.decision("mine").each == pytest.approx(0.5e-3) and len(again.measurements.series) == 1
+    assert again.decision("mine") == pytest.approx(0.5e-3) and len(again.measurements.series) == 1
 
 
 def test_a_profile_comes_back_from_its_file_with_its_measurements(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from specstop.policies.latency.measurements import Key, Measurements, collected
-from specstop.policies.latency.noise import REMEDY, Noise, judge
+from specstop.policies.measurements import REMEDY, Key, Measurements, Noise, collected, judge
 
 MS = 1e-3
 

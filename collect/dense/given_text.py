@@ -1,0 +1,195 @@
+"""Rejection and block verification given the text: samples drafts and acceptances for a text that is already complete.
+
+A lossless mode gives texts the target's distribution, whatever stops the drafts. The collector therefore samples a text from
+the target, and then the candidates and acceptances at each place given that text. Text and rounds have the joint
+distribution of the live loop. After a prefix, with the text's next token x and a candidate y:
+
+- Rejection: y = x, accepted, with probability min(1, q(x) / p(x)); else y ~ (q - p)+. Further siblings use the residuals of p
+  and, without replacement, of q. After an accepted sibling and off the text, y ~ q.
+- Block, with path weight w: y = x with probability min(1, q(x) / (w p(x))); else y ~ (q - w p)+, on and off the text. The
+  weight becomes min(1, w p(y) / q(y)). This requires the target's distribution off the text.
+
+This holds for every stop rule that reads only the tokens drafted so far; `benchmarks/given_text.py` proves it by enumeration
+for V = 3. A decoding visits each place of a text at most once, so one draw per place serves all anchors and policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...decode.verify.noise import mix_one, uniform, uniform_at
+from ...decode.verify.rejection import block_chance, block_weight, ratio
+from ...policies.splitmix import GOLDEN, signed
+
+OFF_TEXT = -1
+"""Replaces the text's token at prefixes that are not on the text."""
+
+NOTHING_LEFT = -1
+"""Replaces a candidate if the draft has no further token."""
+
+_SALT = 0x6BADD0FF
+_RANK_BITS = 20
+_CONDITIONAL = 0x6B1E55ED
+"""Changes the key for noise given a text, which must be independent of the noise the text was sampled with."""
+
+
+def gumbel_given(key: int, position: Tensor, logits: Tensor, token: Tensor) -> Tensor:
+    """Return [R, V] float64 Gumbel noise conditioned on `token` having the largest log p + noise at each position.
+
+    For a token drawn from p, token and noise have the joint distribution of plain sampling: the largest score M is Gumbel
+    with location logsumexp(log p), and the other scores are Gumbel truncated at M (Maddison, Tarlow, Minka 2014, top-down
+    construction).
+
+    Args:
+        key: of the stream. The noise is independent of texts sampled with the same key.
+        position: [R] int64, absolute.
+        logits: [R, V] processed: log p up to a constant per row.
+        token: [R] int64, of probabilities above 0.
+    """
+    log_p = logits.double()
+    log_u = uniform(key ^ _CONDITIONAL, position, logits.shape[-1]).log_()
+    index = token[:, None]
+    best = torch.logsumexp(log_p, -1, keepdim=True) - log_u.gather(-1, index).neg().log()
+    # The truncated score of token i is -log(e^-M - log(u_i) / p_i). Its noise is that minus log p_i.
+    return (log_p - best).exp().sub_(log_u).log_().neg_().scatter_(-1, index, best - log_p.gather(-1, index))
+
+
+def draw_key(key: int, draw: int) -> int:
+    """Return the key of draw number `draw` for a stream. It differs from `key`, with which the text may have been sampled."""
+    return signed(mix_one(mix_one(key ^ _SALT) + draw * GOLDEN))
+
+
+class KeyedDraws:
+    """Random choices for R rows, keyed by position, row of the tree, rank and purpose.
+
+    Args:
+        key: from `draw_key`.
+        position, node: [R] int64, absolute positions and rows of the tree.
+    """
+
+    def __init__(self, key: int, position: Tensor, node: Tensor) -> None:
+        # Each rank has two numbers, one for acceptance and one for the token.
+        self._key, self._position, self._index = key, position, node << (_RANK_BITS + 1)
+
+    def accepts(self, prob: Tensor, rank: int) -> Tensor:
+        """Return [R] bool, True with probabilities [R], for candidates of one rank."""
+        return uniform_at(self._key, self._position, self._index + 2 * rank) < prob
+
+    def tokens(self, weights: Tensor, rank: int) -> Tensor:
+        """Return [R] tokens drawn with unnormalised weights [R, V], by inversion of the cumulative sum."""
+        mass = weights.cumsum(-1)
+        total = mass[:, -1:].contiguous()
+        share = uniform_at(self._key, self._position, self._index + 2 * rank + 1)[:, None] * total
+        token = torch.searchsorted(mass, share, right=True)
+        last = torch.searchsorted(mass, total)  # the last token with a weight above 0
+        return torch.minimum(token, last)[:, 0].clamp_max(weights.shape[-1] - 1)
+
+
+DrawsAt = Callable[[Tensor, Tensor], KeyedDraws]
+"""Returns the choices for (absolute positions [R], rows of the tree [R])."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """W candidates at each of R prefixes.
+
+    Attributes:
+        tokens: [R, W] in the order in which they are tried; `NOTHING_LEFT` if there are fewer.
+        accepted: [R] index of the accepted candidate, which is the text's token; -1 if none is.
+        accept_chance: [R, W] probability of acceptance given the prefix and the token; 0 if the candidate is not tried.
+        next_chance: [R] probability that the first candidate is accepted, before it is drawn; 0 off the text.
+        weight: [R, W] weight of the path that ends with the candidate, for block verification.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    accept_chance: Tensor
+    next_chance: Tensor
+    weight: Tensor | None = None
+
+
+def rejection_candidates(
+    q: Tensor, p: Tensor | None, text_token: Tensor, width: int, replacement: bool, draws: KeyedDraws
+) -> Candidates:
+    """Sample the candidates of recursive rejection given the text.
+
+    Args:
+        q: [R, V] float64, distribution of the draft.
+        p: [R, V], distribution of the target; None = all rows are off the text.
+        text_token: [R] the text's next token, or `OFF_TEXT`.
+        width: W.
+        replacement: whether candidates are drawn independently.
+        draws: random choices of these rows.
+    """
+    tokens = torch.full((len(q), width), NOTHING_LEFT, device=q.device)
+    accepted, possible = torch.full_like(text_token, -1), torch.ones_like(text_token, dtype=torch.bool)
+    accept_chance, next_chance = q.new_zeros(len(q), width), q.new_zeros(len(q))
+    tried = text_token >= 0  # on the text, and no earlier sibling was accepted
+    if p is not None:
+        next_chance = torch.minimum(p, q).sum(-1).clamp_max(1.0) * tried
+    for rank in range(width):
+        if p is None:
+            token = draws.tokens(q, rank)
+        else:
+            # Off the text the entries at `text_token` have no meaning, and `tried` is False.
+            hit = tried & draws.accepts(ratio(_entries(q, text_token), _entries(p, text_token)) * tried, rank)
+            weights = torch.where(tried[:, None], _positive(q - p, q), q)
+            token = torch.where(hit, text_token, draws.tokens(weights, rank))
+            accept_chance[:, rank] = ratio(_entries(p, token), _entries(q, token)) * tried
+            accepted, tried = torch.where(hit, rank, accepted), tried & ~hit
+        tokens[:, rank] = torch.where(possible, token, NOTHING_LEFT)
+        if rank + 1 == width:
+            break
+        if p is not None:
+            p = _positive(p - q, p)
+            p = p / p.sum(-1, keepdim=True)
+        if not replacement:
+            q = q.scatter(-1, token[:, None], 0.0)
+            total = q.sum(-1, keepdim=True)
+            possible, tried = possible & (total[:, 0] > 0.0), tried & (total[:, 0] > 0.0)
+            q = torch.where(total > 0.0, q / total, 1.0)  # any distribution; `possible` discards what is drawn from it
+    return Candidates(tokens, accepted, accept_chance, next_chance)
+
+
+def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Tensor, draws: KeyedDraws) -> Candidates:
+    """Sample the next token of a chain under block verification given the text.
+
+    Args:
+        q: [R, V] float64, distribution of the draft.
+        p: [R, V], distribution of the target on and off the text. None approximates block verification off the text: all
+            tokens are drawn from q.
+        text_token: [R] the text's next token, or `OFF_TEXT`.
+        weight: [R] float64, w of the path.
+        draws: random choices of these rows.
+    """
+    if p is None:
+        zeros = q.new_zeros(len(q), 1)
+        return Candidates(draws.tokens(q, 0)[:, None], torch.full_like(text_token, -1), zeros, zeros[:, 0], zeros)
+    wp, on_text = weight[:, None] * p, text_token >= 0
+    hit = on_text & draws.accepts(ratio(_entries(q, text_token), _entries(wp, text_token)) * on_text, 0)
+    token = torch.where(hit, text_token, draws.tokens(_positive(q - wp, q), 0))
+    p_y, q_y, wp_y = _entries(p, token), _entries(q, token), weight * _entries(p, token)
+    # P(y is the text's token) is proportional to min(w p, q), P(it is another) to (q - w p)+ R / (R + 1 - w).
+    overlap, rest = torch.minimum(wp_y, q_y), (wp - q).clamp_min(0.0).sum(-1)
+    missed = block_chance(rest, weight) * _entries((q - wp).clamp_min(0.0), token)
+    accept_chance = ratio(overlap, overlap + missed) * on_text
+    # Sum of min(w p, q) / w.
+    next_chance = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0)
+    accepted = torch.where(hit, 0, -1)
+    path_weight = block_weight(weight, p_y, q_y)
+    return Candidates(token[:, None], accepted, accept_chance[:, None], next_chance * on_text, path_weight[:, None])
+
+
+def _positive(values: Tensor, otherwise: Tensor) -> Tensor:
+    """Return max(values, 0) [R, V]; rows that would be 0 everywhere, which are never drawn from, come from `otherwise`."""
+    values = values.clamp_min(0.0)
+    return torch.where(values.sum(-1, keepdim=True) > 0.0, values, otherwise)
+
+
+def _entries(rows: Tensor, token: Tensor) -> Tensor:
+    """Return [R], the entries of rows [R, V] at tokens [R]; negative tokens count as 0."""
+    return rows.gather(-1, token.clamp_min(0)[:, None])[:, 0]

@@ -1,0 +1,166 @@
+"""Policies that drive calibration texts by a script, whatever the text is: chains, batches and trees."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+
+from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..verify.noise import mix_one
+
+TWICE = 2
+"""Times in a row that a length comes: a size that comes again, as half of them do, is a little cheaper."""
+
+BATCH_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
+"""Depths that rounds of a batch are drafted to, as far as the profile goes, besides its last one."""
+
+PATHS = 3
+"""One of so many rounds of trees is a single path."""
+
+WHOLES, RUN = 6, 4
+"""One of so many runs of rounds is of whole trees, and the rounds of a run: a static tree comes after its like."""
+
+GOES_ON, WHOLE = 5, 1.25
+"""One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
+
+
+class Script(StopPolicy):
+    """Counts the rounds: the state is, by stream, its key and the number of its round."""
+
+    reads_seconds: ClassVar[bool] = False
+    first = 0
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams in their first round."""
+        return keys, np.zeros(streams, dtype=np.int64)
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Count the round."""
+        return state[0], state[1] + outcome.active
+
+
+def _rounds(state: State) -> list[tuple[int, int]]:
+    """Return (key, number of the round) of each stream."""
+    return list(zip(state[0].tolist(), state[1].tolist(), strict=True))
+
+
+@lru_cache(maxsize=256)
+def shuffled(cards: int, key: int, deck: int) -> list[int]:
+    """Return a deck of cards in an order of its own for each key and deck, the same in every process."""
+    return random.Random(f"{key} {deck}").sample(range(cards), cards)
+
+
+class ChainScript(Script):
+    """Drafts lengths from a shuffled deck of 0..K, each twice in a row.
+
+    The length is looked up at the end of the round before: what runs between model calls cools the caches they are timed on.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.max_depth, self.name = depth, f"scripted:{depth}"
+
+    def start(self, streams: int, keys: Array) -> State:
+        """Return the state of streams in their first round."""
+        return self._dealt(super().start(streams, keys))
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep up to the length on the card."""
+        return step.alive & (step.depth < state[2]), state
+
+    def observe(self, outcome: RoundOutcome, state: State) -> State:
+        """Turn to the next card."""
+        return self._dealt(super().observe(outcome, state[:2]))
+
+    def _dealt(self, state: State) -> State:
+        places = [(key, *divmod(number // TWICE, self.max_depth + 1)) for key, number in _rounds(state)]
+        return *state, np.array([[shuffled(self.max_depth + 1, key, deck)[place]] for key, deck, place in places])
+
+
+class BatchScript(Script):
+    """Lets some streams draft, all equally deep, up and down an ordered deck, each card twice; which streams rotates.
+
+    Caches hold less of the target the longer ago it was read, so a verification takes longer after longer rounds. Rounds come
+    in the order of what they draft, each among its like, as with a policy that drafts so much: in shuffled order a batch of
+    four took 9% longer for one draft a text.
+    """
+
+    def __init__(self, streams: int, depth: int) -> None:
+        self.max_depth, self.name, self._streams = depth, f"batch-script:{streams}", streams
+        counts = sorted({*(2**k for k in range((streams - 1).bit_length())), streams})  # between them costs are linear
+        lengths = range(1, depth + 1) if streams == 1 else sorted({*(n for n in BATCH_LENGTHS if n < depth), depth})
+        # (streams that draft, how deep), by the tokens drafted in all
+        self.deck = sorted(
+            [(0, 0), *((n, k) for n in counts for k in lengths)], key=lambda card: (card[0] * card[1], card)
+        )
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep up to the length on the card, in the streams whose turn it is."""
+        lengths = np.zeros(len(step.alive), dtype=np.int64)
+        for stream, (key, number) in enumerate(_rounds(state)):
+            count, length = self.deck[card_at(len(self.deck), key, number)]
+            lengths[stream] = length * ((stream - number) % self._streams < count)
+        return step.alive & (step.depth < lengths)[:, None], state
+
+
+def card_at(cards: int, key: int, number: int) -> int:
+    """Return the card of a round on the way up and down an ordered deck; where it begins changes with the key."""
+    period = max(2 * (cards - 1), 1)
+    lap, place = divmod(key, period)
+    at = (shuffled(period, lap, cards)[place] + number // TWICE) % period
+    return min(at, period - at)
+
+
+class TreeScript(Script):
+    """Extends and verifies branches at random: some rounds are a single path, some the whole tree.
+
+    Others extend at most 1, 2, 4, ... branches of a depth, each equally often, and verify a number of nodes whose logarithm
+    is uniform.
+    """
+
+    name = "random-tree"
+
+    def __init__(self, depth: int, widest: int) -> None:
+        self.max_depth, self.first, self._widest = depth, min(1, depth), widest
+
+    def _width(self, depth: int, key: int, number: int) -> int:
+        """Return how many branches of a depth a round extends."""
+        if is_whole(key, number):
+            return self._widest
+        wide = 0 if _is_path(key, number) else _toss(key, number) % (1 + self._widest.bit_length())
+        return 2**wide if _toss(key, number, depth) % GOES_ON else 0
+
+    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
+        """Keep the first branches, up to the round's width, or none."""
+        widths = np.array([[self._width(step.depth, *stream)] for stream in _rounds(state)])
+        return step.alive & (step.alive.cumsum(1) <= widths), state
+
+    def select(self, tree: DraftTree, state: State) -> Array:
+        """Verify the first nodes, a random number of them or all; or the first one of each depth."""
+        rounds = _rounds(state)
+        most = [
+            [count if is_whole(*stream) else int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]
+            for count, stream in zip(tree.drawn.sum(1).tolist(), rounds, strict=True)
+        ]
+        paths = np.array([[_is_path(*stream)] for stream in rounds])
+        deeper = np.diff(tree.depth, prepend=0) > 0
+        return tree.drawn & np.where(paths, deeper, tree.drawn.cumsum(1) <= np.array(most))
+
+
+def _is_path(key: int, number: int) -> bool:
+    return _toss(key, number, -2) % PATHS == 0 and not is_whole(key, number)
+
+
+def is_whole(key: int, number: int) -> bool:
+    """Whether a round is of the whole tree. Dealt, not tossed: of few texts none might have had one."""
+    return (number // RUN - max(key - 1, 0)) % WHOLES == 0
+
+
+def _toss(*numbers: int) -> int:
+    """Return 64 mixed bits, the same for the same numbers; a last number of -1 or -2 is no depth."""
+    mixed = 0
+    for number in numbers:
+        mixed = mix_one(mixed ^ number)
+    return mixed

@@ -1,0 +1,140 @@
+"""`Sampler`: applies logits processors to rows of logits, each with its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as library
+
+from ...policies.errors import InputError
+from .grammar import GrammarMask
+from .processors import PerText
+from .sampling import SamplingParams
+
+_WARPERS = (
+    library.TopHLogitsWarper,
+    library.TopKLogitsWarper,
+    library.TopPLogitsWarper,
+    library.MinPLogitsWarper,
+    library.TypicalLogitsWarper,
+    library.EpsilonLogitsWarper,
+    library.EtaLogitsWarper,
+)
+"""Processors that remove unlikely tokens. Draft and target remove different tokens."""
+
+Prefixes = Callable[[], Sequence[Sequence[int] | None]]
+"""Returns the token ids before each row; None for rows after an end of text, which are not processed."""
+
+
+class Sampler:
+    """Processes raw logits of one text; the result is the logits of the sampling distribution (or of the greedy choice).
+
+    Args:
+        processors: from `SamplingParams.build`; if empty, the logits are divided by the temperature.
+        temperature: of the text.
+        padding: tokens left of every prefix.
+
+    Attributes:
+        reads_prefix: whether there are processors.
+        constrained: whether there is a grammar, so that no token may remain.
+        untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, temperature: float, padding: Sequence[int] = ()) -> None:
+        self.padding = list(padding)
+        self.reads_prefix = len(processors) > 0
+        self.constrained = any(isinstance(processor, GrammarMask) for processor in processors)
+        self.untruncated: Tensor | None = None
+        # A grammar that comes first masks rows of any length in one call.
+        self._grammar = processors[0] if processors and isinstance(processors[0], GrammarMask) else None
+        self._processors = LogitsProcessorList(processors[1:] if self._grammar is not None else processors)
+        self._temperature = temperature
+        truncating = (at for at, processor in enumerate(self._processors) if isinstance(processor, _WARPERS))
+        self._first_truncating = next(truncating, len(self._processors))
+        self._reads_tokens = not all(
+            type(processor) in (*_WARPERS, library.TemperatureLogitsWarper) for processor in self._processors
+        )
+
+    def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return [R, V] processed logits. The raw logits [R, V] are not modified."""
+        if not self.reads_prefix:
+            return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
+        texts: list[list[int] | None] = []
+        if self._grammar is not None or self._reads_tokens:
+            texts = [None if prefix is None else [*self.padding, *prefix] for prefix in prefixes()]
+        if self._grammar is not None:
+            logits = self._grammar.masked(texts, logits)
+        if self._first_truncating < len(self._processors):
+            self.untruncated = torch.empty_like(logits)  # filled by `_process`
+        if not self._reads_tokens:
+            empty = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+            return self._process(empty, logits, list(range(len(logits))))
+        out = logits.clone()
+        # Processors take a rectangle of ids: rows of one length are processed together.
+        for length in sorted({len(text) for text in texts if text is not None}):
+            rows = [row for row, text in enumerate(texts) if text is not None and len(text) == length]
+            ids = torch.tensor([texts[row] for row in rows], device=logits.device)
+            out[rows] = self._process(ids, logits[rows], rows)
+        return out
+
+    def _process(self, ids: Tensor, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        for at, processor in enumerate(self._processors):
+            if at == self._first_truncating and self.untruncated is not None:
+                self.untruncated[rows] = logits
+            if isinstance(processor, library.PrefixConstrainedLogitsProcessor):  # for it, each row is another text
+                logits = torch.cat([processor(i[None], row[None]) for i, row in zip(ids, logits, strict=True)])
+            else:
+                logits = processor(ids, logits)
+        return logits
+
+
+class BatchSampler:
+    """Samplers of a batch of texts. Texts with prompts of one length share a sampler if no processor depends on the text.
+
+    Args:
+        params, temperature, eos, device: see `SamplingParams.build`.
+        prompts: token ids of each prompt.
+    """
+
+    def __init__(
+        self, params: SamplingParams, temperature: float, prompts: Sequence[Sequence[int]], eos: Sequence[int],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        per_text = any(isinstance(processor, PerText) for processor in params.processors)
+        reads_prompt = any(name.startswith("encoder_") for name in params.options)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            key = (row,) if per_text else tuple(prompt) if reads_prompt else (len(prompt),)
+            groups.setdefault(key, []).append(row)
+        self._parts = [
+            (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
+            for rows in groups.values()
+        ]
+        self.constrained = self._parts[0][1].constrained
+
+    def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return [B, V] processed logits, one row per text; see `Sampler`."""
+        if not self._parts[0][1].reads_prefix:
+            return self._parts[0][1](logits, prefixes)
+        texts = cache(prefixes)
+        out = torch.empty_like(logits)
+        for rows, sampler in self._parts:
+            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
+        return out
+
+
+def require_token(scores: Tensor) -> None:
+    """Check that processed logits [..., V] allow a token, which a grammar with other options may not.
+
+    Raises:
+        InputError: all logits of a row are -inf.
+    """
+    if not bool((scores.amax(-1) > -torch.inf).all()):
+        raise InputError(
+            "the grammar and the other sampling options leave no token after a text: expected at least one; loosen the "
+            "grammar, min_new_tokens, no_repeat_ngram or the logits processors"
+        )

@@ -1,0 +1,314 @@
+"""Seconds of rounds: tables of measured model calls, and the one function that interpolates between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+Array = np.ndarray[Any, Any]
+Points = tuple[tuple[int, float], ...]
+"""Measured (count, seconds), counts ascending."""
+
+MAX_STREAMS = 4096
+"""The largest batch that files and rules may name."""
+
+MIN_SHARE = 0.25
+"""Extrapolated seconds are at least this share of the smallest measured ones: rates divide by seconds."""
+
+PADDING_GAIN = 0.05
+"""Padding must save this share of a verification. Of sizes that cost the same, the cheapest is merely the luckiest one."""
+
+
+def interpolate(x: ArrayLike, xs: ArrayLike, ys: ArrayLike) -> Array:
+    """Return y at `x`: linear between measured points, along the line through the first and the last one beyond them.
+
+    The line through the ends, since the slope between the last two points is mostly noise; it is held flat if it falls.
+    The result is at least `MIN_SHARE` of the smallest measured y.
+
+    Args:
+        x: [...] places.
+        xs: [P] ascending.
+        ys: [P], or [2, ...] for two points, each of which broadcasts with `x`.
+    """
+    x, xs, ys = (np.asarray(values, dtype=np.float64) for values in (x, xs, ys))
+    span = xs[-1] - xs[0] or 1.0
+    inside = np.clip(x, xs[0], xs[-1])
+    y = np.interp(inside, xs, ys) if ys.ndim == 1 else ys[0] + (ys[-1] - ys[0]) * ((inside - xs[0]) / span)
+    rise = np.maximum(ys[-1] - ys[0], 0.0) / span
+    out: Array = np.maximum(y + rise * (x - inside), MIN_SHARE * ys.min(0))
+    return out
+
+
+def along(points: Points, x: ArrayLike) -> Array:
+    """Return `interpolate` of measured (count, seconds); counts below the first one cost what the first one does."""
+    return interpolate(np.maximum(x, points[0][0]), *np.array(points, dtype=np.float64).T)
+
+
+@lru_cache(1024)
+def extend(entries: tuple[float, ...], count: int) -> Array:
+    """Return [count] `interpolate` of entries for 0, 1, ...; the array is shared, so it must not be written into."""
+    return interpolate(np.arange(count), np.arange(len(entries)), entries)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of the model calls of a single-stream round at one context length.
+
+    Attributes:
+        context: tokens in the cache.
+        draft_s: the first draft step of a round, which reads 1 or 2 new tokens (2 after full acceptance); it runs on caches
+            that the target has emptied.
+        draft_token_s: each further token of a backlog.
+        verify_s: a verification of n = 0, 1, ..., K drafted tokens.
+        later_draft_s: each draft step after the first; None = as the first of one token.
+        tree_verify_s: (drafted tokens, seconds) of a verification of a tree; empty = as of chains.
+    """
+
+    context: float
+    draft_s: tuple[float, float]
+    draft_token_s: float
+    verify_s: tuple[float, ...]
+    later_draft_s: float | None = None
+    tree_verify_s: Points = ()
+
+    @property
+    def later_s(self) -> float:
+        """Seconds of a draft step after the first, of one row."""
+        return self.draft_s[0] if self.later_draft_s is None else self.later_draft_s
+
+    def tree_draft(self, rows: int) -> Array:
+        """Return [rows + 1] seconds of a later draft step that reads 0, 1, ..., `rows` rows: grows as verification."""
+        growth = along(tuple(enumerate(self.verify_s, 1)), np.arange(1, rows + 1)) / (self.verify_s[0] or 1.0)
+        return np.append(0.0, self.later_s * growth)
+
+    def tree_verify(self, tokens: int) -> Array:
+        """Return [tokens + 1] seconds of a verification of a tree of 0, 1, ..., `tokens` tokens."""
+        return along(self.tree_verify_s or tuple(enumerate(self.verify_s)), np.arange(tokens + 1))
+
+    def first_step_s(self, backlog: Array) -> Array:
+        """Return [S] seconds of the first draft step of a round; an empty backlog costs as one token (it was timed so)."""
+        one, two = self.draft_s
+        out: Array = one + (two - one) * (backlog > 1) + np.maximum(backlog - 2, 0) * self.draft_token_s
+        return out
+
+    def calls_s(self, drafted: Array, verified: Array, backlog: Array, fed: Array | None) -> Array:
+        """Return [S] seconds of the model calls of rounds; arguments as of `Costs.round_seconds`."""
+        first = self.first_step_s(backlog)
+        if fed is None:
+            steps = first * (drafted > 0) + self.later_s * np.maximum(drafted - 1, 0)
+            calls: Array = steps + np.array(self.verify_s)[verified]
+            return calls
+        steps = first * (fed[:, 0] > 0) + self.tree_draft(int(fed.max(initial=0)))[fed[:, 1:]].sum(-1)
+        out: Array = steps + self.tree_verify(int(verified.max(initial=0)))[verified]
+        return out
+
+
+@dataclass(frozen=True)
+class BatchTable:
+    """Seconds of batches at one context length.
+
+    Attributes:
+        context: tokens in the cache of each stream.
+        draft_s: (streams that draft, seconds) of a draft step.
+        verify_s: by streams, (tokens of all streams, anchors included; seconds) of a round except drafting and decisions. A
+            jump, as from padding to recorded sizes, is two adjacent points.
+    """
+
+    context: float
+    draft_s: Points
+    verify_s: Mapping[int, Points]
+
+    def rounds_s(self, streams: Array, tokens: Array) -> Array:
+        """Return [n] seconds of rounds except drafting: interpolated between the curves of measured batch sizes."""
+        sizes = sorted(self.verify_s)
+        curves = np.stack([along(self.verify_s[size], tokens) for size in sizes])  # [sizes, n]
+        # Beyond the measured sizes the nearest curve holds: it goes on with the tokens.
+        place = interpolate(np.clip(streams, sizes[0], sizes[-1]), sizes, np.arange(len(sizes)))
+        below = place.astype(np.int64)
+        above, share, column = np.minimum(below + 1, len(sizes) - 1), place - below, np.arange(len(tokens))
+        out: Array = (1.0 - share) * curves[below, column] + share * curves[above, column]
+        return out
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """What texts decoded side by side cost, at a short and a long context; both tables have the same sizes."""
+
+    low: BatchTable
+    high: BatchTable
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The batch sizes whose verification was measured, ascending."""
+        return tuple(sorted(self.low.verify_s))
+
+    def draft_s(self, streams: Array, context: ArrayLike) -> Array:
+        """Return the seconds of a draft step of so many streams, at least one."""
+        return self._at(context, along(self.low.draft_s, streams), along(self.high.draft_s, streams))
+
+    def verify_s(self, streams: Array, tokens: Array, context: ArrayLike) -> Array:
+        """Return the seconds of a round except drafting; arguments as of `Costs.verify_s`."""
+        count, sent = (values.ravel() for values in np.broadcast_arrays(streams, tokens))
+        shape = np.broadcast_shapes(streams.shape, tokens.shape)
+        return self._at(context, *(side.rounds_s(count, sent).reshape(shape) for side in (self.low, self.high)))
+
+    def _at(self, context: ArrayLike, low: Array, high: Array) -> Array:
+        return interpolate(context, (self.low.context, self.high.context), np.stack([low, high]))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of rounds of a pair on a machine, at two context lengths.
+
+    Attributes:
+        low, high: the tables at a short and a long context.
+        step_s: outside the models, per drafted token.
+        round_s: outside the models, per round.
+        prefill_s: reading a prompt: (constant, per token).
+        decision_s: a decision, features included, by the policy's `cost_name`.
+        tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
+            in a chain, where each step drafts one.
+        batch: what texts decoded side by side cost; None = not measured.
+        plain_outside_s: outside the models in a round without drafts and decisions; None = as in any other.
+    """
+
+    low: CostTable
+    high: CostTable
+    step_s: float
+    round_s: float
+    prefill_s: tuple[float, float]
+    decision_s: Mapping[str, float] = field(default_factory=dict)
+    _: KW_ONLY
+    tree_outside_s: tuple[float, float, float] | None = None
+    batch: BatchCosts | None = None
+    plain_outside_s: float | None = None
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest chain whose verification was measured."""
+        return len(self.low.verify_s) - 1
+
+    def between(self, context: ArrayLike, of: Callable[[CostTable], Sequence[float] | Array]) -> Array:
+        """Return what `of` takes from the tables, [n] seconds, at a context length."""
+        tables = np.array([of(self.low), of(self.high)], dtype=np.float64)
+        return interpolate(context, (self.low.context, self.high.context), tables)
+
+    def decision(self, name: str) -> float:
+        """Return the seconds of a decision of the policy whose `cost_name` is `name`; 0 if it was not measured."""
+        return self.decision_s.get(name, 0.0)
+
+    def padded(self) -> tuple[int, ...]:
+        """Return for n = 0..K drafted tokens how many to verify: a later size if it is clearly cheaper, else n.
+
+        It has to be cheaper at both contexts, which were timed apart. Plain decoding is never padded.
+        """
+        costs = np.array([self.low.verify_s, self.high.verify_s])  # [2, K + 1]
+        out = []
+        for n in range(costs.shape[1]):
+            best = n + int(costs[:, n:].sum(0).argmin())
+            out.append(best if n and (costs[:, best] < (1.0 - PADDING_GAIN) * costs[:, n]).all() else n)
+        return tuple(out)
+
+    @cached_property
+    def _padded(self) -> Array:
+        return np.array(self.padded(), dtype=np.int64)
+
+    def round_seconds(
+        self,
+        context: Array,
+        drafted: Array,
+        verified: Array,
+        backlog: Array,
+        decisions: Array,
+        decision: float,
+        fed: Array | None = None,
+    ) -> Array:
+        """Return [S] float64 seconds of rounds, [R, S] of contexts [R, S].
+
+        Args:
+            context: [S] or [R, S] tokens committed before the round.
+            drafted, verified: [S] int64, tokens drawn, tokens sent to the target.
+            backlog: [S] committed tokens that the draft has not read yet.
+            decisions: [S] times the policy was called.
+            decision: seconds of each.
+            fed: [S, K] int64, of trees: how many tokens the draft read at each of its steps; None = chains, one a step.
+        """
+        if fed is None:
+            outside = self.round_s + self.step_s * drafted
+            verified = self._padded[verified]  # the loop pads chains alone
+        else:
+            per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
+            outside = per_round + per_step * (fed > 0).sum(1) + per_token * drafted
+        if self.plain_outside_s is not None:
+            outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
+        calls = self.between(context, lambda table: table.calls_s(drafted, verified, backlog, fed))
+        out: Array = calls + outside + decision * decisions
+        return out
+
+    def first_draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a round's first draft step by the streams that draft; 0 of none.
+
+        Arguments of this and the next two methods are numbers or arrays, which broadcast. Seconds include those outside the
+        models. A profile without batches answers by its tables of a single stream: a token costs the same in every stream.
+        """
+        cold = 0.0 if self.batch else self.between(context, lambda table: [table.draft_s[0]]) - self._later_s(context)
+        out: Array = np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + cold, 0.0)
+        return out
+
+    def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a later draft step by the streams that draft; 0 of none."""
+        count = np.asarray(streams)
+        if self.batch:
+            return np.where(count > 0, self.batch.draft_s(count, context), 0.0)
+        most = int(count.max(initial=0))
+        return self.between(context, lambda table: table.tree_draft(most)[count]) + self.step_s * count
+
+    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: ArrayLike) -> Array:
+        """Return the seconds of a round except drafting.
+
+        Args:
+            streams: that are verified together.
+            tokens: sent in all, the anchor of each stream included.
+            context: tokens committed, the mean over streams.
+        """
+        count, sent = np.asarray(streams), np.asarray(tokens)
+        if self.batch:
+            return self.batch.verify_s(count, sent, context)
+        padded = np.arange(max(int(sent.max(initial=0)), self.max_depth + 1) + 1)
+        padded[1 : self.max_depth + 2] = self._padded + 1  # the loop pads a single stream
+        sent = np.where(count == 1, padded[sent], sent)
+        calls = self.between(context, lambda table: along(tuple(enumerate(table.verify_s, 1)), sent))
+        return calls + self.round_s
+
+    def _later_s(self, context: ArrayLike) -> Array:
+        return self.between(context, lambda table: [table.later_s])
+
+    def batch_seconds(
+        self, context: Array, drafted: Array, verified: Array, decisions: Array, decision: float
+    ) -> float:
+        """Return the seconds of one round that the streams of a batch have together; arguments as of `round_seconds`."""
+        mean = float(context.mean())
+        fed = (drafted[:, None] > np.arange(drafted.max(initial=0))).sum(0)  # [K] streams that draft at each depth
+        drafts = self.draft_s(fed[1:], mean).sum() + (self.first_draft_s(fed[0], mean) if len(fed) else 0.0)
+        verification = self.verify_s(len(drafted), len(drafted) + int(verified.sum()), mean)
+        return float(drafts + verification + decision * decisions.max(initial=0))
+
+    def chain_costs(self, context: float, decision: float, first: int = 0, depth: int | None = None) -> Array:
+        """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
+
+        A policy whose first decision is at depth `first` decides k - first + 1 times, but not at depth K.
+        """
+        depth = self.max_depth if depth is None else depth
+        k = np.arange(depth + 1)
+        asked = np.maximum(np.minimum(k, depth - 1) - first + 1, 0)
+        one = np.ones_like(k)
+        return self.round_seconds(one * context, k, k, one, asked, decision)
+
+    def prefill_seconds(self, length: ArrayLike) -> Array:
+        """Return [S] float64 seconds to read prompts of `length` [S] tokens with the target."""
+        return self.prefill_s[0] + self.prefill_s[1] * np.asarray(length, dtype=np.float64)
