@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..policies.contract import Array
 from ..policies.errors import InputError
 from ..policies.limits import MAX_ROWS
-from ..policies.typing import Array
 
 NAMED = {
     "medusa-63": (

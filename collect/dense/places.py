@@ -13,8 +13,8 @@ from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import broken, check_rows, stored
 from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.sampler import Sampler
+from ...policies.contract import Array
 from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens
-from ...policies.typing import Array
 from .given_text import OFF_TEXT, Candidates
 from .job import PRE_FEATURES, Anchors, Job
 from .proposals import Asked

@@ -9,8 +9,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import gumbel
 from specstop.decode.verify.sampling import SamplingParams
-from specstop.policies.contract import DraftStep, DraftTree, State, StopPolicy
-from specstop.policies.typing import Array
+from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor
 
