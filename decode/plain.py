@@ -13,8 +13,9 @@ from ..policies.arguments import check_token_ids
 from .models.attention import Part
 from .models.cuda import open_cache
 from .models.device import download
-from .models.outputs import broken, hidden_width, stored
+from .models.outputs import broken, stored
 from .models.pair import Pair
+from .models.view import hidden_width
 from .settings import shaping_of
 from .verify.noise import gumbel, target_tokens
 from .verify.sampler import BatchSampler, require_token

@@ -31,8 +31,8 @@ from ...policies.safe_loading import (
     read_signed_json,
 )
 from ..models.engine import pack_weights, packed_refusal
-from ..models.outputs import hidden_width
 from ..models.pair import Pair
+from ..models.view import hidden_width
 from .heads.networks import CTCNetwork, HydraHeads, LayerNetwork, MedusaHeads, Shape
 
 DRAFTER_SCHEMA = 1

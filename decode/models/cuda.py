@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention import PackedCall, Part, pack
-from .cache import CachedModel, KVCache, KVLayer
+from .attention import KVCache, KVLayer, PackedCall, Part, pack
+from .cache import CachedModel
 from .device import Recorded, Recorder, filled_up
 from .placement import is_placed, warn_once
 from .view import READS_ALL, Reading, long_rope, state_key, token_bytes
@@ -185,7 +185,8 @@ class CudaGraphModel(CachedModel):
         # Recordings do not contain the layouts of adopted prompts.
         if not memory.recorder.works or call.line.shape[1] > MAX_TOKENS or self._layouts:
             return super()._run_packed(call)
-        recorded = memory.calls[key] = memory.calls.pop(key, None) or RecordedCall(call=call.copy())
+        recorded = memory.calls.pop(key) if key in memory.calls else RecordedCall(call=call.copy())
+        memory.calls[key] = recorded
         for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
             fixed.copy_(new)
         logits, states = recorded.answer(memory.recorder, partial(super()._run_packed, recorded.call))
