@@ -117,7 +117,8 @@ class Gain(StopPolicy):
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
         table = extend(self.target_prices, tree.drawn.shape[1] + 1)
-        values = np.exp(node_values(state, tree), dtype=np.float64)
+        values = np.empty(tree.drawn.shape)
+        kernels().node_gains(node_values(state, tree), 1.0, 0.0, values)
         return _keep_worth(values, tree.drawn, table[1:] - table[0])  # the anchor is verified in any case
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
