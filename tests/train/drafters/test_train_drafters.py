@@ -16,7 +16,7 @@ from small_drafters import TRAINED, new_round, proposed, small_drafter, small_ne
 from specstop.cli.commands.train_drafter import show_drafter
 from specstop.collect.prompts.read import Prompt
 from specstop.decode.drafters import find_drafter, load_drafter
-from specstop.decode.drafters.heads.ctc import Prefixes
+from specstop.decode.drafters.ctc import Prefixes
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.settings import Settings
@@ -151,7 +151,7 @@ def test_a_target_that_scales_or_caps_is_learned_as_it_is(name: str) -> None:
     states, logits = made.hidden_states[-1].float(), made.logits.float()
     torch.testing.assert_close(_ends(pair)[1](states), logits, atol=1e-4, rtol=1e-4)
     heads = new_network(pair, "medusa", 2)
-    first = heads.logits(0, heads.state(0, states, None))
+    first = heads.outputs[0](heads.state(0, states, None))
     assert torch.allclose(first, logits, atol=1e-4, rtol=1e-4) == (name != "gemma2")
 
 
