@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, StopPolicy
-from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, Layout
-from ..policies.history import History
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, History, Layout
 from .models.outputs import seen
 from .round_state import DraftScores, RoundState
 from .summaries import read_columns, truncation_lead
@@ -126,7 +125,7 @@ class FeatureReader:
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
                 self._target_states[streams] = seen(states).cpu().numpy()
         if self._layout.history:
-            self._layout.write_history(history, base)
+            base[:, self._layout.history_at] = history.values(self._layout.history)
         return base
 
     def _read_level(self, base: Array) -> None:

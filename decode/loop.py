@@ -23,12 +23,12 @@ from ..policies.host import PolicyHost, validate_policy
 from ..policies.limits import check_limits
 from ..policies.profile import Profile
 from .drafters import Drafter, find_drafter
-from .drafters.base import carries
 from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
 from .models.outputs import request_states
+from .models.outputs import hidden_widths
 from .models.pair import Pair
 from .models.view import hidden_width
 from .records import Generation, Round
@@ -89,10 +89,7 @@ class Speculator:
         policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
         self._drafter, self._hooks = drafter or find_drafter(pair.drafter, pair), tuple(hooks)
         names = check_hidden((*policy.hidden, *hidden), policy.name)
-        widths = {
-            name: request_states(self._drafter, policy.name) if name == DRAFT_HIDDEN else hidden_width(pair.target)
-            for name in names
-        }
+        widths = hidden_widths(pair, names, self._drafter, policy.name, "use another policy")
         check_sizes(policy, widths)
         self._timer = Timer(pair.device)
         model_source = self._source = ModelSource(
@@ -123,16 +120,14 @@ class Speculator:
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
         self._host.reset()
-        if hasattr(self._drafter, "renew"):
-            self._drafter.renew()
+        self._drafter.renew()
 
     @torch.inference_mode()
     def prepare(self, lengths: Sequence[int]) -> None:
         """Record CUDA graphs for chains in texts of these lengths, so that no timed round does."""
         self._source.reserve(max(lengths))
         self._source.target.prepare([(tokens, 0) for tokens in range(1, self.topology.deepest + 2)], lengths)
-        if hasattr(self._drafter, "prepare"):
-            self._drafter.prepare(lengths)
+        self._drafter.prepare(lengths)
 
     @property
     def target(self) -> CachedModel:
@@ -147,7 +142,7 @@ class Speculator:
     @property
     def carries(self) -> bool:
         """Whether policy or drafter carry state from text to text. Rounds then depend on the order of texts."""
-        return self.policy.carries or carries(self._drafter)
+        return self.policy.carries or self._drafter.carries
 
     def generate(
         self,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ..policies.errors import InputError
-from ..policies.history import History
+from ..policies.features import History
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
@@ -28,8 +28,7 @@ from .round_state import DraftScores, RoundState, Rows
 from .settings import Settings
 from .texts import Anchor, Request, Text
 from .topology import Topology
-from .verify.base import Verification
-from .verify.modes import is_trimming
+from .verify.modes import Verification, is_trimming
 from .verify.noise import Choices, KeyedSource
 from .verify.sampler import Sampler, require_token
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ..policies.contract import Array, DraftStep, DraftTree
-from ..policies.history import History
+from ..policies.features import History
 from ..policies.host import PolicyHost
 from .hooks import Timer
 from .round_state import RoundState

@@ -65,7 +65,7 @@ def read_columns(
         rows, *others = _host_arrays(columns.needs, logits, sampled, scores, best)
         return columns.read(rows, drawn, temperature, out, *others)
     summary = summarise_on_device(columns.needs, logits, drawn, temperature, sampled, scores, best)
-    columns.write(summary, drawn, temperature, out)
+    columns(summary, drawn, temperature, out)
     return summary.path
 
 

@@ -20,8 +20,8 @@ from ...decode.settings import Settings
 from ...decode.summaries import summarise, truncation_lead
 from ...decode.verify.noise import gumbel, match_scores
 from ...decode.verify.sampler import Sampler
+from ...policies.counter_rng import mix as scramble
 from ...policies.features import BOUND, CHAIN_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
-from ...policies.splitmix import mix as scramble
 from ..work import Work
 from .collector import Written, text_columns, texts_at_once
 from .unroll import MEMORY_BYTES, Unroller
