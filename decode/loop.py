@@ -27,10 +27,8 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import request_states
 from .models.outputs import hidden_widths
 from .models.pair import Pair
-from .models.view import hidden_width
 from .records import Generation, Round
 from .round_state import RoundState
 from .rounds import play_round

@@ -20,13 +20,6 @@ from .models.view import hidden_width
 from .round_state import RoundState
 from .settings import Settings
 from .texts import Text
-from .models.attention import Part
-from .models.cuda import open_cache
-from .models.device import download
-from .models.outputs import broken, stored
-from .settings import shaping_of
-from .verify.noise import gumbel, target_tokens
-from .verify.sampler import BatchSampler, require_token
 from .verify.sampling import MODEL_DEFAULTS, SamplingParams
 
 

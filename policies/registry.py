@@ -15,7 +15,6 @@ from .contract import StopPolicy
 from .errors import InputError, PolicyError, close_match
 from .host import plugin_errors, validate_policy
 from .plugins import PluginInfo, Plugins, check_options, read_number, set_option, split_spec
-from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, set_option, split_spec
 from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import broken, check_rows, stored
 from ...decode.summaries import summarise, truncation_lead
-from ...decode.summaries import lead_over_truncated, summarise
 from ...decode.verify.sampler import Sampler
 from ...policies.contract import Array
 from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens

@@ -26,7 +26,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.errors import InputError
 from ...policies.host import with_costs
 from ...policies.limits import LIMITS
 from ...policies.profile import Profile

@@ -25,7 +25,6 @@ from torch import Tensor
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import MAX_DEPTH, MedusaHeads, Shape
 from ...decode.models.outputs import hidden_width
-from ...decode.drafters.heads.networks import MOST_DEPTH, MedusaHeads, Shape
 from ...decode.models.pair import Pair
 from ...decode.models.view import hidden_width
 from ...policies.contract import Array
