@@ -14,9 +14,8 @@ from torch import nn
 
 from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
-from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
+from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, Shape, output_scale, scale_output
-from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
 from ...decode.models.view import hidden_width

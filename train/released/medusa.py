@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import MAX_DEPTH, MedusaHeads, Shape
-from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
 from ...decode.models.view import hidden_width
 from ...policies.contract import Array
