@@ -100,7 +100,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         # No row of the target is read: the ANCHOR features that are allowed are of tokens and of the run.
         self._base = np.zeros((1, len(self._layout.names)), dtype=np.float32)
         read_anchors(self._layout, torch.zeros(1, 1), [anchor], self._temperature, self._base)
-        self._layout.write_history(self._host.history, self._base)
+        self._base[:, self._layout.history_at] = self._host.history.values(self._layout.history)
         self._path: Array | None = None
         if self.policy.first == 0:  # its answer has no effect, since transformers drafts at least one token
             self._host.keep(single_step(0, self._base.copy()))

@@ -209,7 +209,7 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from specstop.policies.batch_rules import for_batches
     from specstop.policies.calibration import Calibrator, SurvivalMaps
     from specstop.policies.heads import build_head
-    from specstop.policies.heads.dynasd import HARD_FEATURES
+    from specstop.policies.heads.layers import HARD_FEATURES
     from specstop.policies.learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, head_names
     from specstop.policies.rules import BatchRule, Continuation, Derived, Threshold
     from trees import FREE, make_tree_policy
