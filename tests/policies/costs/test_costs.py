@@ -229,9 +229,9 @@ def _zero(raw: dict[str, Any]) -> dict[str, Any]:
         (_put([1e-3, 1e-3, -1e-3], "tree_outside_s"), r"tree_outside_s\[2\]: .*not -0.001"),
         (_put(-0.5, "temperature"), "temperature: expected a number between 0 and 100, not -0.5"),
         (_put([["made", "up"]], "facts"), "facts: expected a JSON object, not a list of 1"),
-        (_put(1e-3, "decision_s", "\ud800"), "a text has control characters or half surrogates in it"),
-        (_put("\udcff", "facts", "device"), "a text has control characters or half surrogates in it"),
-        (_put("\x1b[2J", "facts", "device"), "a text has control characters or half surrogates in it"),
+        (_put(1e-3, "decision_s", "\ud800"), "surrogates"),
+        (_put("\udcff", "facts", "device"), "surrogates"),
+        (_put("\x1b[2J", "facts", "device"), "surrogates"),
         (_put(json.loads("[" * 100 + "]" * 100), "facts", "deep"), "it is nested too deeply"),
     ],
 )  # fmt: skip
