@@ -18,8 +18,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
-from .features import FEATURES, HIDDEN_STATES
-from .history import History
+from .features import FEATURES, HIDDEN_STATES, History
 from .profile import Profile
 from .state import empty, join, put, take
 

@@ -184,7 +184,7 @@ def make_step(
     hidden = {}
     for name in policy.hidden:
         shape = (width, getattr(policy, "sizes", {}).get(name, HIDDEN))
-        is_anchor = HIDDEN_STATES[name].kind is Kind.ANCHOR
+        is_anchor = HIDDEN_STATES[name] is Kind.ANCHOR
         seeds = [(s, round) if is_anchor else (s, round, depth, 1) for s in streams]
         states = np.stack([np.random.default_rng(seed).standard_normal(shape) for seed in seeds])
         states = states[:, :1].repeat(width, 1) if is_anchor else states * (depth > 0)

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.features import DrawnTokens, Layout
+from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
-from ...policies.history import History
 from ...policies.host import PolicyHost, error_text
 from ...policies.profile import Profile
 from ..feature_reader import FeatureReader

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
-from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
-from ...decode.drafters.heads.networks import MOST_DEPTH, LayerNetwork, OutputTransform, Shape, with_transform
-from ...decode.models.outputs import hidden_width
+from ...decode.drafters.folder import TrainedDrafter, save_drafter
+from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHeads, Shape, output_scale, scale_output
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
+from ...decode.models.view import hidden_width
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
@@ -26,6 +25,7 @@ from ...policies.limits import check_limit, check_limits
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
+from .initial import initialize
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
 from .texts import Texts, record_texts
@@ -169,7 +169,7 @@ def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
 def _fitted(
     pair: Pair, kind: str, depth: int, texts: Texts, held_out: Texts, folder: Path, seed: int, options: FitOptions,
     progress: Progress,
-) -> nn.Module:  # fmt: skip
+) -> MedusaHeads | LayerNetwork:  # fmt: skip
     """Return the network with the least held-out loss. The caller's torch random state is left as it was."""
     epochs = options.epochs or EPOCHS[kind]
     # Whoever calls may be in inference mode, whose tensors take no gradients.
@@ -180,7 +180,7 @@ def _fitted(
         data = TextsDataModule(texts, held_out, options.batch_size or BATCH, seed)
         state = best_epoch(module, data, options, folder, epochs, Report(f"train {kind}", progress, epochs))
     module.load_state_dict(state)
-    fitted: nn.Module = network.cpu().requires_grad_(False).eval()
+    fitted: MedusaHeads | LayerNetwork = network.cpu().requires_grad_(False).eval()
     return fitted
 
 
@@ -188,26 +188,23 @@ def _ends(pair: Pair) -> tuple[Any, Any]:
     """Return copies of the target's embeddings and of what makes its logits, float32 on the CPU, where Lightning begins."""
     modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     embedding, output = (copy_to_host(module).requires_grad_(False) for module in modules)
-    return embedding, with_transform(output, pair.target.config)
+    return embedding, scale_output(output, pair.target.config)
 
 
 def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
     network: Any = KINDS[kind](_shape(pair, kind, depth))
-    if isinstance(network, LayerNetwork):
-        network.start()
-        return network
-    # Heads have output layers of their own, which say logits as they are: they begin in the scale of the target's.
+    # The output layers of heads compute logits without a factor: they begin in the scale of the target's logits.
     weight = copy_to_host(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
-    network.start(weight * OutputTransform.of(pair.target.config).factor)
+    initialize(network, weight * output_scale(pair.target.config)[0])
     return network
 
 
 def _shape(pair: Pair, kind: str, depth: int) -> Shape:
     """Return the sizes of a network of the target's; `InputError` where one is out of range."""
     spare = SPARE if kind == "ctc" else 0
-    if depth > MOST_DEPTH - spare:
-        raise InputError(f"--depth: expected at most {MOST_DEPTH - spare} with --kind {kind}, not {depth}")
+    if depth > MAX_DEPTH - spare:
+        raise InputError(f"--depth: expected at most {MAX_DEPTH - spare} with --kind {kind}, not {depth}")
     config, hidden = pair.target.config.get_text_config(), hidden_width(pair.target)
     shape = Shape(hidden, pair.vocabulary, depth + spare)
     if not issubclass(_class(kind), LayerNetwork):

@@ -11,8 +11,9 @@ from typing import Any
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.files import prepare_output_dir
-from ...policies.learned import LearnedPolicy, TrainingMetadata
+from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
+from ...policies.training_metadata import TrainingMetadata
 from ..heads.fitting import FitOptions
 
 
@@ -37,7 +38,7 @@ def facts_of(
 ) -> TrainingMetadata:
     """Return what a policy that was trained on these traces remembers of them; `more` joins its provenance."""
     if (drafter := header.facts.get("drafter")) is not None:
-        more["drafter"] = drafter  # what the policy is exported with (`decode.hf.export`)
+        more["drafter"] = drafter  # what the policy is exported with (`train.export.hf`)
     return TrainingMetadata(
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,

@@ -43,7 +43,7 @@ def clock(pair: Pair, patched: pytest.MonkeyPatch) -> list[float]:
 
     def tick(self: CachedModel, parts: Sequence[Part]) -> None:
         tokens = sum(len(part.tokens) for part in parts)
-        target = self.view.original is pair.target
+        target = self.original is pair.target
         now[0] += TARGET + STREAM * len(parts) + TOKEN * tokens if target else DRAFT + DRAFT_TOKEN * tokens
 
     def timed_packed(self: CachedModel, parts: Sequence[Part]) -> Tensor:
@@ -102,7 +102,7 @@ def test_known_costs_are_found_again(profile: Profile, tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_none_are_refused(pair: Pair) -> None:
-    with pytest.raises(InputError, match="batch: expected 1 or more, not 0"):
+    with pytest.raises(InputError, match="batch: expected a whole number"):
         measure_profile(pair, PROMPTS, depth=1, batch=(0, 2))
 
 
