@@ -57,7 +57,7 @@ def readable(model: PreTrainedModel) -> int:
 
 def state_key(model: PreTrainedModel) -> str:
     """Return a key of all that a model's calls depend on besides inputs and weights: config, hooks and adapters."""
-    layers = []
+    layers: list[Any] = []
     for module in model.modules():
         layers.append((*module._forward_hooks, *module._forward_pre_hooks))  # handle numbers, which are never reused
         if isinstance(getattr(module, "disable_adapters", None), bool):  # a layer of peft
