@@ -34,7 +34,7 @@ from specstop.policies.calibration import Calibrator, PathCalibrator
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, feature, summarise
 from specstop.policies.heads import build_head
-from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy, TreeGain
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived, Rule, Threshold

@@ -33,10 +33,9 @@ from specstop.decode.texts import Anchor
 from specstop.decode.topology import chain
 from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
-from specstop.policies.features import feature
+from specstop.policies.features import History, feature
 from specstop.policies.fixed import Confidence
 from specstop.policies.heads import build_head
-from specstop.policies.history import History
 from specstop.policies.host import PolicyHost
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.registry import BUILTINS, load_policy

@@ -34,7 +34,7 @@ from pairs import effort, pair_folder
 from specstop.cli.console.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.decode import Pair, load_drafter, load_pair
-from specstop.decode.drafters.heads.networks import output_layer
+from specstop.decode.drafters.networks import output_layer
 from specstop.policies.display import Progress
 from specstop.train import FitOptions, train_drafter
 from specstop.train.drafters.run import KEPT_STATES

@@ -10,10 +10,7 @@ from typing import Any
 from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.topology import Topology
-from ..decode.verify.base import Verification
-from ..decode.verify.match import Match
-from ..decode.verify.modes import find_mode, resolve_mode
-from ..decode.verify.rejection import Block
+from ..decode.verify.modes import Block, Match, Verification, find_mode, resolve_mode
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.fixed import FixedLength

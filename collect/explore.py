@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from ..policies.counter_rng import mix
 from ..policies.host import validate_policy
-from ..policies.splitmix import mix
 
 _SALT = 0x5EED
 _SHARE = 1 << 24

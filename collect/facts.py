@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..decode.drafters.spec import drafts_in_turn, reading_of
+from ..decode.drafters.spec import parse_spec, reading_of
 from ..decode.models.pair import Pair
 
 
@@ -27,4 +27,4 @@ def facts(pair: Pair) -> dict[str, Any]:
 
 def _of_drafter(pair: Pair) -> dict[str, Any]:
     facts = {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
-    return {**facts, "in turn": True} if drafts_in_turn(pair.drafter) else facts
+    return {**facts, "in turn": True} if len(parse_spec(pair.drafter)) > 1 else facts

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..decode.drafters.base import carries
 from ..decode.drafters.spec import find_drafter, paths_of, warn_depth_limited
 from ..decode.models.outputs import hidden_widths
 from ..decode.models.pair import Pair
@@ -214,7 +213,7 @@ def _read_by(
 
 def _remembers(pair: Pair, policy: StopPolicy | None, through: str, shards: int | None) -> bool:
     """Whether policy or drafter carry something from text to text, which forbids several shards inside an engine."""
-    remembers = (policy is not None and policy.carries) or carries(find_drafter(pair.drafter, pair))
+    remembers = (policy is not None and policy.carries) or find_drafter(pair.drafter, pair).carries
     if remembers and (shards or 1) > 1:
         raise InputError(
             f"--shards: expected 1 with --through {through}, not {shards}: what the policy or the drafter knows of "

@@ -24,10 +24,10 @@ import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..decode.topology import Topology
-from ..policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 from ..policies.errors import TraceError
 from ..policies.features import HIDDEN_STATES, Kind
 from ..policies.safe_loading import SURROGATE, is_text, strict_loads
+from ..policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
 from .store.header_fields import (
     MOST,
     AnchorFeatures,
@@ -181,7 +181,7 @@ class Header:
     def hidden_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a recorded hidden state in a row: [N, H], or [H] for one of the anchor."""
         width = self.hidden[name]
-        return (width,) if HIDDEN_STATES[name].kind is Kind.ANCHOR else (len(self.topology), width)
+        return (width,) if HIDDEN_STATES[name] is Kind.ANCHOR else (len(self.topology), width)
 
     def to_json(self) -> str:
         """Return the header as JSON."""

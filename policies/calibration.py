@@ -34,10 +34,10 @@ class Calibrator:
     """
 
     def __init__(self, kind: str = "identity", temperature: float = 1.0, knots: Array | None = None) -> None:
-        if kind not in KINDS:
-            raise PolicyError(f"unknown calibration {kind!r}; expected one of {', '.join(KINDS)}")
-        if not 0 < temperature < math.inf:
-            raise PolicyError(f"calibration: expected a temperature above 0, not {temperature}")
+        if kind not in KINDS or not 0 < temperature < math.inf:
+            raise PolicyError(
+                f"calibration: expected {', '.join(KINDS)} at a temperature above 0, not {kind} at {temperature}"
+            )
         self.kind, self.temperature = kind, temperature
         self.knots: Array = np.zeros((2, 0), dtype=np.float32) if knots is None else knots
         self.pieces = _pieces(self.knots) if kind == "isotonic" else np.array([[1.0 / temperature]])
@@ -66,8 +66,8 @@ def _pieces(knots: Array) -> Array:
 class SurvivalMaps:
     """Recalibrates the running product of `accept` by a monotone table at each depth: S_j = g_j(S_{j-1} accept_j).
 
-    Each factor may be calibrated and the product still be wrong, since what is known at depth j also tells about the tokens
-    before it. (Sequential temperature scaling of the confidence heads in DSpark, with tables instead of temperatures.)
+    The product of calibrated factors is not calibrated, since the features at depth j also depend on the tokens before it.
+    (Sequential temperature scaling of the confidence heads in DSpark, with tables instead of temperatures.)
 
     Args:
         tables: [L, K, 2, n] float32, knots (probabilities before and after, neither decreasing) for products that begin at
@@ -83,7 +83,7 @@ class SurvivalMaps:
 
     @property
     def changed(self) -> list[int]:
-        """The depths at which the product from depth 1 on is changed."""
+        """The depths at which a product that begins at depth 1 is changed."""
         return [depth for depth, piece in enumerate(self._pieces[0], 1) if piece.size]
 
     def by_depth(self, first: int) -> Sequence[Array]:
@@ -95,11 +95,12 @@ class SurvivalMaps:
 class PathCalibrator(Calibrator):
     """Calibrates whole paths of a tree: P = sigmoid(scale_d logit(p sigmoid(l)) + tilt_d l + shift_{d,r}), at most p.
 
-    p is the calibrated chance of the path to the parent, l the head's logit at depth d of a node of rank r. The bare product
+    p is the calibrated chance of the path to the parent, l the head's logit at depth d of a node of rank r. The plain product
     is wrong because the draft is often as confident after a wrong token as after a right one.
 
     Args:
-        table: [D + 1, 2 + R] float32, by depth 0..D: scale, tilt, and the shifts of rank 0..R-1; the last ones hold beyond.
+        table: [D + 1, 2 + R] float32, by depth 0..D: scale, tilt, and the shifts of rank 0..R-1. The last row and the last
+            shift apply to all deeper and lower nodes.
     """
 
     name = "path"
@@ -118,8 +119,8 @@ class PathCalibrator(Calibrator):
 
     def of(self, parent_chance: Array, logits: Array, depth: int, ranks: Array) -> Array:
         """Return [..., B] chances of whole paths, given p and l [..., B] and the ranks [B] of the branches of a depth."""
-        both = np.broadcast_arrays(parent_chance, logits)
-        parents, scores = (np.ascontiguousarray(v, dtype=np.float64).reshape(-1, len(ranks)) for v in both)
+        pair = np.broadcast_arrays(parent_chance, logits)
+        parents, scores = (np.ascontiguousarray(v, dtype=np.float64).reshape(-1, len(ranks)) for v in pair)
         out = np.empty(scores.shape)
         trees().path_chances(parents, scores, self.maps(depth, ranks), out)
-        return out.reshape(both[0].shape)
+        return out.reshape(pair[0].shape)

@@ -5,32 +5,30 @@
 | ANCHOR | before drafting: read from the target's row that the anchor token was drawn from |
 | PRE | with q_j: a function of the context and the draft's distribution at depth j |
 | POST | with x_j: depends on the drawn token |
-| HISTORY | from earlier rounds (`history`); never stored in a trace |
+| HISTORY | from earlier rounds (`History`); never stored in a trace |
 
-Probability features read the raw logits at temperature 1, whatever the sampling temperature. Only `drawn_prob` reads the
-distribution that is sampled from, and the `noisy_*` features read that distribution plus Gumbel noise. At temperature 0
-`drawn_prob` reads temperature 1 and the `noisy_*` features read the raw logits.
-
-A filter such as top-k removes other tokens from the draft's distribution than from the target's. A removed token therefore
-counts in a noisy margin with its log-weight without noise. Otherwise a nucleus of one token would have an infinite margin,
-which predicts acceptance where there is none.
+Probabilities are of the raw logits at temperature 1. Only `drawn_prob` reads the distribution that is sampled from, and the
+`noisy_*` features that distribution plus Gumbel noise; at temperature 0 both read the raw logits. A token that a filter such
+as top-k removes counts in a noisy margin with its log-weight without noise: otherwise a nucleus of one token would have an
+infinite margin, which predicts acceptance where there is none.
 
 Hidden states are the input of the output layer (transformers' `hidden_states[-1]`), rounded to float16, live as in a trace.
-Two forwards of one text differ by about 1e-5, which moves a few numbers to the neighbouring float16.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import numpy as np
 
 from .arguments import as_list
 from .contract import Array, StopPolicy
 from .errors import PolicyError, close_match
-from .history import History, history_columns
 from .kernels import on_first_use
 
 TOP = 10
@@ -40,32 +38,23 @@ BOUND = 30.0
 """Noisy margins are clipped to +-BOUND. Where only one token can be drawn the margin is infinite, a value that no head has
 seen in training. Under shared noise a margin of 30 occurs once in 1e13 draws."""
 
+PAST_WEIGHT = 0.8
+"""Weight of earlier rounds in the running means."""
+
 MAX_HALF = float(np.finfo(np.float16).max)
 NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
 
-kernels = on_first_use("features")
+feature_kernels, round_kernels = on_first_use("features"), on_first_use("rounds")
 
 # Definitions
 
 
-class Code(enum.IntEnum):
-    """Formula of a column in `kernels.features.write_columns`; `PROBABILITY + k` is the probability of rank k."""
-
-    MARGIN = 0
-    LARGEST = 1
-    ENTROPY = 2
-    TOKEN_PROBABILITY = 3
-    SAMPLED_PROBABILITY = 4
-    PATH = 5
-    NOISY_MARGIN = 6
-    NOISY_SCORE = 7
-    NOISY_LEAD = 8
-    TOKEN = 9
-    PARENT_TOKEN = 10
-    DEPTH = 11
-    RANK = 12
-    TEMPERATURE = 13
-    PROBABILITY = 16
+# Formula of a column in `kernels.features`; `PROBABILITY + k` is the probability of rank k.
+Code = enum.IntEnum(
+    "Code",
+    "MARGIN LARGEST ENTROPY TOKEN_PROBABILITY SAMPLED_PROBABILITY PATH NOISY_MARGIN NOISY_SCORE NOISY_LEAD TOKEN "
+    "PARENT_TOKEN DEPTH RANK TEMPERATURE PROBABILITY",
+)
 
 
 class Kind(enum.Enum):
@@ -96,32 +85,34 @@ class Needs:
     noisy: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(
-            max(self.ranks, other.ranks),
-            self.spread or other.spread,
-            self.sampled or other.sampled,
-            self.path or other.path,
-            self.noisy or other.noisy,
-        )
+        return Needs(*map(max, astuple(self), astuple(other)))
 
 
-NOTHING, LARGEST, NOISY = Needs(), Needs(1), Needs(noisy=True)
-PROBABILITY = Needs(1, spread=True)  # log-sum-exp is computed relative to the largest logit
+NOISY, PROBABILITY = Needs(noisy=True), Needs(1, spread=True)  # log-sum-exp is computed relative to the largest logit
 SAMPLED, PATH = Needs(1, spread=True, sampled=True), Needs(1, spread=True, path=True)
-_SECOND, _TOP = Needs(2, spread=True), Needs(TOP, spread=True)
+_NEEDS = {
+    **dict.fromkeys((Code.ENTROPY, Code.TOKEN_PROBABILITY), PROBABILITY),
+    **dict.fromkeys((Code.NOISY_MARGIN, Code.NOISY_SCORE, Code.NOISY_LEAD), NOISY),
+    **{Code.PROBABILITY + rank: Needs(rank + 1, spread=True) for rank in range(TOP)},
+    **{Code.MARGIN: Needs(2, spread=True), Code.LARGEST: Needs(1), Code.SAMPLED_PROBABILITY: SAMPLED, Code.PATH: PATH},
+}
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A named scalar with its definition, its range and how it is computed; HISTORY features have no `code`."""
+    """A named scalar: when it is known, its definition, its range, and its `Code` (HISTORY features have none)."""
 
     name: str
     kind: Kind
     definition: str
     low: float
     high: float
-    needs: Needs = NOTHING
-    code: int = -1
+    code: int = 0
+
+    @property
+    def needs(self) -> Needs:
+        """What is computed of rows of logits."""
+        return _NEEDS.get(self.code, Needs())
 
     @property
     def is_probability(self) -> bool:
@@ -129,46 +120,40 @@ class Feature:
         return self.low == 0.0 and self.high == 1.0
 
 
-def _ranked(rank: int) -> Feature:
-    needs = PROBABILITY if rank == 1 else _SECOND if rank == 2 else _TOP
-    definition = f"probability of the draft's {'best token' if rank == 1 else f'token of rank {rank}'}"
-    return Feature(f"top{rank}", Kind.PRE, definition, 0.0, 1.0, needs, Code.PROBABILITY + rank - 1)
-
-
-_INF = float("inf")
+_INF, _BEST = float("inf"), "of the draft's best token"
+_NOISE, _PAST = "log q / T + g of x_j", f"weight {PAST_WEIGHT} on the past"
+_ANCHOR, _PRE, _POST, _HISTORY = Kind
 _ALL = (
-    Feature("anchor_entropy", Kind.ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0.0, _INF,
-            PROBABILITY, Code.ENTROPY),
-    Feature("anchor_top1", Kind.ANCHOR, "largest probability in that row", 0.0, 1.0, PROBABILITY, Code.PROBABILITY),
-    Feature("anchor_margin", Kind.ANCHOR, "largest minus second probability in that row", 0.0, 1.0, _SECOND, Code.MARGIN),
-    Feature("anchor_prob", Kind.ANCHOR, "probability of the anchor token in that row", 0.0, 1.0, PROBABILITY,
-            Code.TOKEN_PROBABILITY),
-    Feature("anchor_token", Kind.ANCHOR, "id of the anchor token", 0.0, _INF, code=Code.TOKEN),
-    Feature("before_token", Kind.ANCHOR, "id of the token before the anchor", -1.0, _INF, code=Code.PARENT_TOKEN),
-    Feature("temperature", Kind.ANCHOR, "temperature of the sampling, 0 = greedy: the same for a whole run", 0.0, _INF,
-            code=Code.TEMPERATURE),
-    *(_ranked(rank) for rank in range(1, TOP + 1)),
-    Feature("margin", Kind.PRE, "largest minus second probability of q_j", 0.0, 1.0, _SECOND, Code.MARGIN),
-    Feature("top1_logit", Kind.PRE, "raw logit of the draft's best token", -_INF, _INF, LARGEST, Code.LARGEST),
-    Feature("entropy", Kind.PRE, "entropy of q_j, nats", 0.0, _INF, PROBABILITY, Code.ENTROPY),
-    Feature("drawn_prob", Kind.POST, "probability of x_j in the distribution it was drawn from", 0.0, 1.0, SAMPLED,
-            Code.SAMPLED_PROBABILITY),
-    Feature("path_logprob", Kind.POST, "log-probability of x_1..x_j", -_INF, 0.0, PATH, Code.PATH),
-    Feature("noisy_margin", Kind.POST, f"log q / T + g of x_j minus that of the best token not drawn, at most {BOUND:.0f}",
-            0.0, BOUND, NOISY, Code.NOISY_MARGIN),
-    Feature("noisy_score", Kind.POST, "log q / T + g of x_j", -_INF, _INF, NOISY, Code.NOISY_SCORE),
-    Feature("noisy_lead", Kind.POST,
-            f"log q / T + g of x_j minus that of the best other token, drawn or not, within +-{BOUND:.0f}", -BOUND, BOUND,
-            NOISY, Code.NOISY_LEAD),
-    Feature("drawn_token", Kind.POST, "id of x_j", 0.0, _INF, code=Code.TOKEN),
-    Feature("above_token", Kind.POST, "id of the token that x_j comes after: x_{j-1}, or the anchor", -1.0, _INF,
-            code=Code.PARENT_TOKEN),
-    Feature("depth", Kind.POST, "j", 0.0, _INF, code=Code.DEPTH),
-    Feature("branch_rank", Kind.POST, "rank of x_j among its siblings, 0 in a chain", 0.0, _INF, code=Code.RANK),
-    Feature("mean_accepted", Kind.HISTORY, "running mean of min(A, k), weight 0.8 on the past", 0.0, _INF),
-    Feature("mean_full", Kind.HISTORY, "running mean of full acceptance, weight 0.8 on the past", 0.0, 1.0),
-    Feature("last_accepted", Kind.HISTORY, "min(A, k) of the last round", 0.0, _INF),
-    Feature("last_verified", Kind.HISTORY, "k of the last round", 0.0, _INF),
+    Feature("anchor_entropy", _ANCHOR, "entropy of the target's row that the anchor was drawn from, nats", 0, _INF,
+            Code.ENTROPY),
+    Feature("anchor_top1", _ANCHOR, "largest probability in that row", 0, 1, Code.PROBABILITY),
+    Feature("anchor_margin", _ANCHOR, "largest minus second probability in that row", 0, 1, Code.MARGIN),
+    Feature("anchor_prob", _ANCHOR, "probability of the anchor token in that row", 0, 1, Code.TOKEN_PROBABILITY),
+    Feature("anchor_token", _ANCHOR, "id of the anchor token", 0, _INF, Code.TOKEN),
+    Feature("before_token", _ANCHOR, "id of the token before the anchor", -1, _INF, Code.PARENT_TOKEN),
+    Feature("temperature", _ANCHOR, "sampling temperature, 0 = greedy: constant in a run", 0, _INF, Code.TEMPERATURE),
+    Feature("top1", _PRE, f"probability {_BEST}", 0, 1, Code.PROBABILITY),
+    *(Feature(f"top{rank + 1}", _PRE, f"probability of the draft's token of rank {rank + 1}", 0, 1, Code.PROBABILITY + rank)
+      for rank in range(1, TOP)),
+    Feature("margin", _PRE, "largest minus second probability of q_j", 0, 1, Code.MARGIN),
+    Feature("top1_logit", _PRE, f"raw logit {_BEST}", -_INF, _INF, Code.LARGEST),
+    Feature("entropy", _PRE, "entropy of q_j, nats", 0, _INF, Code.ENTROPY),
+    Feature("drawn_prob", _POST, "probability of x_j in the distribution it was drawn from", 0, 1, Code.SAMPLED_PROBABILITY),
+    Feature("path_logprob", _POST, "log-probability of x_1..x_j", -_INF, 0, Code.PATH),
+    Feature("noisy_margin", _POST, f"{_NOISE} minus that of the best token not drawn, at most {BOUND:.0f}", 0, BOUND,
+            Code.NOISY_MARGIN),
+    Feature("noisy_score", _POST, _NOISE, -_INF, _INF, Code.NOISY_SCORE),
+    Feature("noisy_lead", _POST, f"{_NOISE} minus that of the best other token, drawn or not, within +-{BOUND:.0f}", -BOUND,
+            BOUND, Code.NOISY_LEAD),
+    Feature("drawn_token", _POST, "id of x_j", 0, _INF, Code.TOKEN),
+    Feature("above_token", _POST, "id of the token that x_j follows: x_{j-1}, or the anchor", -1, _INF, Code.PARENT_TOKEN),
+    Feature("depth", _POST, "j", 0, _INF, Code.DEPTH),
+    Feature("branch_rank", _POST, "rank of x_j among its siblings, 0 in a chain", 0, _INF, Code.RANK),
+    # In the order of `History.record`.
+    Feature("mean_accepted", _HISTORY, f"running mean of min(A, k), {_PAST}", 0, _INF),
+    Feature("mean_full", _HISTORY, f"running mean of full acceptance, {_PAST}", 0, 1),
+    Feature("last_accepted", _HISTORY, "min(A, k) of the last round", 0, _INF),
+    Feature("last_verified", _HISTORY, "k of the last round", 0, _INF),
 )  # fmt: skip
 
 FEATURES: dict[str, Feature] = {feature.name: feature for feature in _ALL}
@@ -191,6 +176,15 @@ RUN_FEATURES = ("temperature",)
 ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR and f.name not in RUN_FEATURES)
 """Recorded once per anchor."""
 
+HISTORY_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.HISTORY)
+
+DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
+HIDDEN_STATES = {
+    DRAFT_HIDDEN: Kind.PRE,  # the state that q_j is computed from; 0 at depth 0
+    TARGET_HIDDEN: Kind.ANCHOR,  # the state of the row that the anchor was drawn from
+}
+"""The last hidden states of the models, by name: when each is known."""
+
 
 def feature(name: str) -> Feature:
     """Return the feature called `name`; raise `PolicyError` if there is none."""
@@ -202,49 +196,26 @@ def feature(name: str) -> Feature:
         ) from None
 
 
-@dataclass(frozen=True)
-class HiddenState:
-    """A named hidden state."""
-
-    name: str
-    kind: Kind
-    definition: str
-
-
-DRAFT_HIDDEN, TARGET_HIDDEN = "draft_hidden", "target_hidden"
-_DRAFT = "the draft's last hidden state, from which q_j is computed; 0 at depth 0"
-_TARGET = "the target's last hidden state of the row that the anchor was drawn from"
-HIDDEN_STATES: dict[str, HiddenState] = {
-    DRAFT_HIDDEN: HiddenState(DRAFT_HIDDEN, Kind.PRE, _DRAFT),
-    TARGET_HIDDEN: HiddenState(TARGET_HIDDEN, Kind.ANCHOR, _TARGET),
-}
-
-
-def check_hidden(names: Iterable[str], who: str = "") -> tuple[str, ...]:
-    """Return the names of hidden states, each once, in the order of `HIDDEN_STATES`; raise `PolicyError` if unknown."""
+def check_hidden(names: Iterable[str], where: str = "") -> tuple[str, ...]:
+    """Return names of hidden states, each once, in the order of `HIDDEN_STATES`; raise `PolicyError` if one is unknown."""
     requested = as_list(names)
     for name in requested:
         if name not in HIDDEN_STATES:
             raise PolicyError(
-                f"{who and who + ': '}unknown hidden state {name!r}{close_match(name, HIDDEN_STATES)}; "
+                f"{where and where + ': '}unknown hidden state {name!r}{close_match(name, HIDDEN_STATES)}; "
                 f"known: {', '.join(HIDDEN_STATES)}"
             )
     return tuple(name for name in HIDDEN_STATES if name in requested)
 
 
 def check_sizes(policy: StopPolicy, widths: Mapping[str, int]) -> None:
-    """Raise `PolicyError` if the hidden states of a policy (`sizes`) have another size than `widths`, both by name."""
+    """Raise `PolicyError` if a policy reads hidden states (`sizes`) of another width than the models' (`widths`)."""
     for name, size in getattr(policy, "sizes", {}).items():
         if widths.get(name, size) != size:
             raise PolicyError(
-                f"{policy.name}: reads {name} of {size} numbers, but here it has {widths[name]}: the policy was made for "
-                "another model; use it with its own pair"
+                f"{policy.name}: reads {name} of {size} numbers, but this model's has {widths[name]}: the policy was trained "
+                "for another model; use it with its own pair"
             )
-
-
-def round_to_half(states: Array) -> Array:
-    """Return hidden states [..., H] as a policy reads them: float32 rounded to float16, clipped to its range."""
-    return np.clip(np.asarray(states, dtype=np.float32), -MAX_HALF, MAX_HALF).astype(np.float16).astype(np.float32)
 
 
 # Computation
@@ -272,10 +243,10 @@ class DrawnTokens:
 
 @dataclass(slots=True)
 class RowSummary:
-    """Everything that features need of R rows of logits and B tokens drawn from them.
+    """Everything that features need of R rows of logits and B tokens drawn from them; what is not needed is not set.
 
     Attributes:
-        top: [R, TOP] float32, largest raw logits, descending; only the ranks that are needed are set.
+        top: [R, TOP] float32, largest raw logits, descending.
         stats: [R, 2] float64, log sum exp(logit - largest), and entropy in nats.
         noisy: [R, m] float32, largest noisy scores, descending; the drawn tokens come first.
         numbers: [B, 4] float64, log-probability of each token at temperature 1 and in the distribution that is sampled from,
@@ -293,8 +264,7 @@ class RowSummary:
         return np.ascontiguousarray(self.numbers[:, 2])
 
 
-_EMPTY, _NO_COLUMNS = np.zeros(0), np.zeros((0, 2), dtype=np.int64)
-_NO_TOP, _NO_STATS, _NO_NUMBERS = np.zeros((0, TOP), dtype=np.float32), np.zeros((0, 2)), np.zeros((0, 4))
+_EMPTY, _NO_SCORES = np.zeros(0), np.zeros((0, 1), dtype=np.float32)
 
 
 def summarise(
@@ -312,61 +282,40 @@ def summarise(
         needs: of all features that will be computed.
         logits: [R, V] float32, raw.
         drawn: tokens drawn from these rows.
-        temperature: of the sampling; 0 = greedy.
+        temperature: sampling temperature; 0 = greedy.
         sampled: [R, V] log-weights of the distribution that is sampled from; None = softmax(logits / T).
         scores: [R, V] log q / T + g (the logits if greedy), whose largest entries `match` takes; None in other modes.
-        best: [R, m] largest scores, if they are known already.
+        best: [R, m] largest scores, if they are already known.
 
     Raises:
         PolicyError: noisy scores are needed but missing.
     """
-    rows = len(logits)
-    arrays = np.empty((rows, TOP), np.float32), np.empty((rows, 2)), np.empty((len(drawn.ids), 4))
-    noisy = _read_rows(needs, logits, drawn, temperature, sampled, scores, best, *arrays, _NO_COLUMNS, logits)
-    return RowSummary(arrays[0], arrays[1], noisy, arrays[2])
+    arguments = _kernel_arguments(needs, logits, drawn, temperature, sampled, scores, best)
+    return RowSummary(*feature_kernels().summarise_rows(*arguments))
 
 
-def _read_rows(
-    needs: Needs, logits: Array, drawn: DrawnTokens, temperature: float, sampled: Array | None, scores: Array | None,
-    best: Array | None, top: Array, stats: Array, numbers: Array, codes: Array, out: Array,
-) -> Array:  # fmt: skip
-    """Fill the arrays of a `RowSummary`, write columns, and return the noisy scores; the arrays may be empty: not needed."""
-    ids, ranks, most, noisy = drawn.ids, needs.ranks, 0, top if best is None else best
+def _kernel_arguments(
+    needs: Needs, logits: Array, drawn: DrawnTokens, temperature: float, sampled: Array | None = None,
+    scores: Array | None = None, best: Array | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of `kernels.features.summarise_rows`; arrays that are None become empty or are not read."""
+    ids, ranks, noisy_count, scale = drawn.ids, needs.ranks, 0, 0.0
     if needs.noisy and best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
         # Margins are to the best token that was not drawn. A single token has no siblings.
-        most = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
-        if scores is logits and most <= TOP:  # greedy: one ranking for both
-            ranks, most = max(ranks, most), 0
-        else:
-            noisy = np.empty((len(logits), most), np.float32)
-    scale = 0.0  # the distribution is softmax(logits)
+        noisy_count = 2 if len(ids) == 1 else max(int(ids[:, 4].max()) + 1, 2)
+        if scores is logits and noisy_count <= TOP:  # greedy: one ranking for both
+            ranks, noisy_count = max(ranks, noisy_count), 0
     if needs.sampled and sampled is not None:
         scale = 1.0
     elif needs.sampled and temperature not in (0.0, 1.0):
         scale = 1.0 / temperature
-    # Compiled code takes no None: arrays that stand for nothing are empty or not read.
-    kernels().read_rows(
-        logits,
-        ranks,
-        needs.spread,
-        logits if scores is None else scores,
-        most,
-        logits if sampled is None else sampled,
-        scale,
-        ids,
-        _EMPTY if drawn.parent_path is None else drawn.parent_path,
+    return (
+        logits, ranks, needs.spread, logits if scores is None else scores, noisy_count, _NO_SCORES if best is None else best,
+        logits if sampled is None else sampled, scale, ids, _EMPTY if drawn.parent_path is None else drawn.parent_path,
         _EMPTY if drawn.lead is None else drawn.lead,
-        top,
-        stats,
-        noisy,
-        numbers,
-        codes,
-        temperature,
-        out,
-    )
-    return noisy
+    )  # fmt: skip
 
 
 class Columns:
@@ -382,44 +331,26 @@ class Columns:
     """
 
     def __init__(self, names: Sequence[str], at: Sequence[int] | None = None) -> None:
-        self.names, self.needs = tuple(names), NOTHING
-        for name in names:
-            self.needs |= feature(name).needs
-        cells = zip([FEATURES[name].code for name in names], range(len(names)) if at is None else at, strict=True)
+        features = [feature(name) for name in names]
+        self.names, self.needs = tuple(names), functools.reduce(operator.or_, (f.needs for f in features), Needs())
+        cells = zip([f.code for f in features], range(len(names)) if at is None else at, strict=True)
         self.codes = np.array(list(cells), dtype=np.int64).reshape(-1, 2)
 
-    def read(
-        self,
-        logits: Array,
-        drawn: DrawnTokens,
-        temperature: float,
-        out: Array,
-        sampled: Array | None = None,
-        scores: Array | None = None,
-        best: Array | None = None,
-    ) -> Array:
-        """Write the columns to `out` [B, .] float32; arguments as of `summarise`.
+    def read(self, logits: Array, drawn: DrawnTokens, temperature: float, out: Array, *rows: Array | None) -> Array:
+        """Write the columns to `out` [B, .] float32 and return the log-probabilities [B] of paths.
 
-        Returns:
-            [B] float64 log-probability of each path, empty if no feature needs it.
+        Saves 1 us over `summarise` and `__call__`; `rows` are `sampled`, `scores` and `best` of `summarise`.
         """
-        # Scratch arrays are allocated in compiled code, which is faster.
-        numbers = np.empty((len(drawn.ids), 4)) if self.needs.path else _NO_NUMBERS
-        _read_rows(
-            self.needs, logits, drawn, temperature, sampled, scores, best, _NO_TOP, _NO_STATS, numbers, self.codes, out
-        )  # fmt: skip
-        return np.ascontiguousarray(numbers[:, 2])
+        arguments = _kernel_arguments(self.needs, logits, drawn, temperature, *rows)
+        path: Array = feature_kernels().read_columns(*arguments, self.codes, temperature, out)
+        return path
 
-    def write(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array) -> None:
-        """Write the columns of summarised rows to `out` [B, .] float32."""
-        kernels().write_columns(
+    def __call__(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array | None = None) -> Array:
+        """Return the columns [B, F] float32 of summarised rows, or write them to `out` [B, .]."""
+        out = np.empty((len(drawn.ids), len(self.codes)), dtype=np.float32) if out is None else out
+        feature_kernels().write_columns(
             self.codes, summary.top, summary.stats, summary.noisy, drawn.ids, summary.numbers, temperature, out
         )
-
-    def __call__(self, summary: RowSummary, drawn: DrawnTokens, temperature: float) -> Array:
-        """Return [B, F] float32."""
-        out = np.empty((len(drawn.ids), len(self.codes)), dtype=np.float32)
-        self.write(summary, drawn, temperature, out)
         return out
 
 
@@ -434,24 +365,48 @@ class Layout:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        kinds = [feature(name).kind for name in names]
+        def at(*kinds: Kind) -> list[int]:
+            return [i for i, name in enumerate(names) if feature(name).kind in kinds]
+
         self.names = tuple(names)
-        self.node_at = [i for i, kind in enumerate(kinds) if kind in (Kind.PRE, Kind.POST)]
-        self.anchor_at = [i for i, kind in enumerate(kinds) if kind is Kind.ANCHOR]
-        self.history_at = [i for i, kind in enumerate(kinds) if kind is Kind.HISTORY]
+        self.anchor_at, self.node_at, self.history_at = at(Kind.ANCHOR), at(Kind.PRE, Kind.POST), at(Kind.HISTORY)
         self.anchor, self.node, self.history = (
-            tuple(names[i] for i in at) for at in (self.anchor_at, self.node_at, self.history_at)
+            tuple(names[i] for i in places) for places in (self.anchor_at, self.node_at, self.history_at)
         )
         self.anchor_columns, self.node_columns = Columns(self.anchor, self.anchor_at), Columns(self.node, self.node_at)
-        self._record_columns = history_columns(self.history)
 
-    def write_history(self, history: History, out: Array) -> None:
-        """Write the HISTORY columns of `out` [S, F]."""
-        if self.history:
-            out[:, self.history_at] = history.record.take(self._record_columns, 1)
 
-    def base(self, anchor: Array, history: Array) -> Array:
-        """Return [S, F] float32 with ANCHOR [S, .] and HISTORY [S, .] columns, the others 0, as at depth 0."""
-        out = np.zeros((len(anchor), len(self.names)), dtype=np.float32)
-        out[:, self.anchor_at], out[:, self.history_at] = anchor, history
-        return out
+@dataclass(frozen=True, slots=True)
+class History:
+    """Running record of earlier rounds of S streams, from which HISTORY features are read.
+
+    Attributes:
+        record: [S, 5] float64, `HISTORY_FEATURES`, then the sum of the weights in the means, 1 - 0.8^n after
+            n rounds.
+    """
+
+    record: Array
+
+    @staticmethod
+    def start(streams: int) -> History:
+        """Return the history of fresh sequences."""
+        return History(np.zeros((streams, len(HISTORY_FEATURES) + 1)))
+
+    def after(self, accepted: Array, verified: Array, active: Array | None = None, cut: Array | None = None) -> History:
+        """Return the history after a round.
+
+        Args:
+            accepted, verified: [S] int64, min(A, k) and k.
+            active: [S] bool, streams that had a round; None = all.
+            cut: [S] bool, rounds cut by EOS or a length limit, which do not count; None = none.
+        """
+        streams, after = len(self.record), np.empty(self.record.shape)
+        active = np.ones(streams, dtype=np.bool_) if active is None else active
+        cut = np.zeros(streams, dtype=np.bool_) if cut is None else cut
+        round_kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
+        return History(after)
+
+    def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:
+        """Return the named features [S, len(names)] float32."""
+        values: Array = self.record.take([HISTORY_FEATURES.index(name) for name in names], 1).astype(np.float32)
+        return values

@@ -18,8 +18,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
-from .features import FEATURES, HIDDEN_STATES
-from .history import History
+from .features import FEATURES, HIDDEN_STATES, History
 from .profile import Profile
 from .state import empty, join, put, take
 
@@ -172,6 +171,7 @@ class PolicyHost:
 
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
+        kept: Array
         kept, self.state = self._call("keep", step)
         if self._monitor is not None and self.policy is self._original:
             self._monitor.on_decision(step, self.state)
@@ -203,13 +203,11 @@ class PolicyHost:
                 self._replace(other)
 
     def _modelled_seconds(self, profile: Profile, round: Any) -> Array:
-        price = profile.decision(self.policy.cost_name)
+        price, columns = profile.decision(self.policy.cost_name), (round.context, round.drafted, round.verified)
         if self.batch > 1 and profile.batch is not None and round.fed_by_step is None:  # trees have no price by batch
-            active = (x[round.active] for x in (round.context, round.drafted, round.verified, round.decisions))
-            return np.full(len(round.active), profile.batch_seconds(*active, price))
-        columns = round.context, round.drafted, round.verified, round.backlog, round.decisions
-        seconds: Array = profile.round_seconds(*columns, price, round.fed_by_step)
-        return seconds
+            context, drafted, verified, decisions = (x[round.active] for x in (*columns, round.decisions))
+            return np.full(len(round.active), profile.batch_seconds(context, drafted, verified, decisions, price))
+        return profile.round_seconds(*columns, round.backlog, round.decisions, price, round.fed_by_step)
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of the policy, with the state except for `start`. After a failure, call the fallback."""
@@ -328,10 +326,10 @@ _TYPES: Mapping[str, tuple[type, str]] = {
 """Type and description of the plain attributes of a policy."""
 
 
-def _is_valid(value: Any, kind: type) -> bool:
-    if type(value) is not kind or (kind is int and value < 0):
+def _is_valid(value: Any, kind: Any) -> bool:
+    if type(value) is not kind:
         return False
-    return kind is not str or (value.isprintable() and bool(value.strip()))
+    return value.isprintable() and bool(value.strip()) if isinstance(value, str) else value >= 0
 
 
 def validate_policy(policy: Any) -> StopPolicy:

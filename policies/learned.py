@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,44 +16,13 @@ from .features import Kind, feature
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
 from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
+from .training_metadata import TrainingMetadata
 from .tree_rules import TreeRule, kernels as tree_kernels
 
 kernels = on_first_use("decisions")
 
 _NO_SCORES = np.zeros((0, 2))
-_BEGIN = np.zeros((1, 0))  # no survival of the depth before
-
-
-@dataclass(frozen=True)
-class TrainingMetadata:
-    """What a policy was trained for and how it performed; does not change decisions.
-
-    Attributes:
-        temperature, verification, label, shaping: of the traces; several temperatures if the head reads the temperature.
-        pair: hashes of target, draft and tokenizer.
-        rho, acceptance: tokens per second, and a_1..a_K, that rules assume.
-        profile: the latency profile as JSON, or empty.
-        provenance: command, versions, seed, traces.
-        metrics: on prompts that influenced nothing in the policy.
-        prompts: hashes of the training prompts: "fit" of the head, "select" of calibration, thresholds and rho, "report".
-    """
-
-    temperature: float | tuple[float, ...] = 0.0
-    verification: str = "match"
-    label: str = "match"
-    pair: dict[str, str] = field(default_factory=dict)
-    rho: float = 0.0
-    acceptance: tuple[float, ...] = ()
-    profile: dict[str, Any] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    shaping: dict[str, Any] = field(default_factory=dict)
-    prompts: dict[str, list[str]] = field(default_factory=dict)
-
-    def covers(self, temperature: float) -> bool:
-        """Whether a temperature lies within those of the traces."""
-        known = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        return min(known) <= temperature <= max(known)
+_NO_SURVIVAL = np.zeros((1, 0))
 
 
 class LearnedPolicy(StopPolicy):
@@ -105,40 +73,42 @@ class LearnedPolicy(StopPolicy):
     def survive(self, step: DraftStep, before: Array | None) -> tuple[Array, Array]:
         """Return S_j, accept and next of a depth, [3, S, B] float64 (0 where not alive), and the kept branches [S, B] bool.
 
-        `before` [S, B'] is S of the depth before; None = the product begins here.
+        Args:
+            step: of the depth.
+            before: [S, B'] S_j of the depth before; None = the product begins here.
         """
-        alive, depth, features, hidden = step.alive, step.depth, step.features, step.hidden
-        rows = features.reshape(alive.size, features.shape[-1])  # [S B, F]
+        alive, depth, hidden = step.alive, step.depth, step.hidden
+        rows = step.features.reshape(alive.size, step.features.shape[-1])  # [S B, F]
         if hidden:
             hidden = {name: values.reshape(-1, values.shape[-1]) for name, values in hidden.items()}
         if alive.size > 1 and not alive.all():
             at = np.flatnonzero(alive)
             rows, hidden = rows[at], {name: values[at] for name, values in hidden.items()}
-        found, kept, rule = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool), self.rule
+        values, kept, rule = np.empty((3, *alive.shape)), np.empty(alive.shape, dtype=bool), self.rule
         kernels().decide(
-            self.head.scores(rows, depth, hidden), alive, step.parent, _BEGIN if before is None else before, depth,
+            self.head.scores(rows, depth, hidden), alive, step.parent, _NO_SURVIVAL if before is None else before, depth,
             self.head.lag, self.accept.pieces, self.next.pieces, self._tables[depth], rule.by, rule.strict, rule.together,
-            rule.threshold_at(depth, step.batch), found, kept,
+            rule.threshold_at(depth, step.batch), values, kept,
         )  # fmt: skip
-        return found, kept
+        return values, kept
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that pass the rule."""
         # S_0 is 1: the product begins at depth 1, or at the first decision.
-        found, kept = self.survive(step, state if step.depth > 1 and step.depth > self.first else None)
-        return kept, found[0]
+        values, kept = self.survive(step, state if step.depth > 1 and step.depth > self.first else None)
+        return kept, values[0]
 
     def latest(self, state: State) -> Array:
-        """Return [S, B], S_j of the last decision."""
-        found: Array = state
-        return found
+        """Return S_j [S, B] of the last decision."""
+        survival: Array = state
+        return survival
 
 
 class ContinuationPolicy(LearnedPolicy):
     """Continues while the second output of the head, a value in tokens, is above the rule's margin.
 
-    If the rule remembers, the head reads two depths: the features here and those of the previous decision in this round (0 at
-    the first one). The state holds the remembered features [S, B, M] float32.
+    If the rule remembers, the head reads two depths: the features of this one and those of the previous decision in this
+    round (0 at the first one). The state holds the remembered features [S, B, M] float32.
     """
 
     rule: Continuation
@@ -148,22 +118,20 @@ class ContinuationPolicy(LearnedPolicy):
         name: str,
         features: Sequence[str],
         head: Head,
-        rule: Continuation,
+        rule: Rule,
         max_depth: int,
         metadata: TrainingMetadata | None = None,
     ) -> None:
-        super().__init__(name, features, head, Calibrator(), Calibrator(), rule, max_depth, metadata)
-        if self.hidden:
+        if not isinstance(rule, Continuation) or head.sizes:
             raise PolicyError(
-                f"{name}: expected a head of scalar features for the rule continuation, not one that reads "
-                f"{', '.join(self.hidden)}; choose another head or rule"
+                f"{name}: expected a head of scalar features and the rule continuation, not the rule {rule.kind} and a head "
+                f"that reads {', '.join(head.sizes) or 'scalars'}; choose another head or rule"
             )
+        super().__init__(name, features, head, Calibrator(), Calibrator(), rule, max_depth, metadata)
         self._memory = np.array(remembered(self.features) if rule.remembers else [], dtype=np.int64)
 
     def with_rule(self, rule: Rule) -> ContinuationPolicy:
         """Return this policy with another margin or first decision."""
-        if not isinstance(rule, Continuation):
-            raise PolicyError(f"{self.name}: a head of values goes with the rule continuation, not {rule.kind}")
         return ContinuationPolicy(self.name, self.features, self.head, rule, self.max_depth, self.metadata)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -173,8 +141,8 @@ class ContinuationPolicy(LearnedPolicy):
             rows = np.zeros((*alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]
             rows[..., :count] = step.features
             if step.depth > self.first:
-                alone = state.shape[1] == 1
-                rows[..., count:] = state if alone else np.take_along_axis(state, step.parent[..., None], 1)
+                one = state.shape[1] == 1
+                rows[..., count:] = state if one else np.take_along_axis(state, step.parent[..., None], 1)
             state = step.features.take(self._memory, -1)
         at = np.flatnonzero(alive)
         value = self.head.scores(rows.reshape(alive.size, rows.shape[-1])[at], step.depth)[:, 1]
@@ -202,8 +170,8 @@ class TreeGain(LearnedPolicy):
     (`TreeRule`); at the end the best nodes are verified, as many as pay for themselves. It reads drawn tokens and removes
     some, so it is for `match` verification or temperature 0. The head reads scalars only.
 
-    The state within a round is (survival, -1 where not read, and next of all nodes that were asked about [S, 2, N], those of
-    the last depth [S, 2, B]).
+    The state within a round is survival (-1 = not read) and next of all nodes that were decided on [S, 2, N], and those of
+    the last depth [S, 2, B].
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -211,33 +179,23 @@ class TreeGain(LearnedPolicy):
     next: PathCalibrator
     rule: TreeRule
 
-    def __init__(
-        self,
-        name: str,
-        features: Sequence[str],
-        head: Head,
-        accept: PathCalibrator,
-        next_: PathCalibrator,
-        rule: TreeRule,
-        max_depth: int,
-        metadata: TrainingMetadata | None = None,
-    ) -> None:
-        if not isinstance(rule, TreeRule) or not all(isinstance(c, PathCalibrator) for c in (accept, next_)):
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        if not isinstance(self.rule, TreeRule) or {type(self.accept), type(self.next)} != {PathCalibrator}:
             raise PolicyError("a tree policy has the rule gain and calibrations of paths")
-        super().__init__(name, features, head, accept, next_, rule, max_depth, metadata)
         if self.hidden:
-            raise PolicyError(f"{name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
+            raise PolicyError(f"{self.name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
         self._maps: dict[tuple[int, int], Array] = {}
 
     def with_rule(self, rule: Rule) -> TreeGain:
         """Return this policy with other prices."""
-        parts = (self.name, self.features, self.head, self.accept, self.next)
-        return TreeGain(*parts, cast(TreeRule, rule), self.max_depth, self.metadata)
+        parts = self.name, self.features, self.head, self.accept, self.next
+        return TreeGain(*parts, rule, self.max_depth, self.metadata)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step."""
         depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
-        unknown = state is None or depth <= max(self.first, 1)  # above the first decision nothing was read
+        unknown = state is None or depth <= max(self.first, 1)  # nothing was read before the first decision
         known, before = (np.empty((streams, 2, 0)),) * 2 if unknown else state
         rows, parent_chance, read = rule.read_branches(depth, step.alive, step.parent, step.features, before)
         scores = self.head.scores(read, depth) if len(rows) else _NO_SCORES

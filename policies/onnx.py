@@ -24,7 +24,7 @@ from .learned import LearnedPolicy
 
 OPSET, ML_OPSET = 17, 3
 PRODUCER = "specstop"
-ROWS, NEAR = 2000, 2e-4
+ROWS, TOLERANCE = 2000, 2e-4
 """Random rows on which onnxruntime is compared, and the largest difference."""
 
 OUTPUTS = ("accept", "next", "next_first")
@@ -38,21 +38,23 @@ class _Graph:
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
 
-    def put(self, values: Any, dtype: Any = np.float32) -> str:
-        """Add a constant and return its name."""
-        name = f"c{len(self.constants)}"
-        self.constants.append(self._constant(np.array(values, dtype=dtype, order="C"), name))
+    def add(self, kind: str, *inputs: Any, out: str | None = None, domain: str = "", **attributes: Any) -> str:
+        """Add a node and return the name of its output; inputs that are arrays become constants."""
+        names = [value if isinstance(value, str) else self._put(value) for value in inputs]
+        name = out or f"n{len(self.nodes)}"
+        self.nodes.append(self.helper.make_node(kind, names, [name], domain=domain, **attributes))
         return name
 
-    def add(self, kind: str, *inputs: str, out: str | None = None, domain: str = "", **attributes: Any) -> str:
-        """Add a node and return the name of its output."""
-        name = out or f"n{len(self.nodes)}"
-        self.nodes.append(self.helper.make_node(kind, list(inputs), [name], domain=domain, **attributes))
-        return name
+    def _put(self, value: Any) -> str:
+        values = np.array(value, order="C")
+        self.constants.append(
+            self._constant(values if values.dtype == np.int64 else values.astype(np.float32), f"c{len(self.constants)}")
+        )
+        return str(self.constants[-1].name)
 
 
 def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
-    """Write the model and return `path`, `bytes` and `difference`, that of onnxruntime on random rows (None: not installed).
+    """Write the model and return `path`, `bytes` and `difference` (None if onnxruntime is not installed).
 
     Raises:
         PolicyError: onnx is not installed, the head has no ONNX form, or the difference is too large.
@@ -61,9 +63,9 @@ def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
     prepare_output_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
     raw = build_onnx(policy).SerializeToString()
     difference = largest_difference(policy, raw)
-    if difference is not None and not difference <= NEAR:  # NaN too
+    if difference is not None and not difference <= TOLERANCE:  # NaN too
         raise PolicyError(
-            f"deploy: onnxruntime's answers are up to {difference:.1e} off, more than {NEAR:g}; nothing was written"
+            f"deploy: onnxruntime differs by {difference:.1e}, more than {TOLERANCE:g}; nothing was written"
         )
     write_atomic(Path(path), raw)
     return {"path": str(path), "bytes": len(raw), "difference": difference}
@@ -76,23 +78,22 @@ def build_onnx(policy: LearnedPolicy) -> Any:
         from onnx import TensorProto, checker, helper, numpy_helper
     except ImportError:
         raise PolicyError('deploy: onnx is not installed; pip install "specstop[onnx]"') from None
-    if policy.rule.kind == "gain":
-        raise PolicyError("deploy: a tree policy is calibrated along paths, not by row; use `specstop decode`")
-    if policy.rule.kind == "continuation":
-        raise PolicyError("deploy: a continuation policy has a value, not two probabilities; use `specstop decode`")
     head = policy.head
-    if not isinstance(head, (LinearHead, MLPHead, TreesHead)):
-        raise PolicyError(f"deploy: the head {head.kind!r} has no ONNX form; expected logistic, mlp or xgboost")
+    if policy.rule.kind in ("gain", "continuation") or not isinstance(head, LinearHead | MLPHead | TreesHead):
+        raise PolicyError(
+            f"deploy: a policy with the rule {policy.rule.kind} and the head {head.kind} has no ONNX form: expected a head "
+            "logistic, mlp or xgboost, and not the rule gain or continuation; use `specstop decode`"
+        )
     graph = _Graph(helper, numpy_helper)
     later = first = _scores(graph, head, first=False)
-    if not (
-        isinstance(head, TreesHead) and np.array_equal(*head.bounds)
-    ):  # trees differ at depth 0 by their bounds alone
+    if not isinstance(head, TreesHead) or not np.array_equal(
+        *head.bounds
+    ):  # trees differ at depth 0 by their bounds only
         first = _scores(graph, head, first=True)
     maps = (policy.accept, policy.next, policy.next)
-    for name, logits, at, calibrate in zip(OUTPUTS, (later, later, first), (0, 1, 1), maps, strict=True):
-        logit = graph.add("Gather", logits, graph.put([at], np.int64), axis=1)
-        graph.add("Reshape", _calibrated(graph, logit, calibrate), graph.put([-1], np.int64), out=name)
+    for name, logits, column, calibrator in zip(OUTPUTS, (later, later, first), (0, 1, 1), maps, strict=True):
+        logit = graph.add("Gather", logits, [column], axis=1)
+        graph.add("Reshape", _calibrated(graph, logit, calibrator), [-1], out=name)
     rows = helper.make_tensor_value_info("features", TensorProto.FLOAT, ["N", len(policy.features)])
     outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N"]) for name in OUTPUTS]
     body = helper.make_graph(graph.nodes, "specstop", [rows], outputs, graph.constants)
@@ -111,36 +112,34 @@ def largest_difference(policy: LearnedPolicy, raw: bytes) -> float | None:
         import onnxruntime
     except ImportError:
         return None
-    chance = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     # Beyond 1 too, where features may lie outside the bounds of a head and its log-odds are clipped.
-    x = chance.random((ROWS, len(policy.features))) * (1 + 4 * chance.random((ROWS, 1)))
+    x = generator.random((ROWS, len(policy.features))) * (1 + 4 * generator.random((ROWS, 1)))
     if isinstance(policy.head, TreesHead):
-        x[chance.random(x.shape) < 0.1] = np.nan
+        x[generator.random(x.shape) < 0.1] = np.nan
     rows = x.astype(np.float32)
     session = onnxruntime.InferenceSession(raw, providers=["CPUExecutionProvider"])
     expected = (*policy.probabilities(rows, 1), policy.probabilities(rows, 0)[1])
-    found = session.run(list(OUTPUTS), {"features": rows})
-    return max(float(np.abs(f - e).max()) for f, e in zip(found, expected, strict=True))
+    actual = session.run(list(OUTPUTS), {"features": rows})
+    return max(float(np.abs(a - e).max()) for a, e in zip(actual, expected, strict=True))
 
 
 def _scores(graph: _Graph, head: LinearHead | MLPHead | TreesHead, first: bool) -> str:
     """Add the head and return its logits [N, 2], at depth 0 if `first`."""
     x = "features"
-    for side, compare in zip(head.bounds[first], ("Less", "Greater"), strict=True):
-        if np.isfinite(side).any():  # not `Clip`, which need not keep NaN
-            bound = graph.put(side)
+    for bound, compare in zip(head.bounds[first], ("Less", "Greater"), strict=True):
+        if np.isfinite(bound).any():  # not `Clip`, which need not keep NaN
             x = graph.add("Where", graph.add(compare, x, bound), bound, x)
     if isinstance(head, TreesHead):
         return _trees(graph, head, x)
     if len(head.basis.odds):
-        least, most = kernels().MIN_PROBABILITY, kernels().MAX_PROBABILITY
-        p = graph.add("Gather", x, graph.put(head.basis.odds, np.int64), axis=1)
-        p = graph.add("Clip", p, graph.put(least), graph.put(most))
-        odds = graph.add("Div", p, graph.add("Sub", graph.put(1.0), p))
+        p = graph.add("Gather", x, head.basis.odds, axis=1)
+        p = graph.add("Clip", p, kernels().MIN_PROBABILITY, kernels().MAX_PROBABILITY)
+        odds = graph.add("Div", p, graph.add("Sub", 1.0, p))
         x = graph.add("Concat", x, graph.add("Log", odds), axis=1)
-    for at, (weight, bias) in enumerate(head.layers[first]):
-        x = graph.add("Mul", x, graph.add("Sigmoid", x)) if at else x
-        x = graph.add("Add", graph.add("MatMul", x, graph.put(weight.T)), graph.put(bias))
+    for number, (weight, bias) in enumerate(head.layers[first]):
+        x = graph.add("Mul", x, graph.add("Sigmoid", x)) if number else x
+        x = graph.add("Add", graph.add("MatMul", x, weight.T), bias)
     return x
 
 
@@ -170,13 +169,13 @@ def _trees(graph: _Graph, head: TreesHead, x: str) -> str:
     )  # fmt: skip
 
 
-def _calibrated(graph: _Graph, logit: str, calibrate: Calibrator) -> str:
+def _calibrated(graph: _Graph, logit: str, calibrator: Calibrator) -> str:
     """Add the map from a logit [N, 1] to a probability [N, 1]."""
-    if calibrate.kind != "isotonic":
-        return graph.add("Sigmoid", graph.add("Mul", logit, graph.put(calibrate.pieces[0, 0])))
-    bounds, start, level, slope = calibrate.pieces
+    if calibrator.kind != "isotonic":
+        return graph.add("Sigmoid", graph.add("Mul", logit, calibrator.pieces[0, 0]))
+    bounds, *lines = calibrator.pieces
     # The index of the piece is the number of upper bounds below the logit: ONNX has no search in a sorted row.
-    below = graph.add("Cast", graph.add("Less", graph.put(bounds[None]), logit), to=7)  # [N, n + 1] int64
-    at = graph.add("ReduceSum", below, graph.put([1], np.int64), keepdims=1)
-    first, base, rise = (graph.add("Gather", graph.put(piece), at) for piece in (start, level, slope))
-    return graph.add("Add", base, graph.add("Mul", rise, graph.add("Sub", logit, first)))
+    is_below = graph.add("Cast", graph.add("Less", bounds[None], logit), to=7)  # [N, n + 1] int64
+    piece = graph.add("ReduceSum", is_below, [1], keepdims=1)
+    start, value, slope = (graph.add("Gather", line, piece) for line in lines)
+    return graph.add("Add", value, graph.add("Mul", slope, graph.add("Sub", logit, start)))

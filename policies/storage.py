@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 
 from .batch_rules import BatchPolicy, BatchStop
 from .calibration import Calibrator, PathCalibrator, SurvivalMaps
-from .conditions import sampling_text
 from .contract import Array
 from .display import markdown_cell, markdown_table
 from .errors import PolicyError
@@ -28,7 +27,15 @@ from .files import staged_folder, write_atomic, write_json
 from .heads import build_head
 from .learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
 from .rules import BatchRule, Continuation
-from .safe_loading import CARD_FILE, WEIGHTS_FILE, check_side_names, digest, read_files, read_signed_json
+from .safe_loading import (
+    CARD_FILE,
+    WEIGHTS_FILE,
+    check_side_names,
+    digest,
+    read_files,
+    read_signed_json,
+)
+from .training_metadata import sampling_text
 from .tree_rules import TreeRule
 
 POLICY_SCHEMA = 2

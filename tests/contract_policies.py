@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
+from specstop.policies.counter_rng import mix
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.splitmix import mix
 from trees import make_tree_policy
 
 DEPTH = 5

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from conftest import VOCABULARY
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
-from specstop.decode.drafters.folder import KINDS
-from specstop.decode.drafters.heads.networks import CTCNetwork, LayerNetwork, Shape
-from specstop.decode.drafters.spec import TRAINED as KNOWN
+from specstop.decode.drafters.networks import KINDS, CTCNetwork, Shape
+from specstop.decode.drafters.spec import BUILTINS, NETWORKS
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
+from specstop.train.drafters.initial import initialize
 from torch import nn
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
@@ -37,7 +37,7 @@ def small_network(
     with torch.random.fork_rng():
         torch.manual_seed(7)
         network = KINDS[kind](Shape(hidden, vocabulary, depth, 2 * hidden, 2))
-        network.start(*(() if isinstance(network, LayerNetwork) else (output,)))
+        initialize(network, output)
         with torch.no_grad():
             for weight in network.parameters():
                 weight.add_(noise * torch.randn(weight.shape))
@@ -51,10 +51,9 @@ def small_drafter(
 ) -> Any:
     """Return a drafter of a pair; `place` moves its network to where the pair lies."""
     output = output_weight(pair).cpu().float()
-    made = KNOWN[kind]
-    network = small_network(made.network, output.shape[1], pair.vocabulary, output, depth, noise)
+    network = small_network(NETWORKS[kind], output.shape[1], pair.vocabulary, output, depth, noise)
     network = network.to(pair.target.dtype)
-    return made.build(pair, place(network) if place else network.to(pair.device))
+    return BUILTINS[kind](pair, place(network) if place else network.to(pair.device))
 
 
 def new_round(anchors: Sequence[int], topology: Topology, tokens: Mapping[int, int] | None = None) -> RoundState:

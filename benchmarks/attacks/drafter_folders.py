@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from specstop.decode.drafters import find_drafter
-from specstop.decode.drafters.folder import KINDS, TrainedDrafter, load_drafter, save_drafter
-from specstop.decode.drafters.heads.networks import LayerNetwork, Shape
-from specstop.decode.drafters.spec import TRAINED
+from specstop.decode.drafters.folder import TrainedDrafter, load_drafter, save_drafter
+from specstop.decode.drafters.networks import KINDS, Shape
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.settings import Settings
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
+from specstop.train.drafters.initial import initialize
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .policy_folders import damage_folders
@@ -47,7 +47,7 @@ def good_folders(pair: Pair, room: Path) -> list[Path]:
         torch.manual_seed(1)
         for kind in KINDS:
             network: Any = KINDS[kind](Shape(HIDDEN, VOCABULARY, 2, 8, 2))
-            network.start(*(() if isinstance(network, LayerNetwork) else (pair.target.lm_head.weight,)))
+            initialize(network, pair.target.lm_head.weight)
             made = TrainedDrafter(
                 kind, network, pair.fingerprint["target"], {"prompts": 3}, {"acceptance": [0.5, 0.25]}
             )
@@ -58,7 +58,7 @@ def good_folders(pair: Pair, room: Path) -> list[Path]:
 def drafted(pair: Pair, folder: Path) -> str:
     """Return a fingerprint of what a drafter says of itself, proposes and makes of a text."""
     read = load_drafter(folder)
-    assert read.kind in TRAINED
+    assert read.kind in KINDS
     drafter = find_drafter(f"{read.kind}:{folder}", pair)
     if hasattr(drafter, "keep_states"):
         drafter.keep_states()

@@ -25,7 +25,7 @@ from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import check_sizes
 from specstop.policies.heads import build_head
-from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.safe_loading import digest

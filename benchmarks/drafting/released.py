@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from specstop.decode import Pair, Settings, Speculator, Tally, with_drafter
 from specstop.decode.benchmark import Ratio, run_alternating
-from specstop.decode.drafters.heads.networks import CTCNetwork
+from specstop.decode.drafters.networks import CTCNetwork
 from specstop.policies import FixedLength
 from specstop.train.drafters.acceptance import positions_for, right_proposals
 from specstop.train.drafters.proposals import Module, positions

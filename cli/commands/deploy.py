@@ -107,7 +107,7 @@ def _deploy(
     from ...policies.registry import load_policy
 
     if to == "hf" and (traces is None or profile is None):
-        from ...decode.hf.export import deploy_hf
+        from ...train.export.hf import deploy_hf
 
         return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
     from ...policies.profile import Profile

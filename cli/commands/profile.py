@@ -69,7 +69,7 @@ def profile(
 ) -> None:
     """Measure what draft steps, verifications and decisions cost on this machine, through the decoding loop."""
     from ...collect.facts import facts
-    from ...decode.drafters.spec import drafts_in_turn
+    from ...decode.drafters.spec import parse_spec
     from ...decode.profile import measure_profile
     from ...decode.profile.measuring import Effort
     from ...decode.settings import Settings
@@ -126,7 +126,7 @@ def profile(
         save_config(saved.parent, saved.name)
     if measured.noise is not None and measured.noise.is_noisy:
         say(f"warning: {measured.noise.text}")
-    if drafts_in_turn(pair.drafter):
+    if len(parse_spec(pair.drafter)) > 1:
         say(
             f"warning: {pair.drafter}: a draft step has one price here, whichever drafts, nearest to that of the one that "
             "drafts most on these prompts; `specstop combine` prices each by a profile of its own"
@@ -151,10 +151,10 @@ def _add_policies(
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
-    from ...policies.conditions import warn_other_profile
     from ...policies.files import prepare_output_file
     from ...policies.profile import MARK, Profile
     from ...policies.registry import load_policy
+    from ...policies.training_metadata import warn_other_profile
 
     if known is None:
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")

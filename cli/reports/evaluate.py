@@ -138,7 +138,7 @@ def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int],
 
 def show_report(report: Report) -> None:
     """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
-    from ...policies.conditions import sampling_text
+    from ...policies.training_metadata import sampling_text
     from ...train.report.writing.files import headline, policy_rows
 
     facts = report.facts

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...decode.verify.modes import block_chance, block_weight, ratio
 from ...decode.verify.noise import mix_one, uniform, uniform_at
-from ...decode.verify.rejection import block_chance, block_weight, ratio
-from ...policies.splitmix import GOLDEN, signed
+from ...policies.counter_rng import GOLDEN, signed
 
 OFF_TEXT = -1
 """Replaces the text's token at prefixes that are not on the text."""

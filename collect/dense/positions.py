@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ...decode.drafters import find_drafter
-from ...decode.drafters.base import carries
-from ...decode.drafters.spec import drafts_in_turn
+from ...decode.drafters.spec import parse_spec
 from ...decode.loop import Request, Speculator
 from ...decode.models.outputs import hidden_widths
 from ...decode.models.pair import Pair
@@ -126,12 +125,12 @@ class PositionsCollector:
         widths = hidden_widths(pair, check_hidden(hidden), drafter)
         self.features, self._limit, self._eos = node_features(tree), settings.max_new_tokens, pair.eos
         self._depth, self._hidden = tree.deepest, tuple(widths)
-        self._in_turn = (READS,) if drafts_in_turn(pair.drafter) else ()
+        self._in_turn = (READS,) if len(parse_spec(pair.drafter)) > 1 else ()
         self._recorder = _Positions(tree, self.features, settings.temperature, True, widths)
         # Past the limit by more than K tokens, so that the tree of no anchor before the limit is cut by it.
         longer = dataclasses.replace(settings, max_new_tokens=self._limit + self._depth + 1)
         # One that drafts from earlier texts finds them in their order only when they are decoded one after the other.
-        self.batch = 1 if carries(drafter) else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
+        self.batch = 1 if drafter.carries else max(1, min(BATCH, memory_bytes // _waiting_bytes(pair, settings)))
         self._speculator = Speculator(
             pair, _DraftsOnly(tree.deepest), longer, drafter=drafter, hooks=[self._recorder], hidden=tuple(widths),
             batch=self.batch,

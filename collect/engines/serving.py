@@ -31,9 +31,9 @@ import pyarrow.parquet as pq
 from ...decode.engines.drafting import EngineDraft, EngineObserver, Options
 from ...decode.engines.vllm import Proposer
 from ...policies.contract import Array, StopPolicy
+from ...policies.counter_rng import mix
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import disk_text, prepare_output_dir, staged_folder
-from ...policies.splitmix import mix
 from ..digests import policy_digest
 from ..explore import exploring
 from ..schema import HEADER_KEY, Header, chain

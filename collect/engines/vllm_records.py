@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.conditions import UNKNOWN as UNKNOWN_TEMPERATURE
 from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
 from ...policies.limits import MAX_ROWS
 from ...policies.safe_loading import SURROGATE, is_text, strict_loads
+from ...policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
 from ..prompts.samples import SampleNames, warn_sample_ids

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from ...policies.conditions import shaping_text
 from ...policies.display import markdown, markdown_cell, printable
+from ...policies.training_metadata import shaping_text
 from ..schema import Header
 
 CARD_FILE = "README.md"

@@ -1,29 +1,13 @@
 """Drafters: a draft model, search in the text itself, heads on the target's hidden states, or a plugin."""
 
-from .base import Drafter, Proposal
-from .fallback import FallbackDrafter
-from .folder import TrainedDrafter, load_drafter, save_drafter
-from .heads.ctc import CTCDrafter
-from .heads.layer import LayerDrafter
-from .heads.medusa import HeadsDrafter
-from .lookup import LookupDrafter
-from .model import ModelDrafter
-from .spec import find_drafter, with_drafter
-from .suffix import SuffixDrafter
-
-__all__ = [
-    "CTCDrafter",
-    "Drafter",
-    "FallbackDrafter",
-    "HeadsDrafter",
-    "LayerDrafter",
-    "LookupDrafter",
-    "ModelDrafter",
-    "Proposal",
-    "SuffixDrafter",
-    "TrainedDrafter",
-    "find_drafter",
-    "load_drafter",
-    "save_drafter",
-    "with_drafter",
-]
+from ..round_state import RoundState as RoundState, Rows as Rows
+from .base import Drafter as Drafter, Proposal as Proposal
+from .ctc import CTCDrafter as CTCDrafter
+from .fallback import FallbackDrafter as FallbackDrafter
+from .folder import TrainedDrafter as TrainedDrafter, load_drafter as load_drafter, save_drafter as save_drafter
+from .heads import HeadsDrafter as HeadsDrafter
+from .layer import LayerDrafter as LayerDrafter
+from .lookup import LookupDrafter as LookupDrafter
+from .model import ModelDrafter as ModelDrafter
+from .spec import find_drafter as find_drafter, with_drafter as with_drafter
+from .suffix import SuffixDrafter as SuffixDrafter

@@ -1,4 +1,4 @@
-"""The interface of drafters: what they are given, and what they propose."""
+"""The interface of drafters, built-in ones and plugins alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..models.device import upload
 from ..models.view import ENDLESS
 from ..round_state import RoundState, Rows
 
-READINGS = READS_PATH, READS_ALL, READS_NOTHING = "path", "all", "nothing"
+READINGS = ("path", "all", "nothing")
 """Values of `Drafter.reading`."""
 
 
@@ -24,8 +24,8 @@ class Proposal:
 
     Attributes:
         scores: [R, V] logits or log-probabilities, or [R, n] those of the tokens `ids`; -inf where there is no token.
-        ids: [R, n] int64; None = all tokens in their order. Only proposals with ids may have rows without any token.
-        states: [R, H] hidden states that the scores were computed from, after `Drafter.keep_states`.
+        ids: [R, n] int64; None = all tokens in order. Only proposals with ids may have rows without any token.
+        states: [R, H] hidden states that the scores were computed from, which policies may read; None = none.
     """
 
     scores: Tensor
@@ -36,9 +36,9 @@ class Proposal:
     def of_weights(cls, rows: Sequence[Mapping[int, float]], dtype: torch.dtype, device: torch.device) -> Proposal:
         """Return a sparse proposal from the weights by token of R rows."""
         # Short rows are padded with token 0 of weight 0: log 0 = -inf is never drawn.
-        most = max(1, *map(len, rows))
-        ids = [[*row, *[0] * (most - len(row))] for row in rows]
-        weights = [[*row.values(), *[0.0] * (most - len(row))] for row in rows]
+        width = max(1, *map(len, rows))
+        ids = [[*row, *[0] * (width - len(row))] for row in rows]
+        weights = [[*row.values(), *[0.0] * (width - len(row))] for row in rows]
         return cls(torch.tensor(weights, dtype=dtype, device=device).log_(), upload(ids, device))
 
     def dense(self, vocabulary: int) -> Tensor:
@@ -51,25 +51,25 @@ class Proposal:
 
 
 class Drafter:
-    """Proposes candidates for S streams from the committed tokens.
+    """Proposes candidates for S streams from the committed tokens. Rows of a round are fed depth by depth.
 
-    Rows of a round are fed depth by depth. Plugins may subclass this, or have the members `REQUIRED` and those of the others
-    whose defaults below do not fit.
+    A drafter whose hidden states policies may read also has a method `keep_states()`. It returns their width H, and
+    proposals contain them from then on.
 
     Attributes:
-        layers: layers of the target whose hidden states it needs, numbered as `hidden_states` of transformers: 0 = the
-            embeddings, -1 = the input of the output layer.
-        readable: the longest text that it reads.
-        reading: what it reads before a round, as replay prices it: "path", the committed tokens but for those that it was fed
-            as candidates; "all" the committed tokens, with the target's states; or "nothing".
+        layers: layers of the target that it reads the hidden states of, numbered as `hidden_states` of transformers:
+            0 = the embeddings, -1 = the input of the output layer.
+        readable: length of the longest text that it can read.
+        reading: the tokens that it reads before a round, which replay charges: "path" = the committed tokens that it was
+            not fed as candidates; "all" = all committed tokens; or "nothing".
         needs_draft: whether it uses the draft model of the pair.
         carries: whether it keeps earlier texts. Its proposals then depend on them; the decoded text does not.
-        max_depth: the deepest rows that it proposes; None = no limit.
+        max_depth: maximum depth of its candidates; None = no limit.
     """
 
     layers: tuple[int, ...] = ()
     readable: int = ENDLESS
-    reading: str = READS_PATH
+    reading: str = "path"
     needs_draft: bool = False
     carries: bool = False
     max_depth: int | None = None
@@ -80,16 +80,16 @@ class Drafter:
         self._streams = streams
 
     def begin(self, stream: int) -> None:
-        """Forget the text of a stream: another one begins there."""
+        """Forget the text of a stream, where a new one begins."""
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
-        """Take in tokens that the target has read: the prompt, then each round's anchor and accepted path.
+        """Receive tokens that the target has read: the prompt, then the anchor and the accepted path of each round.
 
-        `RoundState.path` has the rows of that path. The other candidates of the round are forgotten.
+        `RoundState.path` has the rows of that path. The other candidates of the round must be forgotten.
 
         Args:
-            stream: of the text.
-            tokens: n, in their order. The last token that the target drew is not among them: it is the next anchor.
+            stream: index of the stream.
+            tokens: n tokens. The last token that the target drew is not among them: it is the next anchor.
             states: [n, layers x H] hidden states of the target at these tokens, layer by layer; None without `layers`.
         """
 
@@ -105,13 +105,4 @@ class Drafter:
         """Do one-time work for chains in texts of these lengths before rounds are timed."""
 
     def renew(self) -> None:
-        """Forget all texts, also those that it carries."""
-
-
-REQUIRED = ("layers", "readable", "reserve", "begin", "committed", "backlog", "propose")
-"""Members of a drafter that does not subclass `Drafter`."""
-
-
-def carries(drafter: Drafter) -> bool:
-    """Return whether a drafter keeps earlier texts."""
-    return bool(getattr(drafter, "carries", False))
+        """Forget all texts, including earlier ones that it keeps."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, arange
 
 from ...policies.contract import Array
 from ..models.device import upload
 from ..models.pair import Pair
 from ..round_state import RoundState, Rows
-from .base import Drafter, Proposal, carries
+from .base import Drafter, Proposal
 
 MIN_CONFIDENCE = 0.5
-"""Probability of the likeliest next token from which on the first drafter is used (`train.drafters.choice` fits it)."""
+"""Default probability of the likeliest next token from which on the first drafter is used."""
 
 ROUNDING = 1e-6
 """Tolerance of that comparison, because traces store probabilities in single precision."""
@@ -35,7 +34,7 @@ class FallbackDrafter(Drafter):
         self._first, self._other, self._vocabulary = first, other, pair.vocabulary
         self._min_confidence = min_confidence
         self.layers, self.readable = other.layers, min(first.readable, other.readable)
-        self.carries, self.max_depth = carries(first) or carries(other), getattr(other, "max_depth", None)
+        self.carries, self.max_depth = first.carries or other.carries, other.max_depth
         self._confident: dict[int, bool] = {}  # by stream, in this round
 
     def reserve(self, streams: int, tokens: int) -> None:
@@ -50,15 +49,13 @@ class FallbackDrafter(Drafter):
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """See `Drafter`."""
-        for drafter in (self._first, self._other):
-            if hasattr(drafter, "prepare"):
-                drafter.prepare(lengths)
+        self._first.prepare(lengths)
+        self._other.prepare(lengths)
 
     def renew(self) -> None:
         """See `Drafter`."""
-        for drafter in (self._first, self._other):
-            if hasattr(drafter, "renew"):
-                drafter.renew()
+        self._first.renew()
+        self._other.renew()
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
@@ -83,20 +80,20 @@ class FallbackDrafter(Drafter):
             confidence = proposal.scores.softmax(-1).amax(-1)  # [R], NaN where no token is proposed
             confident = (confidence > self._min_confidence - ROUNDING).tolist()
             self._confident |= zip((stream for stream, _ in rows), confident, strict=True)
-        own = [(stream, some) for stream, some in rows if self._confident[stream]]
-        if not own:
+        first_rows = [(stream, stream_rows) for stream, stream_rows in rows if self._confident[stream]]
+        other_rows = [(stream, stream_rows) for stream, stream_rows in rows if not self._confident[stream]]
+        if not first_rows:
             return self._other.propose(round, depth, rows)
-        if len(own) == len(rows):
-            return self._first.propose(round, depth, rows) if proposal is None else proposal
-        is_own = np.array([self._confident[stream] for stream, some in rows for _ in some])  # [R]
+        if not other_rows:
+            return proposal or self._first.propose(round, depth, rows)
+        is_first = np.array([self._confident[stream] for stream, stream_rows in rows for _ in stream_rows])  # [R]
+        scores = self._other.propose(round, depth, other_rows).dense(self._vocabulary)
+        first_at, other_at = (upload(np.flatnonzero(mask), scores.device) for mask in (is_first, ~is_first))
         if proposal is None:
-            scores = self._first.propose(round, depth, own).dense(self._vocabulary)
+            first_scores = self._first.propose(round, depth, first_rows).dense(self._vocabulary)
         else:
-            scores = proposal.dense(self._vocabulary)[torch.from_numpy(is_own).to(proposal.scores.device)]
-        other = self._other.propose(
-            round, depth, [(stream, some) for stream, some in rows if not self._confident[stream]]
-        )
-        order = np.argsort(np.argsort(~is_own, kind="stable"))  # by row, its index in the concatenation
-        scores = torch.cat([scores, other.dense(self._vocabulary)])[upload(order, scores.device)]
+            first_scores = proposal.dense(self._vocabulary)[first_at]
+        merged = scores.new_empty(len(is_first), self._vocabulary)
+        merged[first_at], merged[other_at] = first_scores, scores
         # With ids, although it is dense, because rows may be without any token.
-        return Proposal(scores, torch.arange(self._vocabulary, device=scores.device).expand(len(scores), -1))
+        return Proposal(merged, arange(self._vocabulary, device=scores.device).expand(len(merged), -1))

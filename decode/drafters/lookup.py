@@ -1,61 +1,100 @@
-"""Candidates from the text itself: prompt lookup."""
+"""Candidates from the text itself: prompt lookup, and the base of drafters that search the text."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ...policies.errors import InputError
 from ..models.pair import Pair
 from ..round_state import RoundState, Rows
-from .base import READS_NOTHING, Drafter, Proposal
+from .base import Drafter, Proposal
 
 LONGEST = 3
 """Default of the longest context that is searched for, in tokens."""
 
 
+class TextIndex(ABC):
+    """An index of the text of one stream, the anchor of the current round included."""
+
+    @abstractmethod
+    def append(self, token: int) -> None:
+        """Append a token to the text."""
+
+    @abstractmethod
+    def followers(self, path: Sequence[int]) -> dict[int, float]:
+        """Return the weights of the tokens that may follow the text and the candidates `path`."""
+
+
 class TextDrafter(Drafter):
-    """Base of drafters that search the committed tokens on the host. Subclasses define `_append` and `_followers`."""
+    """Base of drafters that search the committed tokens on the host, with an index of `new_index()` for each text."""
 
-    reading = READS_NOTHING
+    reading = "nothing"
 
-    def __init__(self, pair: Pair) -> None:
-        self._device, self._dtype = pair.device, pair.logits_dtype
-        self.reserve(1, 0)
+    def __init__(self, pair: Pair, new_index: Callable[[], TextIndex]) -> None:
+        self._device, self._dtype, self._new_index = pair.device, pair.logits_dtype, new_index
+        self.renew()
 
     def reserve(self, streams: int, tokens: int) -> None:
         """See `Drafter`."""
         super().reserve(streams, tokens)
-        self._texts: list[list[int]] = [[] for _ in range(streams)]
+        self._indexes = [self._new_index() for _ in range(streams)]
         self._ahead = [0] * streams  # 1 if the anchor of the round was appended already
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        self._texts[stream], self._ahead[stream] = [], 0
+        self._indexes[stream], self._ahead[stream] = self._new_index(), 0
+
+    def renew(self) -> None:
+        """See `Drafter`."""
+        self.reserve(self._streams, 0)
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
         for token in tokens[self._ahead[stream] :]:
-            self._append(stream, token)
+            self._indexes[stream].append(token)
         self._ahead[stream] = 0
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
         if depth == 0:  # anchors are committed, although the target has not read them
             for stream, _ in rows:
-                self._append(stream, int(round.tokens[stream, 0]))
+                self._indexes[stream].append(int(round.tokens[stream, 0]))
                 self._ahead[stream] = 1
-        weights = [self._followers(round, stream, row) for stream, own in rows for row in own]
+        weights = [
+            self._indexes[stream].followers(round.path_tokens(stream, row)[1:])
+            for stream, stream_rows in rows
+            for row in stream_rows
+        ]
         return Proposal.of_weights(weights, self._dtype, self._device)
 
-    def _append(self, stream: int, token: int) -> None:
-        raise NotImplementedError
 
-    def _followers(self, round: RoundState, stream: int, row: int) -> dict[int, float]:
-        """Return the weights of the tokens after a row."""
-        raise NotImplementedError
+class LookupIndex(TextIndex):
+    """By context of at most `longest` tokens, the tokens that followed it."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._last: list[int] = []  # at most `longest` tokens
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def append(self, token: int) -> None:
+        """See `TextIndex`."""
+        for start in range(len(self._last)):
+            self._followers.setdefault(tuple(self._last[start:]), []).append(token)
+        self._last = [*self._last, token][-self.longest :]
+
+    def followers(self, path: Sequence[int]) -> dict[int, float]:
+        """See `TextIndex`."""
+        context = [*self._last, *path][-self.longest :]
+        for start in range(len(context)):
+            if followers := self._followers.get(tuple(context[start:])):
+                last = {token: at for at, token in enumerate(followers)}
+                # At most a thousandth, so that it only breaks ties.
+                return {t: n + 1e-3 * (last[t] + 1) / len(followers) for t, n in Counter(followers).items()}
+        return {}
 
 
 class LookupDrafter(TextDrafter):
@@ -75,31 +114,4 @@ class LookupDrafter(TextDrafter):
     def __init__(self, pair: Pair, longest: int = LONGEST) -> None:
         if type(longest) is not int or longest < 1:  # excludes bool
             raise InputError(f"--drafter lookup: expected for longest a whole number of 1 or more, not {longest!r}")
-        self._longest = longest
-        super().__init__(pair)
-
-    def reserve(self, streams: int, tokens: int) -> None:
-        """See `Drafter`."""
-        super().reserve(streams, tokens)
-        # By stream and context, the tokens that followed it.
-        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in range(streams)]
-
-    def begin(self, stream: int) -> None:
-        """See `Drafter`."""
-        super().begin(stream)
-        self._index[stream] = {}
-
-    def _append(self, stream: int, token: int) -> None:
-        text, index = self._texts[stream], self._index[stream]
-        for length in range(1, min(self._longest, len(text)) + 1):
-            index.setdefault(tuple(text[-length:]), []).append(token)
-        text.append(token)
-
-    def _followers(self, round: RoundState, stream: int, row: int) -> dict[int, float]:
-        context = [*self._texts[stream][-self._longest :], *round.path_tokens(stream, row)[1:]]
-        for length in range(min(self._longest, len(context)), 0, -1):
-            if followers := self._index[stream].get(tuple(context[-length:])):
-                last = {token: at for at, token in enumerate(followers)}
-                # At most a thousandth, so that it only breaks ties.
-                return {t: n + 1e-3 * (last[t] + 1) / len(followers) for t, n in Counter(followers).items()}
-        return {}
+        super().__init__(pair, lambda: LookupIndex(longest))

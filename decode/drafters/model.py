@@ -22,18 +22,14 @@ from .base import Drafter, Proposal
 class _Stream:
     """Committed tokens of a stream, and the rows of the round whose keys follow them in the cache."""
 
-    text: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     round: RoundState | None = None
     fed: list[int] = field(default_factory=list)
     is_checked: bool = False  # whether its first logits are finite; later ones are not checked
 
 
 class ModelDrafter(Drafter):
-    """A smaller language model with the same tokenizer.
-
-    Args:
-        pair: target and draft.
-    """
+    """A smaller language model with the same tokenizer: the draft model of the pair."""
 
     needs_draft = True
 
@@ -75,40 +71,42 @@ class ModelDrafter(Drafter):
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
-        own = self._texts[stream]
-        base = len(own.text)
-        if own.round is not None and self._model.lengths[stream] > base:  # else nothing was drafted
+        text = self._texts[stream]
+        base = len(text.tokens)
+        if text.round is not None and self._model.lengths[stream] > base:  # else nothing was drafted
             # The last row of the path may not have been fed.
-            slots = {row: base + at for at, row in enumerate(own.fed)}
-            self._model.keep(base, [slots[row] for row in own.round.path(stream) if row in slots], stream)
-        own.round = None
-        own.text.extend(tokens)
+            slots = {row: base + at for at, row in enumerate(text.fed)}
+            self._model.keep(base, [slots[row] for row in text.round.path(stream) if row in slots], stream)
+        text.round = None
+        text.tokens.extend(tokens)
 
     def backlog(self) -> Array:
         """See `Drafter`."""
         lengths = zip(self._texts, self._model.lengths, strict=True)
-        return np.array([len(own.text) + 1 - length for own, length in lengths])  # the anchor is not in `text`
+        return np.array([len(text.tokens) + 1 - length for text, length in lengths])  # `tokens` lacks the anchor
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        logits = self._model.read_parts([self._part(round, depth, stream, own) for stream, own in rows])
+        logits = self._model.read_parts([self._part(round, depth, stream, fed) for stream, fed in rows])
         first = 0
-        for stream, own in rows:
-            text = self._texts[stream]
-            text.fed.extend(own)
-            if not text.is_checked:
-                check_rows(logits[first : first + len(own)], "draft")
-                text.is_checked = True
-            first += len(own)
+        for stream, fed in rows:
+            if not self._texts[stream].is_checked:
+                check_rows(logits[first : first + len(fed)], "draft")
+                self._texts[stream].is_checked = True
+            first += len(fed)
         states = self._model.states
         return Proposal(logits, None, None if states is None else states[0, -len(logits) :])
 
     def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
         """Return what the draft reads of a stream: rows, after the backlog at depth 0."""
-        own, tokens = self._texts[stream], round.tokens[stream, rows].tolist()
+        if round.device_tokens is not None:  # a chain whose tokens the host does not know
+            return Part(stream, round.device_tokens[stream, depth : depth + 1], 1)
+        text, tokens = self._texts[stream], round.tokens[stream, rows].tolist()
         if depth == 0:
-            own.round, own.fed = round, []
-            tokens = own.text[self._model.lengths[stream] :] + tokens
-        if len(rows) == 1 and len(own.fed) == depth:  # all fed rows are ancestors of this row
+            text.round, text.fed = round, []
+            tokens = text.tokens[self._model.lengths[stream] :] + tokens
+        fed = list(text.fed)
+        text.fed += rows
+        if len(rows) == 1 and len(fed) == depth:  # all fed rows are ancestors of this row
             return Part(stream, tokens, 1)
-        return Part(stream, tokens, tree=TreeRows(round.topology, len(own.text), own.fed, rows))
+        return Part(stream, tokens, tree=TreeRows(round.topology, len(text.tokens), fed, rows))

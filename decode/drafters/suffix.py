@@ -11,11 +11,10 @@ from pathlib import Path
 
 from ...policies.errors import InputError
 from ..models.pair import Pair
-from ..round_state import RoundState
-from .lookup import TextDrafter
+from .lookup import TextDrafter, TextIndex
 
 MAX_PROPOSED, MAX_SINGLE = 32, 256
-"""Most tokens proposed after a row; most single tokens that share the weight which no longer suffix explains."""
+"""Maximum number of tokens proposed after a row, and of single tokens that share the weight which no suffix explains."""
 
 MAX_COUNTED = 64
 """Suffixes that are counted at each token, the longest first. More exist only in texts that repeat themselves immediately,
@@ -89,7 +88,7 @@ class SuffixAutomaton:
         return len(self.next) - 1
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return state and length of the longest known suffix of a substring and one more token."""
+        """Return state and length of the longest suffix of a substring and one more token that occurs in the texts."""
         while token not in self.next[state]:
             if state == START:
                 return START, 0
@@ -97,9 +96,8 @@ class SuffixAutomaton:
             length = self.length[state]
         return self.next[state][token], length + 1
 
-    def match(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return state and length of the longest known suffix of a text."""
-        state, length = START, 0
+    def match(self, tokens: Sequence[int], state: int = START, length: int = 0) -> tuple[int, int]:
+        """Return state and length of the longest suffix that occurs in the texts, of a substring followed by `tokens`."""
         for token in tokens:
             state, length = self.step(state, length, token)
         return state, length
@@ -131,8 +129,26 @@ class SuffixAutomaton:
         return dict(nlargest(MAX_PROPOSED, weights.items(), key=lambda item: (item[1], -item[0])))
 
 
-Match = tuple[SuffixAutomaton, int, int]
-"""An automaton, a state of it, and the length of the matched substring."""
+class SuffixIndex(TextIndex):
+    """The automaton of a text, and the longest suffix of the text in `shared`, the automaton of a file and earlier texts."""
+
+    def __init__(self, shared: SuffixAutomaton) -> None:
+        self.text: list[int] = []
+        self._own, self._shared, self.shared_match = SuffixAutomaton(), shared, (START, 0)
+
+    def append(self, token: int) -> None:
+        """See `TextIndex`."""
+        self.text.append(token)
+        self._own.append(token)
+        self.shared_match = self._shared.step(*self.shared_match, token)
+
+    def followers(self, path: Sequence[int]) -> dict[int, float]:
+        """See `TextIndex`."""
+        own_state, own_length = self._own.match(path, *self._own.earlier())
+        state, length = self._shared.match(path, *self.shared_match)
+        if length > own_length:
+            return self._shared.followers(state)
+        return self._own.followers(own_state) if own_length else {}
 
 
 class SuffixDrafter(TextDrafter):
@@ -143,18 +159,16 @@ class SuffixDrafter(TextDrafter):
 
     Args:
         pair: for the vocabulary and the device.
-        path: a text file that is searched beside each text; "" = none.
-        keep: 1 = texts stay known when the next ones begin, 0 = they do not.
+        path: a text file that is searched as well as each text; "" = none.
+        keep: 1 = texts are searched by later ones, 0 = they are not.
 
     Raises:
-        InputError: an argument has another type, the file cannot be read, or the pair has no tokenizer to read it with.
+        InputError: `keep` has another value, the file cannot be read, or the pair has no tokenizer to read it with.
     """
 
+    _indexes: list[SuffixIndex]  # type: ignore[assignment]
+
     def __init__(self, pair: Pair, path: str = "", keep: int = 0) -> None:
-        if not isinstance(path, str):
-            raise InputError(
-                f"--drafter suffix: expected for path a text file, not the number {path}; write suffix:{path}"
-            )
         if keep not in (0, 1):
             raise InputError(f"--drafter suffix: expected for keep 0 or 1, not {keep!r}")
         self.carries = bool(keep)
@@ -163,60 +177,28 @@ class SuffixDrafter(TextDrafter):
             if pair.tokenizer is None:
                 raise InputError("--drafter suffix: the pair has no tokenizer to read a file with")
             self._file = list(map(int, pair.tokenizer(_read_text(path), add_special_tokens=False)["input_ids"]))
-        self._texts: list[list[int]] = []
-        self._open_shared()
-        super().__init__(pair)
-
-    def _open_shared(self) -> None:
-        """Start the automaton of the file and of earlier texts, if there are any."""
-        self._shared = SuffixAutomaton() if self.carries or self._file else None
-        if self._shared is not None:
-            self._shared.add_text(self._file)
-
-    def reserve(self, streams: int, tokens: int) -> None:
-        """See `Drafter`."""
-        if self.carries and self._shared is not None:
-            for text in self._texts:
-                self._shared.add_text(text)
-        super().reserve(streams, tokens)
-        self._own = [SuffixAutomaton() for _ in range(streams)]
-        self._shared_match = [(START, 0)] * streams
-        self._matches: list[dict[int, list[Match]]] = [{} for _ in range(streams)]  # by row
+        super().__init__(pair, lambda: SuffixIndex(self._shared))
 
     def renew(self) -> None:
         """See `Drafter`; the file stays known."""
-        self._texts = []
-        self._open_shared()
-        self.reserve(self._streams, 0)
+        self._indexes, self._shared = [], SuffixAutomaton()
+        self._shared.add_text(self._file)
+        super().renew()
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        """See `Drafter`."""
+        if self.carries:
+            for index in self._indexes:
+                self._shared.add_text(index.text)
+        super().reserve(streams, tokens)
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        if self.carries and self._shared is not None:
-            self._shared.add_text(self._texts[stream])
-            # This may have split the states that the other texts were matched with.
-            self._shared_match = [self._shared.match(text) for text in self._texts]
+        if self.carries:
+            self._shared.add_text(self._indexes[stream].text)
+            for index in self._indexes:  # the new text may have split states
+                index.shared_match = self._shared.match(index.text)
         super().begin(stream)
-        self._own[stream], self._shared_match[stream] = SuffixAutomaton(), (START, 0)
-
-    def _append(self, stream: int, token: int) -> None:
-        self._texts[stream].append(token)
-        self._own[stream].append(token)
-        if self._shared is not None:
-            self._shared_match[stream] = self._shared.step(*self._shared_match[stream], token)
-
-    def _followers(self, round: RoundState, stream: int, row: int) -> dict[int, float]:
-        own, shared, known = self._own[stream], self._shared, self._matches[stream]
-        if row == 0:
-            known[0] = [(own, *own.earlier())]
-            if shared is not None:
-                known[0].append((shared, *self._shared_match[stream]))
-        else:
-            token = int(round.tokens[stream, row])
-            before = known[round.topology.parent[row]]
-            known[row] = [(automaton, *automaton.step(state, length, token)) for automaton, state, length in before]
-        # Of two matches of the same length the one in the text itself, which comes first.
-        automaton, state, length = max(known[row], key=lambda match: match[2])
-        return automaton.followers(state) if length else {}
 
 
 def file_hash(path: str) -> str:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.features import DrawnTokens, Layout
+from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
-from ...policies.history import History
 from ...policies.host import PolicyHost, error_text
 from ...policies.profile import Profile
 from ..feature_reader import FeatureReader
@@ -316,17 +315,16 @@ class Drafting:
         if not (self.host.observes or Layout(self.policy.features).history):
             return
         names = ("row", "context", "drafted", "verified", "backlog", "decisions", "accepted")
-        rows, *columns, accepted = (np.array([getattr(one, name) for one in drafts]) for name in names)
+        columns = (np.array([getattr(one, name) for one in drafts]) for name in names)
+        rows, context, drafted, verified, backlog, decisions, accepted = columns
         cut = np.array([one.hit_limit or not self.eos.isdisjoint(one.new) for one in drafts])
         if not self.policy.reads_clock:
             seconds = np.zeros(len(drafts))
             if self._profile is not None and self.policy.reads_seconds:
                 price = self._profile.decision(self.policy.cost_name)
-                seconds = self._profile.round_seconds(*columns, price, None)
+                seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price)
         self.host.load_rows(rows)
-        self.host.observe(
-            RoundOutcome(np.ones(len(drafts), dtype=bool), columns[1], columns[2], accepted, cut, seconds)
-        )
+        self.host.observe(RoundOutcome(np.ones(len(drafts), dtype=bool), drafted, verified, accepted, cut, seconds))
         self.host.store_rows(rows)
 
     def _begin(self, placed: Sequence[Placed]) -> None:

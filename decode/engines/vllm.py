@@ -71,10 +71,10 @@ class Proposer:
         config, settings = self._config.model_config, self.settings
         vocabulary = int(config.get_vocab_size())
         dtype = check_dtype(settings.dtype) if settings.dtype else config.dtype
-        device = torch.device(settings.device or self._config.device_config.device)
+        self.device = torch.device(settings.device or self._config.device_config.device)
         rows = min(settings.rows, int(self._config.scheduler_config.max_num_seqs))
         drafter, readable = load_rows(
-            settings.drafter, settings.draft, str(config.model), device, dtype, vocabulary, rows, self.depth
+            settings.drafter, settings.draft, str(config.model), self.device, dtype, vocabulary, rows, self.depth
         )
         kernels.load()  # before the first request
         generation = config.try_get_generation_config()

@@ -1,23 +1,21 @@
-"""Transformers' own `generate`, plain or with an assistant model, as a decoding method for benchmarks."""
+"""Transformers' `generate`, plain or with an assistant model, as a decoding method for benchmarks."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.generation import candidate_generator
+from transformers import LogitsProcessorList
 
 from ...policies.errors import PairError
 from ..loop import Request
 from ..models.device import without_cudnn
 from ..models.pair import Pair
 from ..models.view import open_view
-from ..plain import cut_at
 from ..records import Generation
 from ..settings import Settings
 from ..verify.processors import PerText
@@ -33,24 +31,21 @@ class AssistedSetting:
         name: as shown.
         tokens: `num_assistant_tokens`; 0 = `generate` without an assistant.
         schedule: `constant` or `heuristic`.
-        threshold: `assistant_confidence_threshold`; 0 disables the rule.
-        adapts: whether the threshold is fitted again after each round, which transformers does if scikit-learn is installed.
+        threshold: `assistant_confidence_threshold`; 0 disables the rule. transformers fits it again after each round.
     """
 
     name: str
     tokens: int
     schedule: str = "constant"
     threshold: float = 0.0
-    adapts: bool = False
 
 
 PLAIN = AssistedSetting("generate", 0)
-DEFAULTS = AssistedSetting("assistant, defaults", 20, "constant", 0.4, adapts=True)
 SETTINGS = (
     *(AssistedSetting(f"assistant, constant {k}", k) for k in (2, 4, 6, 8)),
     AssistedSetting("assistant, heuristic 5", 5, "heuristic"),
-    *(AssistedSetting(f"assistant, threshold {t:g}", 20, "constant", t) for t in (0.2, 0.4)),
-    DEFAULTS,
+    AssistedSetting("assistant, threshold 0.2", 20, threshold=0.2),
+    AssistedSetting("assistant, defaults", 20, threshold=0.4),
 )
 """Settings of assisted generation that users choose among, from fixed lengths to its defaults."""
 
@@ -76,8 +71,7 @@ class Assisted:
                 f"transformers' assisted generation expects vocabularies of one size, but the target scores {sizes[0]} "
                 f"tokens and the draft {sizes[1]}; measure with --no-library"
             )
-        self.name = setting.name
-        self._pair, self._setting, self._batch = pair, setting, batch
+        self._pair, self._setting, self._batch = pair, setting, 1 if setting.tokens else batch
         shaping, temperature = settings.for_pair(pair).shaping, settings.temperature
         # Neutral values are passed too: otherwise defaults of the model or the library would apply.
         self._options: dict[str, Any] = {**NEUTRAL, "min_new_tokens": None, "min_p": None, **shaping.options}
@@ -88,21 +82,22 @@ class Assisted:
         if settings.ignore_eos:
             self._options["eos_token_id"] = None
 
-    def run(self, requests: Sequence[Request]) -> list[Generation]:
-        """Return the texts. Assisted generation decodes them one by one."""
-        size = 1 if self._setting.tokens else self._batch
-        parts = [requests[at : at + size] for at in range(0, len(requests), size)]
-        return [text for part in parts for text in self._generate([list(r.prompt) for r in part], part[0].key)]
-
     @torch.inference_mode()
+    def run(self, requests: Sequence[Request]) -> list[Generation]:
+        """Return the texts. Assisted generation decodes them one by one; texts of one call share its seconds."""
+        out: list[Generation] = []
+        for first in range(0, len(requests), self._batch):
+            part = requests[first : first + self._batch]
+            out += self._generate([list(request.prompt) for request in part], part[0].key)
+        return out
+
     def _generate(self, prompts: Sequence[list[int]], key: int) -> list[Generation]:
-        """Return the texts of one call with left padding; each has an equal share of the seconds."""
         longest, device = max(map(len, prompts)), self._pair.device
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
         torch.manual_seed(key % 2**63)
-        options = dict(self._options)
-        eos = self._pair.eos if "eos_token_id" not in options else ()
+        eos = self._pair.eos if "eos_token_id" not in self._options else ()
+        options = {**self._options, "attention_mask": mask}
         options["logits_processor"] = LogitsProcessorList(
             one.for_text(longest, eos) if isinstance(one, PerText) else one for one in self._processors
         )
@@ -111,31 +106,19 @@ class Assisted:
         with contextlib.ExitStack() as stack:
             stack.enter_context(guard())
             stack.enter_context(without_cudnn(device))
-            if self._setting.tokens:
+            if (setting := self._setting).tokens:
                 options["assistant_model"], guard = open_view(self._pair.draft_model)
                 stack.enter_context(guard())
-                stack.enter_context(self._configured(options["assistant_model"]))
+                stack.enter_context(
+                    assistant_set(options["assistant_model"], setting.tokens, setting.schedule, setting.threshold)
+                )
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             begin = time.perf_counter()
-            out: Any = target.generate(ids, attention_mask=mask, **options)
-            texts = out[:, longest:].tolist()  # waits for the device
-            seconds = time.perf_counter() - begin
-        cut = [tuple(cut_at(text, eos)) for text in texts]
-        share = seconds / len(prompts)
-        return [Generation(text, (), len(prompt), 0.0, share) for text, prompt in zip(cut, prompts, strict=True)]
-
-    @contextlib.contextmanager
-    def _configured(self, draft: PreTrainedModel) -> Iterator[None]:
-        """Configure the assistant for one text, and restore its configuration afterwards."""
-        setting = self._setting
-        library: Any = candidate_generator
-        # transformers fits the threshold again whenever scikit-learn is installed; it has no option to disable that.
-        is_available = library.is_sklearn_available
-        try:
-            if not setting.adapts:
-                library.is_sklearn_available = lambda: False
-            with assistant_set(draft, setting.tokens, setting.schedule, setting.threshold):
-                yield
-        finally:
-            library.is_sklearn_available = is_available
+            texts = target.generate(ids, **options)[:, longest:].tolist()  # waits for the device
+            seconds = (time.perf_counter() - begin) / len(prompts)
+        ends = [next((n for n, token in enumerate(text, 1) if token in eos), len(text)) for text in texts]
+        return [
+            Generation(tuple(text[:end]), (), len(prompt), 0.0, seconds)
+            for text, end, prompt in zip(texts, ends, prompts, strict=True)
+        ]

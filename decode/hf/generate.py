@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ...policies.errors import InputError
 from ...policies.host import with_costs
 from ...policies.limits import LIMITS
 from ...policies.profile import Profile
@@ -40,7 +39,7 @@ from ..verify.conditions import warn_if_unmeasured, warn_if_untrained
 from ..verify.grammar import XGrammarProcessor, is_xgrammar
 from ..verify.noise import stream_key
 from ..verify.sampling import STATELESS, UNCHANGED, SamplingParams
-from .arguments import check_adapters, check_config, check_dropped, check_inputs
+from .arguments import check_arguments, refuse
 from .prefill import Prefill
 
 
@@ -91,53 +90,48 @@ def specstop_generate(
     Raises:
         InputError: a draft model is missing or superfluous, or an argument is not supported (`arguments`).
     """
-    check_draft_model(draft_model, drafter)
-    check_dropped()
-    check_config(generation_config, model.generation_config)
-    check_adapters(model)
+    check_draft_model(draft_model, drafter, "draft_model= (assistant_model= does not reach a callable)")
+    check_arguments(model, generation_config, model_kwargs, input_ids)
     if text_streamer is not None and len(input_ids) > 1:
-        raise InputError("specstop_generate: a streamer shows one text; expected a batch of one")
+        raise refuse("text_streamer", "a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
-    if not model.config.is_encoder_decoder:  # `join` raises an error for these
-        check_inputs(model_kwargs, input_ids)
-    limit, ends = _limits(stopping_criteria or (), generation_config)
+    max_length, eos = _limits(stopping_criteria or (), generation_config)
     settings = Settings(
         temperature,
-        limit - input_ids.shape[1],
+        max_length - input_ids.shape[1],
         verification=verification,
         tree=tree,
         shaping=shaping,
         stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
     )
-    pair = dataclasses.replace(join(model, draft_model), eos=ends)
+    pair = dataclasses.replace(join(model, draft_model), eos=eos)
     rule = with_costs(as_policy(policy), profile)
     settings = settings.for_policy(rule)
     warn_if_untrained(rule, settings, config=generation_config)
     warn_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
-    mask_length = getattr(generation_config, "_mask_length", -1)
-    prefill = Prefill(speculator.target.model, input_ids, model_kwargs, mask_length)
-    padding = prefill.left_padding(pair.readings[0].padded)
+    prefill = Prefill(speculator.target.model, input_ids, model_kwargs, getattr(generation_config, "_mask_length", -1))
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does; a streamer may skip the prompt
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
-    read = [None] * len(input_ids) if padding is not None else prefill.read(speculator.target)
+    padding = prefill.left_padding(pair.readings[0].padded)
+    read = prefill.read(speculator.target) if padding is None else [None] * len(input_ids)
+    prompts: list[list[int]] = input_ids.tolist()
     requests = []
-    for row, ids in enumerate(input_ids.tolist()):
+    for row, ids in enumerate(prompts):
         start = padding[row] if padding is not None else 0
-        own = _of_row(shaping, row).checked(pair.vocabulary, pair.device, len(input_ids))
-        requests.append(Request(ids[start:], keys[row], ids[:start], own, read[row]))
+        row_shaping = _of_row(shaping, row).checked(pair.vocabulary, pair.device, len(prompts))
+        requests.append(Request(ids[start:], keys[row], ids[:start], row_shaping, read[row]))
     stream = (lambda _, new: text_streamer.put(_ordinary_tensor(new))) if text_streamer is not None else None
-    made = speculator.run(requests, stream)
-    texts = [[*ids, *one.tokens] for ids, one in zip(input_ids.tolist(), made, strict=True)]
+    generations = speculator.run(requests, stream)
     if text_streamer is not None:
         text_streamer.end()
-    pad = generation_config.pad_token_id
-    longest = max(map(len, texts))
-    filler = pad if pad is not None else (ends[0] if ends else 0)
+    texts = [[*ids, *generation.tokens] for ids, generation in zip(prompts, generations, strict=True)]
+    longest, pad = max(map(len, texts)), generation_config.pad_token_id
+    filler = pad if pad is not None else (eos[0] if eos else 0)
     sequences = torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], device=input_ids.device)
     if generation_config.return_dict_in_generate:
-        tally = Tally.of(made)
+        tally = Tally.of(generations)
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
         return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences
@@ -149,29 +143,14 @@ def _ordinary_tensor(tokens: list[int]) -> Tensor:
         return torch.tensor(tokens)
 
 
-def check_draft_model(
-    draft: PreTrainedModel | None,
-    drafter: str,
-    expected: str = "draft_model= (assistant_model= does not reach a callable)",
-) -> None:
-    """Raise an error if the draft model is missing, or if the drafter does not use one.
-
-    Args:
-        draft: the draft model.
-        drafter: as of `find_drafter`.
-        expected: the arguments that reach the caller, for the message.
-
-    Raises:
-        InputError: as above, or there is no such drafter.
-    """
+def check_draft_model(draft: PreTrainedModel | None, drafter: str, argument: str) -> None:
+    """Raise `InputError` if there is no such drafter, or if a draft model (an `argument`) is missing or superfluous."""
     check_drafter(drafter)
     needed = needs_draft(drafter)
     if needed and draft is None:
-        raise InputError(f"specstop_generate: expected {expected}")
+        raise refuse("draft_model", f"expected {argument}, which the drafter {drafter} reads")
     if not needed and draft is not None:
-        raise InputError(
-            f"specstop_generate: the drafter {drafter} takes no draft model; leave draft_model= or assistant_model= out"
-        )
+        raise refuse("draft_model", f"the drafter {drafter} takes no draft model; leave {argument} out")
 
 
 def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> tuple[int, tuple[int, ...]]:
@@ -183,61 +162,46 @@ def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> t
     return int(limit), tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
 
 
-def _shaping(processors: LogitsProcessorList | None, sampling: bool) -> tuple[SamplingParams, float]:
+def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[SamplingParams, float]:
     """Return the processors and the temperature: 0 for greedy decoding, 1 if the processors contain it."""
-    made = tuple(processors or ())
-    if not sampling:
-        return UNCHANGED.with_processors(made), 0.0
-    # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that the
-    # same temperatures are accepted with and without other processors.
-    if (
-        len(made) == 1
-        and isinstance(made[0], TemperatureLogitsWarper)
-        and not LIMITS["temperature"].requirement(made[0].temperature)
-    ):
-        return UNCHANGED, float(made[0].temperature)
-    return UNCHANGED.with_processors(made), 1.0
+    match list(processors or ()):
+        # A single temperature needs no prefix (`Sampler`). A value that `Settings` does not accept stays a processor, so that
+        # the same temperatures are accepted with and without other processors.
+        case [TemperatureLogitsWarper(temperature=value)] if is_sampling and not LIMITS["temperature"].requirement(
+            value
+        ):
+            return UNCHANGED, float(value)
+        case several:
+            return UNCHANGED.with_processors(several), 1.0 if is_sampling else 0.0
 
 
 def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
     """Return the processors for one row of the batch: some hold a value per row or receive the row number."""
-    made: list[LogitsProcessor] = []
-    for processor in shaping.processors:
-        if isinstance(processor, PrefixConstrainedLogitsProcessor):
-            processor = PrefixConstrainedLogitsProcessor(
-                _AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1
-            )
-        elif is_xgrammar(processor):
-            processor = XGrammarProcessor(processor, row)
-        elif isinstance(processor, STATELESS):
-            # A repetition penalty ignores the padding of each row; penalties of the encoder hold the prompts of all rows.
-            processor = copy.copy(processor)
-            held: Any = vars(processor)
-            if isinstance(ignored := held.get("prompt_ignore_length"), Tensor):
-                held["prompt_ignore_length"] = int(ignored[row])
-            if isinstance(prompts := held.get("encoder_input_ids"), Tensor):
-                held["encoder_input_ids"] = prompts[row : row + 1]
-            if isinstance(ngrams := held.get("generated_ngrams"), list):
-                held |= {"generated_ngrams": ngrams[row : row + 1], "batch_size": 1}
-        made.append(processor)
-    return shaping.with_processors(made)
+    return shaping.with_processors([_processor_of_row(one, row) for one in shaping.processors])
 
 
-@dataclasses.dataclass
-class _AllowedInRow:
-    """A `prefix_allowed_tokens_fn` called with the number of the row in the batch instead of 0."""
-
-    allowed: Callable[[int, Tensor], list[int]]
-    row: int
-
-    def __call__(self, _: int, ids: Tensor) -> list[int]:
-        return self.allowed(self.row, ids)
+def _processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+    if is_xgrammar(processor):
+        return XGrammarProcessor(processor, row)
+    if not isinstance(processor, STATELESS):
+        return processor
+    # A repetition penalty ignores the padding of each row; penalties of the encoder hold the prompts of all rows.
+    processor = copy.copy(processor)
+    values: Any = vars(processor)
+    if isinstance(ignored := values.get("prompt_ignore_length"), Tensor):
+        values["prompt_ignore_length"] = int(ignored[row])
+    if isinstance(prompts := values.get("encoder_input_ids"), Tensor):
+        values["encoder_input_ids"] = prompts[row : row + 1]
+    if isinstance(ngrams := values.get("generated_ngrams"), list):
+        values |= {"generated_ngrams": ngrams[row : row + 1], "batch_size": 1}
+    return processor
 
 
 def _key(seed: int | None, row: int, temperature: float) -> int:
     """Return the key of one row's stream."""
     if temperature == 0.0:
         return 0
-    if seed is None:
-        return int(torch.randint(2**62, (), device="cpu"))
-    return stream_key(seed, str(row))
+    return int(torch.randint(2**62, (), device="cpu")) if seed is None else stream_key(seed, str(row))

@@ -14,104 +14,86 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ...policies.errors import InputError
 from ..models.cache import CachedModel, ReadPrompt
+from .arguments import refuse
 
 _LOOP_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 """Model inputs that the loop passes in each call."""
 
 
 class Prefill:
-    """The first step of `generate` for a batch.
+    """The first step of `generate` for a batch of token ids [B, n], and other `inputs`, which are not modified.
 
-    Args:
-        model: The target, a `PreTrainedModel`.
-        input_ids: [B, n] token ids.
-        inputs: Other model inputs prepared by `generate`. They are not modified, including the cache.
-        mask_length: Number of columns of an attention mask of ones, which `generate` removes; -1 if there was none.
-
-    Raises:
-        InputError: The type of the cache is not supported.
+    `mask_length` is the number of columns of an attention mask of ones, which `generate` removes; -1 if there was none.
     """
 
     def __init__(self, model: Any, input_ids: Tensor, inputs: Mapping[str, Any], mask_length: int = -1) -> None:
-        cache = inputs.get("past_key_values")
+        cache, count = inputs.get("past_key_values"), input_ids.shape[1]
         cached = self._cached = 0 if cache is None else int(cache.get_seq_length())
         self._cache = copy_cache(cache) if cached else DynamicCache(config=model.config.get_text_config(decoder=True))
         self._ids, self._kwargs = input_ids, {**inputs, "past_key_values": self._cache}
+        uncached = None  # all, as in `GenerationMixin._prefill`
+        mask, embeds = inputs.get("attention_mask"), inputs.get("inputs_embeds")
+        if cached and embeds is not None:
+            uncached = int(embeds.shape[1]) - cached
+        # If the mask has the same length, the ids are the whole text. If it is longer, the ids follow the cached tokens.
+        elif cached and count == (mask_length if mask is None else mask.shape[1]):
+            uncached = count - cached
         self.inputs: dict[str, Any] = dict(
             model.prepare_inputs_for_generation(
-                input_ids,
-                next_sequence_length=self._uncached(mask_length) if cached else None,
-                is_first_iteration=True,
-                **self._kwargs,
+                input_ids, next_sequence_length=uncached, is_first_iteration=True, **self._kwargs
             )
         )
-
-    def _uncached(self, mask_length: int) -> int | None:
-        """Return the number of uncached tokens, None if all are uncached, with the rule of `GenerationMixin._prefill`."""
-        embeds, mask, count = self._kwargs.get("inputs_embeds"), self._kwargs.get("attention_mask"), self._ids.shape[1]
-        if embeds is not None:
-            return int(embeds.shape[1]) - self._cached
-        # If the mask has the same length, the ids are the whole text. If it is longer, the ids follow the cached tokens.
-        return count - self._cached if count == (mask_length if mask is None else mask.shape[1]) else None
 
     def left_padding(self, padded: bool = True) -> list[int] | None:
         """Return the left padding of each row, or None if the prompt is not token ids at positions from 0 after left padding.
 
-        Args:
-            padded: Whether padding has no effect on the logits of the target (`Reading`).
+        `padded` is whether padding has no effect on the logits of the target (`Reading`).
         """
-        inputs, ids = self.inputs, self._ids
-        input_ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-        if _extra(inputs) or input_ids is None or input_ids.shape != ids.shape:
+        ids, count, device = self._ids, self._ids.shape[1], self._ids.device
+        input_ids, mask, positions = (self.inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        if _extra(self.inputs) or self._cached or self.inputs.get("past_key_values") is not self._cache:
             return None
-        if self._cached or inputs.get("past_key_values") is not self._cache:
+        if input_ids is None or input_ids.shape != ids.shape or (mask is not None and not _has_shape(mask, ids.shape)):
             return None
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-            return None
-        count, device = ids.shape[1], ids.device
         visible = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool().to(device)
         padding = count - visible.sum(1)  # [B]
         expected = torch.arange(count, device=device) - padding[:, None]  # [B, n] positions
         if not torch.equal(expected >= 0, visible) or bool((padding == count).any()):
             return None
-        if not padded and bool(padding.any()):
-            return None
-        if positions is not None and bool(((positions.to(device) != expected) & visible).any()):
+        if (bool(padding.any()) and not padded) or (
+            positions is not None and bool(((positions.to(device) != expected) & visible).any())
+        ):
             return None
         return list(map(int, padding))
 
     @torch.no_grad()
     def read(self, target: CachedModel) -> list[ReadPrompt]:
-        """Read the prompts with the target, and one more token to determine how `generate` continues.
-
-        Returns:
-            One prompt per row.
-
-        Raises:
-            InputError: The attention mask does not cover all tokens.
-        """
+        """Read the prompts of all rows with the target, and one more token to determine how `generate` continues."""
         model: Any = target.model
         out = target.call(**self.inputs, return_dict=True)
         logits, states = target.answer(out, 1)
-        cache: Cache = self.inputs["past_key_values"]
+        cache = self.inputs["past_key_values"]
         slots = int(cache.get_seq_length())
-        layers = [_states_of(layer) for layer in cache.layers]  # the second step drops the first token of a window
+        # Now, because the second step drops the first token of a window.
+        layers = [(layer.keys, layer.values) if layer.is_initialized else None for layer in cache.layers]
         tokens = logits[:, -1].argmax(-1)
         kwargs = model._update_model_kwargs_for_generation(out, dict(self._kwargs))
         kwargs["past_key_values"] = cache
         text = torch.cat([self._ids, tokens[:, None].to(self._ids)], 1)
         second = model.prepare_inputs_for_generation(text, next_sequence_length=1, **kwargs)
         hidden = self._hidden(second.get("attention_mask"), slots, logits.device)
-        offsets = self._offsets(second.get("position_ids"), slots, logits.device)
+        offsets = torch.zeros(len(text), 1, dtype=torch.int64, device=logits.device)  # [B, D] position minus slot
+        if (positions := second.get("position_ids")) is not None:  # [B or 1, 1] or [D, B or 1, 1]
+            last = positions[..., -1].to(logits.device).reshape(-1, positions.shape[-2])  # [D, B or 1]
+            offsets = (last - slots).expand(-1, len(text)).T
         after, _ = target.answer(target.call(**second, return_dict=True), 1)
         # For messages: inputs that the model needs again in later steps come first, because the loop does not pass them.
         arguments = tuple(_extra(second) or self._arguments())
         prompts = []
-        for row in range(len(self._ids)):
+        for row in range(len(text)):
             ids, row_states = self._draft_prompt(row, hidden[row], states)
             row_layers = [pair and (pair[0][row : row + 1], pair[1][row : row + 1]) for pair in layers]
             step = int(tokens[row]), after[row, -1]
@@ -123,7 +105,7 @@ class Prefill:
         return prompts
 
     def _arguments(self) -> list[str]:
-        """Return the names of the inputs besides the token ids."""
+        """Return the names of the inputs in addition to the token ids."""
         names = _extra(self.inputs) + (["past_key_values"] if self._cached else [])
         names = [name if self._kwargs.get(name) is not None else f"{name} (added by the model)" for name in names]
         return names + [name for name in ("attention_mask", "position_ids") if self._kwargs.get(name) is not None]
@@ -132,21 +114,11 @@ class Prefill:
         """Return [B, slots] bool, True for slots that the next token does not see, from its mask [B, slots + 1]."""
         if mask is None:
             return torch.zeros(len(self._ids), slots, dtype=torch.bool, device=device)
-        if not isinstance(mask, Tensor) or mask.shape != (len(self._ids), slots + 1):
-            shape = f"{mask.shape[-1] - 1} columns" if isinstance(mask, Tensor) and mask.dim() == 2 else "another shape"
-            raise InputError(
-                f"specstop_generate: attention_mask: expected one column for each of the {slots} tokens, including cached "
-                f"ones, got {shape}; leave it out if nothing is masked"
-            )
-        return ~mask[:, :-1].to(device).bool()
-
-    def _offsets(self, positions: Tensor | None, slots: int, device: torch.device) -> Tensor:
-        """Return [B, D]: position minus slot of the next token, from its positions [B or 1, 1] or [D, B or 1, 1]."""
-        if positions is None:  # the position of a token equals its slot
-            return torch.zeros(len(self._ids), 1, dtype=torch.int64, device=device)
-        last = positions[..., -1].to(device).reshape(-1, positions.shape[-2])  # [D, B or 1]
-        offsets: Tensor = (last - slots).expand(-1, len(self._ids)).T
-        return offsets
+        if not _has_shape(mask, (len(self._ids), slots + 1)):
+            expected = f"expected one column for each of the {slots} tokens, including cached ones"
+            raise refuse("attention_mask", f"{expected}; leave it out if nothing is masked")
+        hidden: Tensor = ~mask[:, :-1].to(device).bool()
+        return hidden
 
     def _draft_prompt(self, row: int, hidden: Tensor, states: Tensor | None) -> tuple[list[int], Tensor | None]:
         """Return the unmasked token ids for the drafter and the hidden states of the target for these tokens."""
@@ -162,16 +134,13 @@ class Prefill:
 
 
 def copy_cache(cache: Any) -> DynamicCache:
-    """Return a shallow copy of a cache. Later calls replace the shared tensors instead of modifying them.
-
-    Raises:
-        InputError: The cache has layers that are updated in place.
-    """
+    """Return a shallow copy of a cache; raise `InputError` if its tensors would be updated in place by later calls."""
     types = {type(layer) for layer in getattr(cache, "layers", [])}
     if type(cache) is not DynamicCache or not types <= {DynamicLayer, DynamicSlidingWindowLayer} or cache.offloading:
-        raise InputError(
-            f"specstop_generate: past_key_values: expected a DynamicCache, got a {type(cache).__name__}; build the prefix "
-            "with DynamicCache(config=model.config), or give the whole text as input_ids"
+        raise refuse(
+            "past_key_values",
+            f"expected a DynamicCache, got a {type(cache).__name__}; build the prefix with "
+            "DynamicCache(config=model.config), or give the whole text as input_ids",
         )
     clone = copy.copy(cache)
     clone.layers = [copy.copy(layer) for layer in cache.layers]
@@ -183,6 +152,5 @@ def _extra(inputs: Mapping[str, Any]) -> list[str]:
     return [name for name, value in inputs.items() if name not in _LOOP_INPUTS and value is not None and value != {}]
 
 
-def _states_of(layer: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the keys and values of a cache layer; None if it is not initialized."""
-    return (layer.keys, layer.values) if layer.is_initialized else None
+def _has_shape(mask: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(mask, Tensor) and tuple(mask.shape) == tuple(shape)

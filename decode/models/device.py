@@ -8,15 +8,16 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ...policies.errors import SpecstopWarning
-from .placement import is_plain
+
+if TYPE_CHECKING:  # verification modes use this module in replay, which does without transformers
+    from transformers import PreTrainedModel
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
@@ -197,6 +198,8 @@ class WideLinear(nn.Linear):
 
 def widen(view: PreTrainedModel) -> None:
     """Let a view return float32 logits if half precision would round them. Other output layers stay as they are."""
+    from .placement import is_plain
+
     head = getattr(view, "get_output_embeddings", lambda: None)()
     plain = type(head) is nn.Linear and is_plain(head.weight) and "forward" not in vars(head)
     if plain and can_widen(view.device, view.dtype):

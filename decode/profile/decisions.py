@@ -16,8 +16,7 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import SpecstopWarning
-from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features import DRAFT_HIDDEN, HISTORY_FEATURES, TARGET_HIDDEN
 from ...policies.host import PolicyHost, validate_policy
 from ...policies.measurements import DECISIONS, Key, Measurements
 from ...policies.profile import Profile

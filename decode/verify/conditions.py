@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from transformers import GenerationConfig
 
-from ...policies.conditions import Conditions, warn_other_conditions, warn_other_profile
 from ...policies.contract import StopPolicy
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
+from ...policies.training_metadata import Conditions, warn_other_conditions, warn_other_profile
 from ..models.pair import Pair
 from ..settings import Settings
 from .modes import resolve_mode

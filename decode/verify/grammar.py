@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,89 +25,54 @@ from .processors import PerText
 BACKENDS = ("llguidance", "xgrammar")
 """Supported backends, in the order of preference of `auto`."""
 
-_MAX_MATCHERS = 1024
+_MAX_MATCHERS = 256
 """Maximum number of cached matchers per text, more than one round requires."""
 
 
-class Matcher(ABC):
+class Matcher:
     """A grammar after one prefix of a text.
 
     Args:
-        matcher: matcher of a grammar library.
+        matcher: `llguidance.LLMatcher` or `xgrammar.GrammarMatcher`.
         ends: end-of-text token ids. They are allowed where the grammar is complete.
-    """
-
-    def __init__(self, matcher: Any, ends: Collection[int]) -> None:
-        self._matcher, self.ends = matcher, frozenset(ends)
-
-    @cached_property
-    def words(self) -> Array:
-        """[W] uint32 with one bit per token, set if the token is allowed next."""
-        return self._words()
-
-    def allowed(self, vocabulary: int) -> Array:
-        """Return [V] bool, whether each token is allowed next."""
-        bits = np.unpackbits(self.words.view(np.uint8), bitorder="little")[:vocabulary]
-        return np.pad(bits, (0, vocabulary - len(bits))).astype(bool)  # padding of the vocabulary is not allowed
-
-    @abstractmethod
-    def after(self, token: int) -> Matcher | None:
-        """Return the matcher after one more token; None if the grammar does not allow it."""
-
-    @abstractmethod
-    def _words(self) -> Array: ...
-
-
-class _LLGuidance(Matcher):
-    def after(self, token: int) -> Matcher | None:
-        if token in self.ends:
-            return None
-        matcher = self._matcher.deep_copy()  # 2 us
-        return _LLGuidance(matcher, self.ends) if matcher.try_consume_tokens([token]) else None
-
-    def _words(self) -> Array:
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        if self._matcher.is_error():
-            raise InputError(
-                f"grammar: llguidance failed: {_one_line(self._matcher.get_error())}; simplify the grammar"
-            )
-        if not self._matcher.is_accepting():
-            words = words.copy()
-            for end in self.ends:  # an end token may also be an ordinary token that the grammar allows as text
-                words[end >> 5] &= ~np.uint32(1 << (end & 31))
-        return words
-
-
-class _XGrammar(Matcher):
-    """
-    Args:
-        matcher: of xgrammar; its stop tokens end a text.
         possible: [V] bool, tokens that may be allowed.
     """
 
-    def __init__(self, matcher: Any, possible: Array) -> None:
-        super().__init__(matcher, matcher.stop_token_ids)
-        self._possible = possible
+    def __init__(self, matcher: Any, ends: Collection[int], possible: Array) -> None:
+        self.ends, self._matcher, self._possible = frozenset(ends), matcher, possible
+        self._is_xgrammar = hasattr(matcher, "accept_token")
 
     def after(self, token: int) -> Matcher | None:
+        """Return the matcher after one more token; None if the grammar does not allow it or the text ends."""
         if token in self.ends or token >= len(self._possible) or not self._possible[token]:
             return None
-        matcher = self._matcher.fork()
-        return _XGrammar(matcher, self._possible) if matcher.accept_token(token) else None
+        if self._is_xgrammar:
+            matcher = self._matcher.fork()
+            accepted = matcher.accept_token(token)
+        else:
+            matcher = self._matcher.deep_copy()  # 2 us, less than a rollback
+            accepted = matcher.try_consume_tokens([token])
+        return Matcher(matcher, self.ends, self._possible) if accepted else None
 
-    def _words(self) -> Array:
-        import xgrammar
-
-        bits = xgrammar.allocate_token_bitmask(1, len(self._possible))
-        self._matcher.fill_next_token_bitmask(bits)
-        possible = np.zeros(4 * bits.shape[1], dtype=np.uint8)  # xgrammar also sets bits beyond the vocabulary
-        possible[: -(-len(self._possible) // 8)] = np.packbits(self._possible, bitorder="little")
-        words: Array = bits[0].numpy().view(np.uint32) & possible.view(np.uint32)
-        return words
-
-
-Compile = Callable[[Sequence[int]], Matcher]
-"""Returns the matcher at the start of a text for end-of-text token ids."""
+    @cached_property
+    def allowed(self) -> Array:
+        """[V] bool, tokens allowed next."""
+        size = len(self._possible)
+        if self._is_xgrammar:
+            words = np.full((1, -(-size // 32)), -1, dtype=np.int32)
+            self._matcher.fill_next_token_bitmask(torch.from_numpy(words))
+            packed = words.view(np.uint8)[0]
+        else:
+            packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            if self._matcher.is_error():
+                fault = _one_line(self._matcher.get_error())
+                raise InputError(f"grammar: llguidance failed: {fault}; simplify the grammar")
+        allowed: Array = np.unpackbits(packed, bitorder="little")[:size].astype(bool) & self._possible
+        if not self._is_xgrammar and not self._matcher.is_accepting():
+            allowed[list(self.ends)] = (
+                False  # an end token may also be an ordinary token that the grammar allows as text
+            )
+        return allowed
 
 
 class Grammar(PerText):
@@ -117,28 +81,28 @@ class Grammar(PerText):
     A text may end where the grammar is complete. The length limit may truncate it earlier; `matches` checks a text.
 
     Args:
-        name: used in headers.
-        compile: see `Compile`.
+        kind: `json-schema` or `grammar`.
+        source: see `from_json_schema` and `from_text`.
+        tokenizer: tokenizer of the target.
+        backend: `llguidance`, `xgrammar`, or `auto`, which selects the first of these that is installed.
+
+    Raises:
+        InputError: the source is invalid or has features that the backend does not support, or no backend is installed.
     """
 
-    def __init__(self, name: str, compile: Compile) -> None:
-        self.name, self._compile = name, compile
-        self._compiled: dict[tuple[int, ...], Matcher] = {}
+    def __init__(self, kind: str, source: str, tokenizer: PreTrainedTokenizerBase, backend: str = "auto") -> None:
+        backend = _installed_backend(backend)
+        digest = hashlib.blake2b(source.encode(), digest_size=6).hexdigest()
+        self.name, self._kind, self._tokenizer = f"{kind} {digest} ({backend})", kind, tokenizer
+        self._is_xgrammar = backend == "xgrammar"
+        self._grammar = (_parse_xgrammar if self._is_xgrammar else _parse_llguidance)(kind, source)
+        self._matchers: dict[tuple[int, ...], Matcher] = {}
 
     @classmethod
     def from_json_schema(
         cls, schema: str | Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, backend: str = "auto"
     ) -> Grammar:
-        """Return the grammar of a JSON schema, with at most one space or line break between JSON tokens.
-
-        Args:
-            schema: JSON text or the parsed object.
-            tokenizer: tokenizer of the target.
-            backend: `llguidance`, `xgrammar`, or `auto`, which selects the first of these that is installed.
-
-        Raises:
-            InputError: the schema is invalid or has features that the backend does not support, or no backend is installed.
-        """
+        """Return the grammar of a JSON schema (text or parsed), with at most one space or line break between JSON tokens."""
         source = schema if isinstance(schema, str) else json.dumps(schema)
         try:
             parsed = strict_loads(source)
@@ -146,40 +110,51 @@ class Grammar(PerText):
             raise InputError(f"json-schema: expected JSON; {_one_line(str(error))}") from None
         if not isinstance(parsed, dict):
             raise InputError(f"json-schema: expected an object, got {_one_line(json.dumps(parsed))}")
-        return cls._of("json-schema", source, tokenizer, backend)
+        return cls("json-schema", source, tokenizer, backend)
 
     @classmethod
     def from_text(cls, text: str, tokenizer: PreTrainedTokenizerBase, backend: str = "auto") -> Grammar:
-        """Return a context-free grammar.
-
-        Args:
-            text: grammar in the EBNF format of llama.cpp (rules with `::=`, start symbol `root`) or in Lark format.
-            tokenizer, backend: see `from_json_schema`.
-
-        Raises:
-            InputError: see `from_json_schema`.
-        """
-        return cls._of("grammar", text, tokenizer, backend)
-
-    @classmethod
-    def _of(cls, kind: str, source: str, tokenizer: PreTrainedTokenizerBase, backend: str) -> Grammar:
-        selected = _installed_backend(backend)
-        compile_grammar = _compile_llguidance if selected == "llguidance" else _compile_xgrammar
-        digest = hashlib.blake2b(source.encode(), digest_size=6).hexdigest()
-        return cls(f"{kind} {digest} ({selected})", compile_grammar(kind, source, tokenizer))
+        """Return a context-free grammar, in Lark or the EBNF of llama.cpp (rules with `::=`, start symbol `root`)."""
+        return cls("grammar", text, tokenizer, backend)
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
         """Return the matcher at the start of a text.
 
         Raises:
-            InputError: there is no end-of-text token.
+            InputError: there is no end-of-text token, or the backend does not support the tokenizer.
         """
         ends = tuple(sorted(eos))
         if not ends:
             raise InputError(f"{self.name}: expected at least one end-of-text token, got none; set eos_token_id")
-        if ends not in self._compiled:
-            self._compiled[ends] = self._compile(ends)
-        return self._compiled[ends]
+        if ends not in self._matchers:
+            self._matchers[ends] = self._compile_xgrammar(ends) if self._is_xgrammar else self._compile_llguidance(ends)
+        return self._matchers[ends]
+
+    def _compile_llguidance(self, ends: Sequence[int]) -> Matcher:
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
+
+        ends = [
+            end for end in ends if end < len(self._tokenizer)
+        ]  # ids in the padding of the vocabulary are not tokens
+        try:
+            tokenizer = from_tokenizer(self._tokenizer, eos_token=ends)  # type: ignore[arg-type]
+        except ValueError as error:
+            fault = _one_line(str(error))
+            raise InputError(f"structured output: llguidance cannot read this tokenizer ({fault})") from None
+        if fault := LLMatcher.validate_grammar(self._grammar, tokenizer):
+            raise _invalid(self._kind, fault)
+        matcher = LLMatcher(tokenizer, self._grammar, log_level=0)
+        return Matcher(matcher, ends, np.ones(tokenizer.vocab_size, dtype=bool))
+
+    def _compile_xgrammar(self, ends: Sequence[int]) -> Matcher:
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, stop_token_ids=list(ends))
+        compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(self._grammar)
+        # xgrammar 0.2.8 allows raw control characters in JSON strings with `maxLength`. JSON does not.
+        min_byte = 32 if self._kind == "json-schema" else 0
+        return _xgrammar_matcher(compiled, [all(b >= min_byte for b in token) for token in info.decoded_vocab])
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> GrammarMask:
         """See `PerText.for_text`."""
@@ -192,16 +167,11 @@ class Grammar(PerText):
             if matcher is None or (token in matcher.ends and index + 1 == len(tokens)):
                 break
             matcher = matcher.after(token)
-        return matcher is not None and bool(matcher.allowed(max(matcher.ends) + 1)[min(matcher.ends)])
+        return matcher is not None and bool(matcher.allowed[min(matcher.ends)])
 
 
 class XGrammarProcessor(PerText):
-    """Constraint with the compiled grammar of an `xgrammar.contrib.hf.LogitsProcessor`.
-
-    Args:
-        processor: xgrammar's processor; it is not modified.
-        row: batch index.
-    """
+    """Constraint with the compiled grammar of an `xgrammar.contrib.hf.LogitsProcessor`, for one row of a batch."""
 
     def __init__(self, processor: Any, row: int = 0) -> None:
         compiled = processor.compiled_grammars
@@ -228,7 +198,7 @@ class GrammarMask(LogitsProcessor):
 
     def __init__(self, matcher: Matcher, prompt: int) -> None:
         self._prompt, self._start = prompt, matcher
-        self._matchers: dict[tuple[int, ...], Matcher | None] = {}
+        self._matchers: dict[tuple[int, ...], Matcher | None] = {}  # by generated tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return masked scores [R, V]."""
@@ -239,7 +209,11 @@ class GrammarMask(LogitsProcessor):
         banned = np.zeros(scores.shape, dtype=bool)
         for row, prefix in enumerate(prefixes):
             if prefix is not None and (matcher := self._after(tuple(prefix[self._prompt :]))) is not None:
-                banned[row] = ~matcher.allowed(scores.shape[-1])
+                allowed = matcher.allowed[: scores.shape[-1]]
+                banned[row, : len(allowed)], banned[row, len(allowed) :] = (
+                    ~allowed,
+                    True,
+                )  # the vocabulary may be padded
         return scores.masked_fill(torch.from_numpy(banned).to(scores.device), -torch.inf)
 
     def _after(self, generated: tuple[int, ...]) -> Matcher | None:
@@ -266,11 +240,9 @@ def _installed_backend(name: str) -> str:
     raise InputError(f"structured output: expected {names} to be installed; python -m pip install '{requirement}'")
 
 
-def _compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Compile:
-    """Parse a JSON schema or a grammar (Lark, or EBNF with `::=`) with llguidance."""
+def _parse_llguidance(kind: str, source: str) -> Any:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
-    from llguidance.hf import from_tokenizer
 
     try:
         if kind == "json-schema":
@@ -281,54 +253,26 @@ def _compile_llguidance(kind: str, source: str, tokenizer: PreTrainedTokenizerBa
         raise _invalid(kind, str(error)) from None
     if fault := LLMatcher.validate_grammar(grammar):
         raise _invalid(kind, fault)
-
-    def compile_for(ends: Sequence[int]) -> Matcher:
-        ends = [end for end in ends if end < len(tokenizer)]  # ids in the padding of the vocabulary are not tokens
-        try:
-            ll_tokenizer = from_tokenizer(tokenizer, eos_token=list(ends))  # type: ignore[arg-type]
-        except ValueError as error:
-            raise InputError(
-                f"structured output: llguidance cannot read this tokenizer ({_one_line(str(error))})"
-            ) from None
-        if fault := LLMatcher.validate_grammar(grammar, ll_tokenizer):
-            raise _invalid(kind, fault)
-        return _LLGuidance(LLMatcher(ll_tokenizer, grammar, log_level=0), ends)
-
-    return compile_for
+    return grammar
 
 
-def _compile_xgrammar(kind: str, source: str, tokenizer: PreTrainedTokenizerBase) -> Compile:
-    """Parse a JSON schema or a grammar with xgrammar."""
+def _parse_xgrammar(kind: str, source: str) -> Any:
     import xgrammar
 
     try:
         if kind == "json-schema":
-            grammar = xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=1)
-        else:
-            grammar = xgrammar.Grammar.from_ebnf(source) if "::=" in source else xgrammar.Grammar.from_lark(source)
+            return xgrammar.Grammar.from_json_schema(source, max_whitespace_cnt=1)
+        return xgrammar.Grammar.from_ebnf(source) if "::=" in source else xgrammar.Grammar.from_lark(source)
     except RuntimeError as error:
         raise _invalid(kind, str(error)) from None
 
-    def compile_for(ends: Sequence[int]) -> Matcher:
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, stop_token_ids=list(ends))
-        compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(grammar)
-        # xgrammar 0.2.8 allows raw control characters in JSON strings with `maxLength`. JSON does not.
-        return _xgrammar_matcher(compiled, 32 if kind == "json-schema" else 0)
 
-    return compile_for
-
-
-def _xgrammar_matcher(compiled: Any, min_byte: int = 0) -> Matcher:
-    """Return the matcher of a compiled grammar, without tokens that contain bytes below `min_byte`."""
+def _xgrammar_matcher(compiled: Any, possible: Sequence[bool] | None = None) -> Matcher:
     import xgrammar
 
-    vocabulary = compiled.tokenizer_info.decoded_vocab
-    possible = (
-        np.array([all(byte >= min_byte for byte in token) for token in vocabulary])
-        if min_byte
-        else (np.ones(compiled.tokenizer_info.vocab_size, dtype=bool))
-    )
-    return _XGrammar(xgrammar.GrammarMatcher(compiled), possible)
+    matcher = xgrammar.GrammarMatcher(compiled)
+    possible = possible or [True] * compiled.tokenizer_info.vocab_size
+    return Matcher(matcher, matcher.stop_token_ids, np.array(possible))
 
 
 def _invalid(kind: str, fault: str) -> InputError:

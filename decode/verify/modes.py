@@ -1,16 +1,340 @@
-"""The verification modes by name, and checks of a policy and a tree against them."""
+"""The verification modes: how candidates are drawn, and which of them are accepted.
+
+p and q are the distributions of target and draft, after temperature and filters. At temperature 0 all modes but `typical` are
+greedy matching.
+"""
 
 from __future__ import annotations
+
+import math
+from abc import ABC
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind
 from ...policies.learned import LearnedPolicy
+from ..models.device import download, upload
+from ..round_state import RoundState, Rows
 from ..topology import Topology
-from .base import Verification
-from .match import Match, Point
-from .rejection import Block, Rejection, RejectionReplace
-from .typical import Typical
+from .noise import Choices, Purpose, best_of_rows, best_scores, in_order, match_scores, target_tokens
+
+Accepted = tuple[list[int], int]
+"""The rows of the accepted path, row 0 first, and the next token of the target."""
+
+
+class Draw(NamedTuple):
+    """Candidates below fed rows.
+
+    Attributes:
+        tokens: by fed row its candidates, in the order in which they are tried; or [R] int64, one candidate of each row.
+        scores: [R, V], the scores of which `match` takes the largest; None in other modes.
+        best: by fed row the largest of these scores, descending, one more than candidates; None if unknown.
+    """
+
+    tokens: list[list[int]] | Tensor
+    scores: Tensor | None = None
+    best: list[list[float]] | None = None
+
+
+class Verification(ABC):
+    """A verification mode. It has no state: one object serves all texts.
+
+    Subclasses implement `accept_one`, or `accept` for all streams at once.
+
+    Attributes:
+        name: as in commands and reports.
+        lossless: whether the output has the distribution of the target.
+        label: name in traces of the kind of acceptance that heads are trained on.
+        hides: whether the rows sent to the target must not depend on the tokens drawn, as the output would be biased.
+        chains_only: whether trees are not supported.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+    label: ClassVar[str]
+    hides: ClassVar[bool] = False
+    chains_only: ClassVar[bool] = False
+
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+        """Draw candidates below fed rows of one depth; by default the best tokens of the draft.
+
+        Args:
+            round: provides the topology and the random choices; `draft_probs` are set if the acceptance needs them.
+            rows: fed rows, R in total.
+            sampled: [R, V] processed logits of the draft.
+        """
+        return Draw(best_tokens(sampled, candidate_counts(round, rows))[0])
+
+    def start(self, sampled: Tensor, choices: Choices) -> int:
+        """Return the first token of a text, drawn from the processed logits [V] of the target after the prompt."""
+        return choices.draw(torch.softmax(sampled.double(), -1), 0, Purpose.RESIDUAL)
+
+    def accept(self, round: RoundState, rows: Rows, sampled: Tensor) -> list[Accepted]:
+        """Return the accepted path of each stream.
+
+        Args:
+            round: with its candidates.
+            rows: rows that the target has read, R in total, row 0 of each stream first.
+            sampled: [R, V] processed logits of the target.
+        """
+        parts = sampled.split([len(sent) for _, sent in rows])
+        return [self.accept_one(round, stream, sent, part) for (stream, sent), part in zip(rows, parts, strict=True)]
+
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
+        """Return the accepted path of one stream, given the processed logits [n, V] of the target after the rows `sent`."""
+        raise NotImplementedError
+
+
+def choices_of(round: RoundState, stream: int) -> Choices:
+    """Return the random choices of an active stream."""
+    choices = round.choices[stream]
+    assert choices is not None
+    return choices
+
+
+def candidate_counts(round: RoundState, rows: Rows) -> list[int]:
+    """Return the number of candidates to draw below each fed row."""
+    return [len(round.topology.children[row]) for _, fed in rows for row in fed]
+
+
+def best_tokens(scores: Tensor, counts: Sequence[int], extra: int = 0) -> tuple[list[list[int]], list[list[float]]]:
+    """Return the best `counts[row]` tokens of each row [R, V], and the best max(counts) + `extra` scores, descending.
+
+    Of equal scores the first token comes first. Tokens with a score of -inf are left out.
+    """
+    size = max(counts) + extra
+    values, tokens, tied = download(*best_scores(scores, size))
+    if ties := [row for row, has_ties in enumerate(tied) if has_ties]:  # frequencies, or numbers in half precision
+        for row, ordered in zip(ties, in_order(scores[ties], size).tolist(), strict=True):
+            tokens[row] = ordered
+    possible = [
+        [token for token, value in zip(row[:count], best, strict=False) if value > -torch.inf]
+        for row, best, count in zip(tokens, values, counts, strict=True)
+    ]
+    return possible, values
+
+
+class Match(Verification):
+    """Lossless. Accepts a candidate that is the target's draw argmax(log p + g), with Gumbel noise g by stream and position.
+
+    The text does not depend on the candidates. They are the best tokens of log q + g, draws from q without replacement.
+    """
+
+    name, lossless, label = "match", True, "match"
+
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+        """See `Verification.draw`."""
+        scores, depth = sampled, round.topology.depth[rows[0][1][0]]
+        if not choices_of(round, rows[0][0]).greedy:
+            # All rows have one depth, so the candidates of a stream share the noise of one position.
+            noise = [choices_of(round, stream).noise(depth + 1, 1).expand(len(fed), -1) for stream, fed in rows]
+            scores = match_scores(sampled, noise[0] if len(noise) == 1 else torch.cat(noise))
+        counts = candidate_counts(round, rows)
+        if max(counts) == 1:
+            return Draw(best_of_rows(scores), scores)
+        # One more score: policies compare the candidates with the best token that was not drawn.
+        tokens, best = best_tokens(scores, counts, extra=1)
+        return Draw(tokens, scores, best)
+
+    def start(self, sampled: Tensor, choices: Choices) -> int:
+        """See `Verification.start`."""
+        return int(target_tokens(sampled[None], None if choices.greedy else choices.noise(0, 1)))
+
+    def accept(self, round: RoundState, rows: Rows, sampled: Tensor) -> list[Accepted]:
+        """See `Verification.accept`."""
+        noise = None
+        if not choices_of(round, rows[0][0]).greedy:
+            parts = [_noise_after(round, stream, sent) for stream, sent in rows]
+            noise = parts[0] if len(parts) == 1 else torch.cat(parts)
+        next_tokens = iter(round.fetch(target_tokens(sampled, noise)))
+        return [_follow(round, stream, {row: next(next_tokens) for row in sent}) for stream, sent in rows]
+
+
+class Point(Match):
+    """Proposes the best tokens of q, as engines do that keep no draft probabilities. The text is that of `match`.
+
+    A candidate x is accepted with probability p(x): speculative sampling for a draft that is certain of x.
+    """
+
+    name, label = "point", "point"
+    draw = Verification.draw
+
+
+def _noise_after(round: RoundState, stream: int, sent: Sequence[int]) -> Tensor:
+    """Return the noise [n, V] for the tokens after each row."""
+    depth = round.topology.depth
+    noise = choices_of(round, stream).noise(1, depth[sent[-1]] + 1)  # the last row is one of the deepest
+    return noise if round.topology.is_chain else noise[upload([depth[row] for row in sent], noise.device)]
+
+
+def _follow(round: RoundState, stream: int, target: dict[int, int]) -> Accepted:
+    """Return the path of candidates that equal the target's token after their parent, given by row sent."""
+    children, tokens, path = round.topology.children, round.tokens[stream].tolist(), [0]
+    while True:
+        token = target[path[-1]]
+        # Siblings differ, so at most one of them is the target's token.
+        child = next((row for row in children[path[-1]] if row in target and tokens[row] == token), None)
+        if child is None:
+            return path, token
+        path.append(child)
+
+
+class Typical(Verification):
+    """Lossy. Accepts a candidate x if p(x) > min(epsilon, delta exp(-H(p))), and the longest path of such candidates.
+
+    Proposes the best tokens of the draft. The next token is drawn from p. Epsilon and delta are Medusa's defaults.
+    """
+
+    name, lossless, label = "typical", False, "typical"
+    epsilon, delta = 0.3, 0.09
+
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
+        """See `Verification.accept_one`. Of equally long paths the most probable one is accepted."""
+        tree, tokens = round.topology, round.tokens[stream].tolist()
+        p = torch.softmax(sampled.double(), -1)
+        index = {row: at for at, row in enumerate(sent)}
+        parents = [index[max(tree.parent[row], 0)] for row in sent]
+        entropy, prob = download(torch.special.entr(p).sum(-1), p[parents, [tokens[row] for row in sent]])
+        log_prob = {0: 0.0}  # by row, of the path to it, if all its candidates are accepted
+        for row, parent, chance in zip(sent[1:], parents[1:], prob[1:], strict=True):  # parents precede children
+            threshold = min(self.epsilon, self.delta * math.exp(-entropy[parent]))
+            if sent[parent] in log_prob and chance > threshold:
+                log_prob[row] = log_prob[sent[parent]] + math.log(chance)
+        end = max(log_prob, key=lambda row: (tree.depth[row], log_prob[row]))
+        number = round.numbers(stream)[end]
+        return tree.paths[end], choices_of(round, stream).draw(p[index[end]], number, Purpose.RESIDUAL)
+
+
+class Rejection(Verification):
+    """Lossless. Recursive rejection without replacement (MCSD, arXiv 2401.06706).
+
+    With one candidate it is speculative sampling (Leviathan et al., arXiv 2211.17192).
+    """
+
+    name, lossless, label, hides = "rejection", True, "ratio", True
+    replacement = False
+
+    def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
+        """See `Verification.draw`. Draws from q, and each further sibling from q without the tokens before it."""
+        probs = torch.softmax(sampled.double(), -1)  # float64, because residuals are differences
+        tokens: list[list[int]] = []
+        for stream, fed in rows:
+            choices, number = choices_of(round, stream), round.next_number(stream)
+            for row in fed:
+                q: Tensor | None = probs[len(tokens)]
+                round.draft_probs[stream, row] = probs[len(tokens)]
+                siblings: list[int] = []
+                width = len(round.topology.children[row])
+                while q is not None and len(siblings) < width:
+                    siblings.append(choices.draw(q, number + len(siblings), Purpose.DRAFT))
+                    if not self.replacement and len(siblings) < width:
+                        q = without(q, siblings[-1])
+                tokens.append(siblings)
+                number += len(siblings)
+        return Draw(tokens)
+
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
+        """See `Verification.accept_one`. Accepts x with probability min(1, p(x) / q(x)), else p becomes norm((p - q)+)."""
+        probs = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+        choices, numbers, path = choices_of(round, stream), round.numbers(stream), [0]
+        while True:
+            row = path[-1]
+            p, siblings = probs[row], round.drawn_below(stream, row)
+            q: Tensor | None = round.draft_probs.get((stream, row))
+            for child in siblings:
+                token = int(round.tokens[stream, child])
+                assert q is not None
+                # A candidate that was not sent is skipped, but its later siblings were drawn without its token.
+                if child in probs:
+                    if choices.accept(min(1.0, checked(float(p[token] / q[token]))), numbers[child]):
+                        path.append(child)
+                        break
+                    p = residual(p, q)
+                if child != siblings[-1] and not self.replacement:
+                    q = without(q, token)
+            else:
+                return path, choices.draw(p, numbers[row], Purpose.RESIDUAL)
+
+
+class RejectionReplace(Rejection):
+    """Recursive rejection of independently drawn candidates, which may be equal (SpecInfer, arXiv 2305.09781)."""
+
+    name, replacement = "rejection_replace", True
+
+
+class Block(Rejection):
+    """Block verification of a chain (Sun et al., arXiv 2403.10444, Algorithm 2). On average it accepts the most tokens."""
+
+    name, label, chains_only = "block", "block", True
+
+    def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
+        """See `Verification.accept_one`. Each prefix is tested, and the longest that passes is accepted."""
+        choices, tokens, last = choices_of(round, stream), round.tokens[stream].tolist(), len(sent) - 1
+        p = torch.softmax(sampled.double(), -1)
+        q = [round.draft_probs[stream, row] for row in sent[:last]]
+        # w_i = min(1, w_(i-1) p / q) and R_i = sum of (w_i p - q)+. Prefix i < k passes with probability
+        # R_i / (R_i + 1 - w_i), the whole block with w_k. R_0 is not used.
+        weight, rest = [p.new_ones(())], [p.new_zeros(())]
+        for i in range(1, last + 1):
+            weight.append(block_weight(weight[-1], p[i - 1, tokens[i]], q[i - 1][tokens[i]]))
+            if i < last:
+                rest.append((weight[i] * p[i] - q[i]).clamp_min(0.0).sum())
+        w, chance = download(torch.stack(weight), block_chance(torch.stack(rest), torch.stack(weight[: len(rest)])))
+        chance = [*chance[:last], checked(w[-1])]
+        passed = [i for i in range(1, last + 1) if choices.accept(chance[i], i)]  # row i of a chain has the number i
+        kept = max(passed, default=0)
+        rest_p = p[kept] if kept == last else residual(w[kept] * p[kept], q[kept], p[kept])
+        return list(sent[: kept + 1]), choices.draw(rest_p, kept, Purpose.RESIDUAL)
+
+
+def checked(ratio: float) -> float:
+    """Return p/q of a token that was drawn from q.
+
+    Raises:
+        PairError: it is NaN, as the draft's logits were; NaN would pass for an acceptance.
+    """
+    if math.isnan(ratio):
+        from ..models.outputs import broken  # imports transformers, which replay does not need
+
+        raise broken("draft")
+    return ratio
+
+
+def residual(p: Tensor, q: Tensor, otherwise: Tensor | None = None) -> Tensor:
+    """Return norm((p - q)+) [V], or `otherwise` (default: p) if it is 0 everywhere, which has probability 0."""
+    rest = (p - q).clamp_min(0.0)
+    total = rest.sum()
+    return torch.where(total > 0.0, rest / total, p if otherwise is None else otherwise)
+
+
+def without(q: Tensor, token: int) -> Tensor | None:
+    """Return q [V] without a token, normalised, or None if no other token is possible."""
+    rest = q.clone()
+    rest[token] = 0.0
+    total = rest.sum()
+    return rest / total if float(total) > 0.0 else None
+
+
+def ratio(p: Tensor, q: Tensor) -> Tensor:
+    """Return min(1, p / q) elementwise; 1 if q is 0, NaN if one of them is."""
+    return torch.where(q == 0.0, 1.0, p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0)
+
+
+def block_weight(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Return min(1, w p / q), the weight of a path that continues with a token of probabilities p and q."""
+    return ratio(weight * p, q)
+
+
+def block_chance(rest: Tensor, weight: Tensor) -> Tensor:
+    """Return R / (R + 1 - w), the probability that a prefix passes; R is the sum of (w p - q)+."""
+    # R = 0 and w = 1: p equals q, and the prefix passes.
+    return torch.where(rest > 0.0, rest / (rest + 1.0 - weight), (weight >= 1.0).to(rest.dtype))
+
 
 MODES: dict[str, type[Verification]] = {
     mode.name: mode for mode in (Match, Rejection, RejectionReplace, Block, Point, Typical)

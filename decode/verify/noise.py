@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...policies.counter_rng import keyed_uniform
-from ...policies.splitmix import GOLDEN, mix, mix_in_place, signed
+from ...policies.counter_rng import GOLDEN, keyed_uniform, mix, mix_in_place, signed
 
 _MASK = (1 << 64) - 1
 _BLOCK = 16

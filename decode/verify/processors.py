@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
-from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+from transformers.generation.logits_process import (
+    PrefixConstrainedLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
 from ...policies.errors import InputError
 
-_PREFIX, _STEPS = 24, 4
-"""Number of prefix tokens and of calls per text when a processor is tested."""
-
-_MAX_VALUES = 1024
-"""Maximum number of attribute values that are compared after each call."""
-
-_MAX_COPIES = 256
-"""Maximum number of copies per text. A prefix without a copy is recomputed step by step."""
+_PREFIX, _STEPS = 24, 4  # prefix tokens, and calls per text, when a processor is tested
+_MAX_VALUES = 1024  # attribute values that are compared after each call
+_MAX_COPIES = 256  # per text; a prefix without a copy is recomputed step by step
 
 _SHARED = (type, FunctionType, ModuleType, torch.nn.Module, PreTrainedTokenizerBase)
 """Objects that copies of a processor share."""
@@ -57,60 +55,55 @@ def processor_name(processor: LogitsProcessor) -> str:
 
 
 class CopiedProcessor(PerText):
-    """Calls copies of a processor so that its state follows each prefix.
+    """Calls copies of a processor, so that its state follows each prefix. `for_text` returns another one for each text.
 
     Args:
         processor: in its initial state.
-        has_state: whether it is known to have state. Otherwise one copy is called until its attributes change.
+        has_state: whether it has state from the first call on. Otherwise one copy is called until its attributes change.
         batch: number of rows in the `generate` call.
     """
 
+    _prompt: int
+    _copies: dict[tuple[int, ...], LogitsProcessor]  # by the generated tokens of their last call
+
     def __init__(self, processor: LogitsProcessor, has_state: bool, batch: int = 1) -> None:
-        self.name, self.has_state, self.batch = type(processor).__name__, has_state, batch
-        self.initial = copied(processor)
+        self.name, self._has_state, self._batch = type(processor).__name__, has_state, batch
+        self._initial = copied(processor)
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> LogitsProcessor:
         """See `PerText.for_text`."""
-        return _Copies(self, prompt)
-
-
-class _Copies(LogitsProcessor):
-    """The copies for one text, by the generated tokens of their last call."""
-
-    def __init__(self, source: CopiedProcessor, prompt: int) -> None:
-        self._source, self._prompt = source, prompt
-        self._called: dict[tuple[int, ...], LogitsProcessor] = {}
-        self._stateless = None if source.has_state else copied(source.initial)
-        self._values = _attribute_values(source.initial if self._stateless is None else self._stateless)
+        text = copy.copy(self)
+        text._prompt, text._copies, text._stateless = prompt, {}, copied(self._initial)
+        text._values = _attribute_values(text._stateless)
+        return text
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the processed scores [R, V]."""
         return torch.cat([self._row(ids[None], row[None]) for ids, row in zip(input_ids, scores, strict=True)])
 
     def _row(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the processed scores [1, V] after one prefix [1, n]."""
+        if not self._has_state:
+            out: Tensor = self._stateless(ids, scores.clone())
+            if _equal_values(_attribute_values(self._stateless), self._values):
+                return out
+            if self._batch > 1:
+                raise InputError(
+                    f"logits processor {self.name} keeps state between calls that the rows of a batch share; generate one "
+                    "text at a time"
+                )
+            self._has_state = True
         generated = tuple(ids[0, self._prompt :].tolist())
-        if self._stateless is not None:
-            out: Tensor = self._stateless(ids, scores)
-            if not _equal_values(_attribute_values(self._stateless), self._values):
-                if self._source.batch > 1:
-                    raise InputError(
-                        f"logits processor {self._source.name} keeps state between calls that the rows of a batch share; "
-                        "generate one text at a time"
-                    )
-                # Earlier prefixes had no state, so they can be recomputed from the initial one.
-                self._called[generated], self._stateless = self._stateless, None
-            return out
         cached = len(generated) - 1
-        while cached >= 0 and generated[:cached] not in self._called:
+        while cached >= 0 and generated[:cached] not in self._copies:
             cached -= 1
-        processor = self._called[generated[:cached]] if cached >= 0 else self._source.initial
+        processor = self._copies[generated[:cached]] if cached >= 0 else self._initial
         for length in range(cached + 1, len(generated) + 1):
             processor = copied(processor)
             # `scores` of the last step replace those of earlier steps, which have no effect (`check_processor`).
             out = processor(ids[:, : self._prompt + length], scores.clone())
-            self._called[generated[:length]] = processor
-        while len(self._called) > _MAX_COPIES:
-            del self._called[next(iter(self._called))]
+            self._copies[generated[:length]] = processor
+        while len(self._copies) > _MAX_COPIES:
+            del self._copies[next(iter(self._copies))]
         return out
 
 
@@ -190,56 +183,41 @@ def check_processor(
     """
     if isinstance(processor, PerText):
         return processor
-    name = type(processor).__name__
-    if name == "UnbatchedClassifierFreeGuidanceLogitsProcessor":
+    name = f"logits processor {type(processor).__name__}"
+    if type(processor) is UnbatchedClassifierFreeGuidanceLogitsProcessor:
         raise InputError(
-            f"logits processor {name} keeps state between calls (a cache of the target), which speculative decoding does "
-            "not support; remove guidance_scale"
+            f"{name} keeps a cache of the target between calls, which is not supported; remove guidance_scale"
         )
     try:
         copied(processor)
     except Exception as error:
         raise InputError(
-            f"logits processor {name} cannot be copied ({type(error).__name__}), so its state cannot be rolled back; "
-            "define a __deepcopy__ method"
+            f"{name} cannot be copied ({type(error).__name__}), so its state cannot be rolled back; define a __deepcopy__ "
+            "method"
         ) from None
     generator = torch.Generator().manual_seed(0)
     prefix = torch.randint(vocabulary, (1, _PREFIX), generator=generator, device="cpu").to(device)
     logits = torch.randn(2, _STEPS, 1, vocabulary, generator=generator, device="cpu", dtype=torch.float32).to(device)
     # The first text continues with the best tokens, the second one with the second-best tokens.
     texts = [_run(processor, prefix, logits[rank], rank) for rank in range(2)]
+    calls = min(map(len, texts))  # 0 if the processor requires a specific prefix
     # The function of `prefix_allowed_tokens_fn` may cache results. It receives the batch index, so rows differ.
     by_contract = isinstance(processor, PrefixConstrainedLogitsProcessor)
-    calls = min(map(len, texts))  # 0 if the processor requires a specific prefix
-    if calls and _is_function(processor, texts, by_contract) and (by_contract or _treats_rows_alike(processor, texts)):
+    rows_alike = _treats_rows_alike(processor, texts)
+    if calls and _is_function(processor, texts, by_contract) and (by_contract or rows_alike):
         return processor if by_contract else CopiedProcessor(processor, False, batch)
     if not all(_is_restartable(processor, texts, last) for last in range(calls)):
         raise InputError(
-            f"logits processor {name} keeps state between calls that does not depend only on the tokens (random numbers, "
-            "earlier scores, or objects shared by its copies), so candidates cannot be scored; make it a function of "
-            "(input_ids, scores)"
+            f"{name} keeps state between calls that does not depend only on the tokens (random numbers, earlier scores, or "
+            "objects shared by its copies), so candidates cannot be scored; make it a function of (input_ids, scores)"
         )
-    if batch > 1 and not _treats_rows_alike(processor, texts):
-        raise InputError(f"logits processor {name} treats the rows of a batch differently; generate one text at a time")
+    if batch > 1 and not rows_alike:
+        raise InputError(f"{name} treats the rows of a batch differently; generate one text at a time")
     return CopiedProcessor(processor, True, batch)
 
 
 _Call = tuple[Tensor, Tensor, Tensor]
 """Token ids, scores and result of one call of a processor."""
-
-
-def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> list[_Call]:
-    """Return the calls of a processor along a text that it determines, up to the first call that raises."""
-    processor, calls = copied(processor), []
-    for scores in logits:
-        out = _try_call(processor, ids, scores)
-        if out is None:
-            break
-        calls.append((ids, scores, out))
-        best = out[0].topk(2)
-        token = best.indices[rank if best.values[rank] > -torch.inf else 0]
-        ids = torch.cat([ids, token.view(1, 1)], -1)
-    return calls
 
 
 def _try_call(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor | None:
@@ -254,6 +232,20 @@ def _try_call(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor
 def _gives(processor: LogitsProcessor, ids: Tensor, scores: Tensor, expected: Tensor) -> bool:
     out = _try_call(processor, ids, scores)
     return out is not None and torch.equal(out, expected)
+
+
+def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> list[_Call]:
+    """Return the calls of a processor along a text that it determines, up to the first call that raises."""
+    processor, calls = copied(processor), []
+    for scores in logits:
+        out = _try_call(processor, ids, scores)
+        if out is None:
+            break
+        calls.append((ids, scores, out))
+        best = out[0].topk(2)
+        token = best.indices[rank if best.values[rank] > -torch.inf else 0]
+        ids = torch.cat([ids, token.view(1, 1)], -1)
+    return calls
 
 
 def _is_function(processor: LogitsProcessor, texts: Sequence[list[_Call]], may_cache: bool) -> bool:

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from ..contract import Array
 from ..errors import PolicyError
 from .base import Head
-from .dynasd import HardHead, SoftHead
-from .layers import LinearHead, MLPHead
-from .resnet import ResNetHead
-from .specdec import SpecDecHead
+from .layers import HardHead, LinearHead, MLPHead, SoftHead
+from .residual import ResNetHead, SpecDecHead
 from .tokens import TokenHead
 from .trees import TreesHead
 

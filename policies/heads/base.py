@@ -1,4 +1,4 @@
-"""The base class of heads, the check of their tensors, and the columns of linear layers."""
+"""The base class of heads, the validation of their tensors, and the columns of linear layers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Head:
 
     `accept` scores x_j accepted, given the features at depth j and x_1..x_{j-1} accepted; `next` scores x_{j+1} accepted,
     given the same features and x_1..x_j accepted. At depth 0 only `next` has a meaning. With the optional tensors `low` and
-    `high` [F] float32 each feature is clipped to its range in training; tokens have no range, nor at depth 0 PRE and POST
-    features, which are 0 there.
+    `high` [F] float32 each feature is clipped to its range in training; tokens have no range, nor have PRE and POST features
+    at depth 0, where they are 0.
 
     Args:
         names: F features.
@@ -50,20 +50,21 @@ class Head:
     _arguments: tuple[tuple[Any, ...], tuple[Any, ...]]  # of the kernel, from depth 1 on and at depth 0
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array], shapes: Shapes) -> None:
-        ranges = {"low": (len(names),), "high": (len(names),)} if "low" in tensors or "high" in tensors else {}
-        _check_tensors(tensors, {**shapes, **ranges})
+        if has_ranges := not tensors.keys().isdisjoint(("low", "high")):
+            shapes = {**shapes, "low": (len(names),), "high": (len(names),)}
+        _validate_tensors(tensors, shapes)
         self._tensors = dict(tensors)
         later = first = unbounded = _unbounded(len(names))
-        if ranges:
+        if has_ranges:
             if (tensors["low"] > tensors["high"]).any():
                 raise PolicyError("weights: expected low to be at most high everywhere")
             is_token = np.array([name in TOKEN_FEATURES for name in names], dtype=bool)
             later = np.where(is_token, unbounded, np.stack([tensors["low"], tensors["high"]]))
-            first = np.where(_are_drafted(names), unbounded, later)
+            first = np.where(_is_drafted(names), unbounded, later)
         self.bounds = later, first
 
     def tensors(self) -> dict[str, Array]:
-        """Return everything that the head consists of."""
+        """Return the tensors of the head by name."""
         return dict(self._tensors)
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
@@ -78,9 +79,20 @@ class Head:
         getattr(kernels(), self._kernel)(features, *self._arguments[depth == 0], out)
         return out
 
+    def _states(self, hidden: Hidden, name: str) -> Array:
+        """Return the hidden states [R, H] called `name`; raise `PolicyError` if they are missing or of another size."""
+        states = np.asarray(hidden.get(name, _NO_STATES), dtype=np.float32)
+        if states.shape[-1] != self.sizes[name]:
+            size = states.shape[-1] or "none"
+            raise PolicyError(f"the head reads {name} of size {self.sizes[name]}, but this model's is {size}")
+        return states
 
-def _are_drafted(names: Sequence[str]) -> Array:
-    """Return [F] bool, which features are not known at depth 0."""
+
+_NO_STATES = np.zeros((0, 0), dtype=np.float32)
+
+
+def _is_drafted(names: Sequence[str]) -> Array:
+    """Return [F] bool, whether features are unknown at depth 0."""
     return np.array([feature(name).kind in (Kind.PRE, Kind.POST) for name in names], dtype=bool)
 
 
@@ -102,7 +114,7 @@ class Basis:
 
     def __init__(self, names: Sequence[str], mean: Array, scale: Array) -> None:
         self.odds = np.array([i for i, name in enumerate(names) if feature(name).is_probability], dtype=np.int64)
-        known = (~_are_drafted(names)).astype(np.float32)
+        known = (~_is_drafted(names)).astype(np.float32)
         self.first_mask: Array = np.concatenate([known, known[self.odds]])
         self.mean, self.scale, self.width, self._unbounded = mean, scale, len(mean), _unbounded(len(names))
 
@@ -125,34 +137,21 @@ def basis_shapes(names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     return {"mean": (width,), "scale": (width,)}
 
 
-def _check_tensors(tensors: Mapping[str, Array], shapes: Shapes) -> None:
-    """Raise `PolicyError` unless these are the tensors, of these shapes and their types, finite, and scales above 0."""
-    if odd := sorted(set(tensors) ^ set(shapes)):
-        raise PolicyError(f"weights: expected the tensors {', '.join(shapes)}; missing or unknown: {', '.join(odd)}")
-    for name, shape in shapes.items():
-        tensor, dtype = tensors[name], np.dtype(_DTYPES.get(name, np.float32))
-        if not isinstance(tensor, np.ndarray) or tensor.dtype != dtype:
-            found = str(tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__
-            raise PolicyError(f"weights: expected {name} as an array of {dtype}, got {found}")
-        if tensor.shape != shape:
-            raise PolicyError(f"weights: expected {name} of shape {list(shape)}, got {list(tensor.shape)}")
-        if not np.isfinite(tensor).all():
-            raise PolicyError(f"weights: {name} has values that are not finite")
-        if name.partition(".")[0] == "scale" and not (tensor > 0).all():
-            raise PolicyError(f"weights: {name} must be above 0 everywhere")
-
-
 def size_of(tensors: Mapping[str, Array], name: str, axis: int = -1) -> int:
     """Return the size of an axis of a tensor; 0 if there is none."""
     shape: tuple[int, ...] = getattr(tensors.get(name), "shape", ())
     return shape[axis] if shape and axis < len(shape) else 0
 
 
-def hidden_of(hidden: Hidden, name: str, size: int) -> Array:
-    """Return the hidden states [R, H] called `name`; raise `PolicyError` if they are missing or of another size."""
-    if name not in hidden:
-        raise PolicyError(f"the head reads {name}, which it was not given")
-    states: Array = np.asarray(hidden[name], dtype=np.float32)
-    if states.shape[-1] != size:
-        raise PolicyError(f"the head reads {name} of size {size}, but this model's is {states.shape[-1]}")
-    return states
+def _validate_tensors(tensors: Mapping[str, Array], shapes: Shapes) -> None:
+    """Raise `PolicyError` unless these are the tensors, of these shapes and their types, finite, and scales above 0."""
+    if odd := sorted(set(tensors) ^ set(shapes)):
+        raise PolicyError(f"weights: expected the tensors {', '.join(shapes)}; missing or unknown: {', '.join(odd)}")
+    for name, shape in shapes.items():
+        tensor, dtype = np.asarray(tensors[name]), np.dtype(_DTYPES.get(name, np.float32))
+        if tensor.dtype != dtype or tensor.shape != shape:
+            actual = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise PolicyError(f"weights: expected {name} as {dtype} of shape {list(shape)}, got {actual}")
+        is_scale = name.partition(".")[0] == "scale"
+        if not np.isfinite(tensor).all() or (is_scale and not (tensor > 0).all()):
+            raise PolicyError(f"weights: expected finite numbers in {name}{', above 0' * is_scale}")

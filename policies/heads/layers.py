@@ -1,4 +1,4 @@
-"""Heads of linear layers on scalars: logistic regressions and a small network."""
+"""Heads of linear layers: logistic regressions, a small network, and DynaSD's two heads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import numpy as np
 
 from ..contract import Array
 from ..errors import PolicyError
-from .base import Basis, Head, Layer, Shapes, basis_shapes, size_of
+from ..features import DRAFT_HIDDEN, TOP
+from .base import NO_HIDDEN, Basis, Head, Hidden, Layer, Shapes, basis_shapes, size_of
+
+HARD_FEATURES = ("entropy", *(f"top{rank}" for rank in range(1, TOP + 1)))
 
 
-class LayersHead(Head):
+class BasisHead(Head):
     """Linear layers on the columns of `basis`, with SiLU between them; `layers` from depth 1 on and at depth 0."""
 
     _kernel = "score_layers"
@@ -21,17 +24,16 @@ class LayersHead(Head):
     def _set_layers(
         self, names: Sequence[str], layers: Sequence[Layer], first_weight: Array, first_bias: Array
     ) -> None:
-        """Fold the basis into the first layer, whose weight and bias are others at depth 0."""
+        """Fold the basis into the first layer, which has other weights and another bias at depth 0."""
         (weight, bias), *rest = layers
-        self.basis = basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
-        later, first = basis.fold(weight, bias, first=False), basis.fold(first_weight, first_bias, first=True)
-        self.layers = [later, *rest], [first, *rest]
-        both = zip(self.bounds, self.layers, strict=True)
-        later_arguments, first_arguments = ((bounds, basis.odds, *pack_layers(stack), False) for bounds, stack in both)
-        self._arguments = later_arguments, first_arguments
+        self.basis = Basis(names, self._tensors["mean"], self._tensors["scale"])
+        entries = self.basis.fold(weight, bias, first=False), self.basis.fold(first_weight, first_bias, first=True)
+        self.layers = [entries[0], *rest], [entries[1], *rest]
+        later, first = ((self.bounds[i], self.basis.odds, *_pack(self.layers[i]), False) for i in (0, 1))
+        self._arguments = later, first
 
 
-class LinearHead(LayersHead):
+class LinearHead(BasisHead):
     """Three logistic regressions on the basis: accept, next, and next at depth 0.
 
     Tensors: `mean` and `scale` [F'], `weight` [3, F'], `bias` [3].
@@ -43,11 +45,10 @@ class LinearHead(LayersHead):
         shapes = basis_shapes(names)
         super().__init__(names, tensors, {**shapes, "weight": (3, *shapes["mean"]), "bias": (3,)})
         weight, bias = tensors["weight"], tensors["bias"]
-        # At depth 0 accept has no meaning; its weights only fill the place.
-        self._set_layers(names, [(weight[:2], bias[:2])], weight[[0, 2]], bias[[0, 2]])
+        self._set_layers(names, [(weight[:2], bias[:2])], weight[[0, 2]], bias[[0, 2]])  # accept is unused at depth 0
 
 
-class MLPHead(LayersHead):
+class MLPHead(BasisHead):
     """A small network on the basis and a flag for depth 0, with two outputs.
 
     Tensors: `mean`, `scale`, and `weight.i` [out, in], `bias.i` [out] of layer i.
@@ -57,33 +58,83 @@ class MLPHead(LayersHead):
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         shapes = basis_shapes(names)
-        super().__init__(names, tensors, {**shapes, **layer_shapes(tensors, shapes["mean"][0] + 1, 2, self.kind)})
-        (weight, bias), *rest = layers_of(tensors)
+        super().__init__(names, tensors, {**shapes, **_layer_shapes(tensors, shapes["mean"][0] + 1, 2, self.kind)})
+        (weight, bias), *rest = _layers(tensors)
         # The last input is the flag: 0 from depth 1 on, where it drops out; 1 at depth 0, where its weights join the bias.
         self._set_layers(names, [(weight[:, :-1], bias), *rest], weight[:, :-1], bias + weight[:, -1])
 
 
-def layer_shapes(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> Shapes:
-    """Return the shapes of `weight.i` and `bias.i` from `inputs` to `outputs`, the inner widths as in `tensors`."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    width = inputs
-    for i in range(sum(name.startswith("weight.") for name in tensors)):
-        shapes[f"weight.{i}"] = size, _ = size_of(tensors, f"bias.{i}"), width
-        shapes[f"bias.{i}"] = (size,)
-        width = size
-    if width != outputs or not shapes:
-        plural, found = "s" * (outputs > 1), width if shapes else "no layer"
-        raise PolicyError(f"{kind} head: expected {outputs} output{plural}, got {found}")
-    return shapes
+class SoftHead(Head):
+    """DynaSD's soft model: from the draft's last hidden state to the chance min(1, p/q) of the token drawn from it.
+
+    Linear layers with ReLU between them and one output, for `accept` and `next` alike; at depth 0 a constant. Inputs are not
+    standardised. DynaSD (arXiv 2409.10644; code JackZeng0208/DynaSD, `inference/decision_models.py`: `DecisionModelV1`,
+    `DecisionModelV1_Tinyllama`, `DecisionModelVTopk`).
+
+    Tensors: `weight.i` [out, in], `bias.i` [out] of layer i; `first` [1], the logit at depth 0.
+    """
+
+    kind = "dynasd-soft"
+    reads: tuple[str, ...] = ()
+
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
+        inputs = len(self.reads) or size_of(tensors, "weight.0")
+        if tuple(names) != self.reads:
+            raise PolicyError(f"{self.kind} head: expected the features {self.reads}, got {tuple(names)}")
+        super().__init__(names, tensors, {**_layer_shapes(tensors, inputs, 1, self.kind), "first": (1,)})
+        if not self.reads:
+            self.sizes = {DRAFT_HIDDEN: inputs}
+
+    def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
+        """Return [R, 2], twice the same; see `Head`."""
+        x = self._states(hidden, DRAFT_HIDDEN)
+        if depth == 0:
+            return np.full((len(x), 2), float(self._tensors["first"][0]))
+        for i, (weight, bias) in enumerate(_layers(self._tensors)):
+            x = (np.maximum(x, 0.0) if i else x) @ weight.T + bias
+        return np.repeat(x.astype(np.float64), 2, axis=1)
 
 
-def layers_of(tensors: Mapping[str, Array]) -> list[Layer]:
+class HardHead(SoftHead):
+    """DynaSD's hard model: from entropy and top-10 probabilities to whether the drawn token is accepted."""
+
+    kind = "dynasd-hard"
+    reads = HARD_FEATURES
+    _kernel = "score_layers"
+    scores = Head.scores
+
+    def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
+        super().__init__(names, tensors)
+        *rest, (weight, bias) = _layers(tensors)
+        later = [*rest, (weight.repeat(2, 0), bias.repeat(2, 0))]  # the kernel has two outputs
+        first = [(np.zeros((2, len(names))), tensors["first"].repeat(2))]
+        no_odds = np.zeros(0, dtype=np.int64)
+        self._arguments = (
+            (self.bounds[0], no_odds, *_pack(later), True),
+            (self.bounds[1], no_odds, *_pack(first), True),
+        )
+
+
+def _layers(tensors: Mapping[str, Array]) -> list[Layer]:
     """Return the layers `weight.i`, `bias.i`."""
     count = sum(name.startswith("weight.") for name in tensors)
     return [(tensors[f"weight.{i}"], tensors[f"bias.{i}"]) for i in range(count)]
 
 
-def pack_layers(layers: Sequence[Layer]) -> tuple[Array, Array]:
+def _layer_shapes(tensors: Mapping[str, Array], inputs: int, outputs: int, kind: str) -> Shapes:
+    """Return the shapes of `weight.i` and `bias.i` from `inputs` to `outputs`, the inner widths as in `tensors`."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    count, width = sum(name.startswith("weight.") for name in tensors), inputs
+    for i in range(count):
+        size = outputs if i == count - 1 else size_of(tensors, f"bias.{i}")
+        shapes |= {f"weight.{i}": (size, width), f"bias.{i}": (size,)}
+        width = size
+    if not count:
+        raise PolicyError(f"{kind} head: expected the tensors weight.0 and bias.0 of a layer")
+    return shapes
+
+
+def _pack(layers: Sequence[Layer]) -> tuple[Array, Array]:
     """Return the sizes and weights of layers for `kernels.heads.score_layers`."""
     sizes = [layers[0][0].shape[1], *(len(bias) for _, bias in layers)]
     weights = [part.reshape(-1) for weight, bias in layers for part in (bias, weight.T)]  # [inputs, outputs]

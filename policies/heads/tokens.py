@@ -22,7 +22,7 @@ MAX_STRIDE = 1 << 20  # with ids below 2^24 all sums stay far below 2^63
 
 
 class HashedFeatures:
-    """Indices of C hashed features in tables of `size` that are laid end to end: sum of stride times value, modulo size.
+    """Indices of C hashed features in consecutive tables of `size`: sum of stride times value, modulo size.
 
     Args:
         names: F features, in the order of the columns.
@@ -38,17 +38,19 @@ class HashedFeatures:
             raise PolicyError(f"weights: expected edges for {len(scalars)} crossed scalars, got {list(edges.shape)}")
         if (np.diff(edges, axis=1) < 0).any() or ((strides < 0) | (strides > MAX_STRIDE)).any():
             raise PolicyError(f"weights: expected ascending edges, and strides between 0 and {MAX_STRIDE}")
-        # (feature or -1 for the depth, row of `edges` or -1 for what has no ranges) of each column in use.
-        row = {at: which for which, at in enumerate(scalars)}
-        cells = [(at if at < len(names) else -1, row.get(at, -1)) for at in used]
+        # [U, 2] feature (-1 = the depth), and row of `edges` (-1 = no ranges) of each crossed column.
+        cells = [(at if at < len(names) else -1, scalars.index(at) if at in scalars else -1) for at in used]
         self.columns: Array = np.array(cells, dtype=np.int64).reshape(-1, 2)
         self.edges, self.strides, self._size = np.array(edges), strides[:, used].copy(), size
 
     def places(self, features: Array, depth: Array) -> Array:
         """Return [R, C] int64, the indices of features [R, F] float32 at depths [R]."""
-        out = np.empty((len(features), len(self.strides)), dtype=np.int64)
-        kernels().cross_places(features, depth, self.columns, self.edges, self.strides, self._size, out)
-        return out
+        values = np.empty((len(features), len(self.columns)), dtype=np.int64)
+        for i, (column, which) in enumerate(self.columns.tolist()):
+            value = features[:, column] if column >= 0 else depth
+            values[:, i] = value if which < 0 else (self.edges[which] < value[:, None]).sum(1)  # NaN is above no edge
+        places: Array = values @ self.strides.T % self._size
+        return places + self._size * np.arange(len(self.strides))
 
 
 class TokenHead(Head):
@@ -82,7 +84,6 @@ class TokenHead(Head):
         })  # fmt: skip
         basis = Basis([names[at] for at in scalars], t["mean"], t["scale"])
         hashed = HashedFeatures(names, t["strides"], t["edges"], size_of(t, "hashed"))
-        # Accept and next of a token are adjacent in memory, and those of a cross.
         cross_table = np.ascontiguousarray(t["hashed"].transpose(1, 2, 0))
 
         def arguments(first: bool) -> tuple[Array, ...]:
@@ -95,8 +96,8 @@ class TokenHead(Head):
             table = np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0))
             strides = hashed.strides[:0] if first else hashed.strides
             places = np.array(ids, dtype=np.int64)[known]
-            cross_arguments = hashed.columns, hashed.edges, strides, cross_table
-            return self.bounds[first], odds, weights, bias, places, table, *cross_arguments
+            cross_terms = hashed.columns, hashed.edges, strides, cross_table
+            return self.bounds[first], odds, weights, bias, places, table, *cross_terms
 
         self._arguments = arguments(False), arguments(True)
 

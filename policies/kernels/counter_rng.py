@@ -1,29 +1,22 @@
-"""Counter-based random numbers in compiled code: the same mixing as that of arrays (`policies.splitmix`)."""
+"""Counter-based random numbers in compiled code."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..splitmix import GOLDEN, mix_in_place, signed
-from .compiled import exact, kernel
+from ..counter_rng import GOLDEN, mix_in_place, signed
+from .compiled import kernel, kernel_part
 
 _GOLDEN = signed(GOLDEN)
-_mix = exact(mix_in_place)
+_mix = kernel_part(mix_in_place)
 
 
 @kernel("void(int64[::1], int64[::1], float64[:,::1])")
 def write_uniform(keys: Any, number: Any, out: Any) -> None:
-    """Write uniforms in (0, 1) of 53 bits.
-
-    Args:
-        keys, number: [S]; see `keyed_uniform`.
-        out: [S, count].
-    """
+    """Write [S, count] uniforms; see `keyed_uniform`."""
     for s in range(out.shape[0]):
-        # The start of a SplitMix64 sequence of its own, of which outputs 1, 2, ... follow. `decode.verify.noise` computes the
-        # same on a device, to the last bit.
+        # Each draw has its own SplitMix64 sequence. `decode.verify.noise` computes the same bits on a device.
         row = _mix(_mix(number[s] * _GOLDEN + 1) ^ keys[s])
         for i in range(out.shape[1]):
-            # The 53 bits that a float64 holds; not 0, whose normal would be infinite.
-            bits = (_mix(row + (i + 1) * _GOLDEN) >> 11) & ((1 << 53) - 1)
-            out[s, i] = max(bits * 2.0**-53, 2.0**-54)
+            bits = (_mix(row + (i + 1) * _GOLDEN) >> 11) & ((1 << 53) - 1)  # the precision of float64
+            out[s, i] = max(bits * 2.0**-53, 2.0**-54)  # 0 has no logarithm

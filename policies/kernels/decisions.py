@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import copy_row, exact, kernel
+from .compiled import copy_row, kernel, kernel_part
 
 
-@exact
+@kernel_part
 def _calibrated(score: Any, pieces: Any) -> Any:
-    """Return the value of a map at a score; see `calibration.Calibrator.pieces`."""
+    """Return the value of a map at a score; see `Calibrator.pieces`."""
     if pieces.shape[0] == 1:
         return 1.0 / (1.0 + np.exp(-pieces[0, 0] * score))
     low, high = 0, pieces.shape[1] - 1  # the first bound that is not below the score; the last one is infinite
@@ -37,17 +37,17 @@ def calibrate(scores: Any, pieces: Any, out: Any) -> None:
 )
 def decide(
     scores: Any, alive: Any, parent: Any, before: Any, depth: int, lag: int, accept: Any, next_: Any, table: Any, by: int,
-    strict: bool, together: bool, threshold: Any, found: Any, kept: Any,
+    strict: bool, together: bool, threshold: Any, values: Any, kept: Any,
 ) -> None:  # fmt: skip
     """Write survival, accept and next of the branches of a depth [3, S, B] (0 where not alive), and which are `kept` [S, B].
 
     Args:
         scores: [R, 2] of the branches that are alive, in their order.
-        before: [S, B'] survival of the depth before; empty = the product begins here.
-        depth, lag: down to the head's lag accept counts as 1; at depth 0 nothing was drawn that could be rejected.
-        accept, next_, table: maps of the scores, and of the product; an empty table = none.
-        by: compared value: 0, 1, 2 = part of `found`; 3 = survival times next.
-        strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
+        before: [S, B'] survival of the depth before; empty = the product begins at this depth.
+        depth, lag: down to the head's lag `accept` counts as 1; at depth 0 no token was drawn.
+        accept, next_, table: maps of the scores, and of the product; an empty table = unchanged.
+        by: compared value: 0, 1, 2 = row of `values`; 3 = survival times next.
+        strict, together: see `rules.Rule`.
         threshold: [S], or [1] for all streams.
     """
     r = 0
@@ -56,7 +56,7 @@ def decide(
         for b in range(alive.shape[1]):
             kept[s, b] = False
             if not alive[s, b]:
-                found[0, s, b] = found[1, s, b] = found[2, s, b] = 0.0
+                values[0, s, b] = values[1, s, b] = values[2, s, b] = 0.0
                 continue
             chance = 1.0 if depth <= lag else _calibrated(scores[r, 0], accept)  # depth 0 too
             product = chance  # in float64, so that a long path of small chances keeps its digits
@@ -66,11 +66,10 @@ def decide(
                 product = _calibrated(product, table)
             if depth == 0:
                 product = chance = 1.0
-            found[0, s, b] = product
-            found[1, s, b] = chance
-            found[2, s, b] = _calibrated(scores[r, 1], next_)
+            following = _calibrated(scores[r, 1], next_)
+            values[0, s, b], values[1, s, b], values[2, s, b] = product, chance, following
             r += 1
-            value = found[0, s, b] * found[2, s, b] if by == 3 else found[by, s, b]  # 3 = `rules.GAIN`
+            value = product * following if by == 3 else values[by, s, b]  # 3 = `rules.GAIN`
             kept[s, b] = value > level or (value == level and not strict)  # never at NaN
             any_passes = any_passes or kept[s, b]
         if together and any_passes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import exact, kernel
+from .compiled import kernel, kernel_part
 
 # Probabilities are clipped to these before their log-odds are taken, in single precision as in an ONNX export (`onnx`).
 MIN_PROBABILITY = float(np.float32(1e-6))
@@ -19,7 +19,7 @@ _MIN_EXPONENT = -700.0  # e^700 is finite in double precision, e^710 is not
 _ONE = np.uint64(1)
 
 
-@exact
+@kernel_part
 def _clipped(value: Any, low: Any, high: Any) -> Any:
     """Return the value within [low, high]; NaN stays NaN, which `min` and `max` do not guarantee."""
     if value < low:
@@ -27,7 +27,7 @@ def _clipped(value: Any, low: Any, high: Any) -> Any:
     return high if value > high else value
 
 
-@exact
+@kernel_part
 def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
     """Write the F' columns of a row to `x`."""
     width = row.shape[0]
@@ -41,7 +41,7 @@ def _read(row: Any, bounds: Any, odds: Any, x: Any) -> None:
         x[width + i] = np.log(p / (1.0 - p))
 
 
-@exact
+@kernel_part
 def _silu(z: Any) -> Any:
     return 0.0 if z < _MIN_EXPONENT else z / (1.0 + np.exp(-z))
 
@@ -91,7 +91,7 @@ def add_silu(x: Any, z: Any) -> None:
             x[r, i] += np.float32(_silu(np.float64(z[r, i])))
 
 
-@exact
+@kernel_part
 def _sum_of_leaves(leaf: Any, depth: Any, node: Any, first: Any, last: Any) -> Any:
     leaves, total = 1 << depth, 0.0
     for tree in range(first, last):
@@ -107,27 +107,23 @@ def score_trees(
 ) -> None:
     """Write `base` [2] plus the sums of the leaves of complete trees of one depth; half the trees are of each output.
 
-    `split` is 2 f, or 2 f + 1 if an unknown value goes right, for each inner node of each tree, f the feature: each row is
-    laid out twice, with unknown values as -infinity and as infinity, so that no node has to test for them. A row goes right
-    where x >= `threshold`. `leaf` has the 2^depth leaves of each tree.
+    `split` is 2 f, or 2 f + 1 if an unknown value goes right, for each inner node of each tree, f the feature. A row goes
+    right where x >= `threshold`. `leaf` has the 2^depth leaves of each tree.
     """
-    trees, width = leaf.shape[0] >> depth, features.shape[1]
+    trees, width, inner = leaf.shape[0] >> depth, features.shape[1], np.uint64((1 << depth) - 1)
     if width != bounds.shape[1]:
         raise ValueError("the head reads another number of features")
-    x, node, inner = (
-        np.empty(2 * width, dtype=np.float32),
-        np.empty(trees, dtype=np.uint64),
-        np.uint64((1 << depth) - 1),
-    )
+    x, node = np.empty(2 * width, dtype=np.float32), np.empty(trees, dtype=np.uint64)
     for r in range(features.shape[0]):
+        # Unknown values are laid out as -infinity and as infinity, so that no node has to test for them.
         for i in range(width):
             value = _clipped(features[r, i], bounds[0, i], bounds[1, i])
             x[2 * i] = -np.inf if np.isnan(value) else value
             x[2 * i + 1] = np.inf if np.isnan(value) else value
         for tree in range(trees):
             node[tree] = 0
-        # All trees go down a level together, since none of them waits for another. Unsigned indices, because numba tests
-        # signed ones for being negative. Heap order: the children of n are 2 n + 1 and 2 n + 2.
+        # All trees descend together, so that loads overlap. Unsigned indices: numba tests signed ones for being negative.
+        # Heap order: the children of n are 2 n + 1 and 2 n + 2.
         for _ in range(depth):
             root = np.uint64(0)
             for tree in range(trees):
@@ -138,44 +134,6 @@ def score_trees(
         out[r, 1] = base[1] + _sum_of_leaves(leaf, depth, node, trees // 2, trees)
 
 
-@exact
-def _crossed_values(row: Any, depth: Any, columns: Any, edges: Any, values: Any) -> None:
-    """Write the values that combinations are made of: token ids, ranges of scalars, the depth."""
-    for i in range(columns.shape[0]):
-        place, which = columns[i, 0], columns[i, 1]
-        if place < 0:
-            values[i] = depth
-        elif which < 0:
-            values[i] = np.int64(row[place])
-        else:
-            below = 0
-            for e in range(edges.shape[1]):
-                below += edges[which, e] < row[place]  # NaN is above no edge
-            values[i] = below
-
-
-@exact
-def _hash(values: Any, strides: Any, cross: Any, size: Any) -> Any:
-    total = 0
-    for i in range(values.shape[0]):
-        total += strides[cross, i] * values[i]
-    return total % size  # as in Python never negative, even for -1, an unknown token
-
-
-@kernel("void(float32[:,::1], int64[::1], int64[:,::1], float32[:,::1], int64[:,::1], int64, int64[:,::1])")
-def cross_places(features: Any, depth: Any, columns: Any, edges: Any, strides: Any, size: int, out: Any) -> None:
-    """Write the indices [R, C] of hashed features at depths [R]; see `heads.tokens.HashedFeatures`.
-
-    `columns` [U, 2] are the crossed features (-1 = the depth), with their row of `edges` [J, E] (-1 = a token); `strides`
-    [C, U]; `size` of each table.
-    """
-    values = np.empty(columns.shape[0], dtype=np.int64)
-    for r in range(features.shape[0]):
-        _crossed_values(features[r], depth[r], columns, edges, values)
-        for c in range(strides.shape[0]):
-            out[r, c] = c * size + _hash(values, strides, c, size)
-
-
 @kernel(
     "void(float32[:,::1], int64, float32[:,::1], int64[::1], float64[:,::1], float64[:,::1], int64[::1], float32[:,:,::1], "
     "int64[:,::1], float32[:,::1], int64[:,::1], float32[:,:,::1], float64[:,::1])"
@@ -184,17 +142,16 @@ def score_tokens(
     features: Any, depth: int, bounds: Any, odds: Any, weights: Any, bias: Any, ids: Any, tables: Any, columns: Any,
     edges: Any, strides: Any, hashed: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Write the bias [K + 1, 2] of the depth, the weighted columns (`weights` [F', 2]), and the weights of tokens and
-    combinations.
+    """Add up the bias [K + 1, 2] of the depth, the weighted columns, and the weights of tokens and cross_terms.
 
-    `ids` [I] are the features that are tokens, `tables` [I, V, 2] their weights (0 outside); `hashed` [C, B, 2] those of the
-    combinations, see `cross_places`; no strides = no combinations.
+    `weights` [F', 2] are those of the columns; `tables` [I, V, 2] those of the token features `ids` [I] (0 outside); `hashed`
+    [C, B, 2] those of the cross_terms with `columns`, `edges` and `strides` of `HashedFeatures`; no strides = no cross_terms.
     """
-    size, begin = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
+    size, start = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)
     for r in range(features.shape[0]):
         _read(features[r], bounds, odds, x)
-        accept, next_ = begin[0], begin[1]
+        accept, next_ = start[0], start[1]
         for i in range(weights.shape[0]):
             accept += weights[i, 0] * x[i]
             next_ += weights[i, 1] * x[i]
@@ -203,10 +160,19 @@ def score_tokens(
             if 0.0 <= token < tables.shape[1]:
                 accept += tables[i, np.int64(token), 0]
                 next_ += tables[i, np.int64(token), 1]
-        if strides.shape[0] > 0:
-            _crossed_values(x, depth, columns, edges, values)
-            for c in range(strides.shape[0]):
-                place = _hash(values, strides, c, size)
-                accept += hashed[c, place, 0]
-                next_ += hashed[c, place, 1]
+        for i in range(columns.shape[0] if strides.shape[0] > 0 else 0):
+            column, which = columns[i, 0], columns[i, 1]
+            if which >= 0:
+                values[i] = 0
+                for e in range(edges.shape[1]):
+                    values[i] += edges[which, e] < x[column]  # NaN is above no edge
+            else:
+                values[i] = np.int64(x[column]) if column >= 0 else depth
+        for c in range(strides.shape[0]):
+            total = 0
+            for i in range(columns.shape[0]):
+                total += strides[c, i] * values[i]
+            place = total % size  # never negative, even for -1, an unknown token
+            accept += hashed[c, place, 0]
+            next_ += hashed[c, place, 1]
         out[r, 0], out[r, 1] = accept, next_

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .compiled import kernel
+from .compiled import copy_row, kernel
 
 
 @kernel("void(int64[::1], int64[::1], boolean[:,:,::1], boolean[:,::1], int64[:,::1], int64[:,::1])")
@@ -69,3 +69,19 @@ def look_up(
             if first >= 0:
                 for f in range(node_at.shape[0]):
                     out[s, b, node_at[f]] = nodes[row[s], first + b, f]
+
+
+@kernel("void(float64[:,::1], int64[::1], int64[::1], boolean[::1], boolean[::1], float64, float64[:,::1])")
+def add_round(record: Any, accepted: Any, verified: Any, active: Any, cut: Any, past: float, after: Any) -> None:
+    """Write the record of S streams after a round; see `features.History`."""
+    for s in range(record.shape[0]):
+        copy_row(record[s], after[s])
+        if cut[s] or not active[s]:
+            continue
+        after[s, 4] = past * record[s, 4] + (1.0 - past)
+        share = (1.0 - past) / after[s, 4]  # so that the first round counts whole
+        full = 1.0 if accepted[s] == verified[s] else 0.0  # also if nothing was verified
+        after[s, 0] += share * (accepted[s] - record[s, 0])
+        after[s, 1] += share * (full - record[s, 1])
+        after[s, 2] = accepted[s]
+        after[s, 3] = verified[s]

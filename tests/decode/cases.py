@@ -89,7 +89,7 @@ class Case:
 def shaped(logits: Sequence[float], prefix: Sequence[int], case: Case) -> list[float]:
     """Return the probabilities that `case` samples from: written out again, so that it can differ from the loop's."""
     shaping = SHAPINGS[case.shaping]
-    penalty = shaping.repetition_penalty or 1.0
+    penalty = shaping.options.get("repetition_penalty", 1.0)
     scores = [(x * penalty if x < 0 else x / penalty) if t in prefix else x for t, x in enumerate(logits)]
     if shaping.processors:
         scores = [x + more for x, more in zip(scores, added(prefix, case.vocabulary), strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
-from specstop.policies.splitmix import mix
+from specstop.policies.counter_rng import mix
 
 
 class ByTokens(StopPolicy):

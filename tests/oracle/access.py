@@ -70,7 +70,7 @@ def replayed_batch(arrays: Any, policy: Any, profile: Any, batch: int) -> Any:
 
 def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, Any]:
     """Write the folder for `generate(custom_generate=...)` of a policy and return its figures."""
-    from specstop.decode.hf.export import deploy_hf
+    from specstop.train.export.hf import deploy_hf
 
     return deploy_hf(policy, out, drafter=drafter)
 
@@ -209,7 +209,7 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from specstop.policies.batch_rules import for_batches
     from specstop.policies.calibration import Calibrator, SurvivalMaps
     from specstop.policies.heads import build_head
-    from specstop.policies.heads.dynasd import HARD_FEATURES
+    from specstop.policies.heads.layers import HARD_FEATURES
     from specstop.policies.learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, head_names
     from specstop.policies.rules import BatchRule, Continuation, Derived, Threshold
     from trees import FREE, make_tree_policy

@@ -8,7 +8,7 @@ import numpy as np
 from head_tensors import NAMES, TENSORS, WIDTH, Array, draw
 from specstop.policies.heads import build_head
 from specstop.policies.heads.base import Head
-from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.heads.layers import HARD_FEATURES
 from token_tensors import NAMES as TOKEN_NAMES, tensors as token_tensors
 
 DRAFT, TARGET = 5, 7

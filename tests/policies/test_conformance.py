@@ -144,7 +144,7 @@ class InAList(Peeks):
         (OneForAll, "can_be_replaced"),
         (InAList, "can_be_taken"),
         (InAList, "can_be_replaced"),
-        (Orphans, "closed_under_parents"),
+        (Orphans, "test_answers"),
         (Unknown, "attributes"),
     ],
 )

@@ -16,7 +16,7 @@ from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.onnx import NEAR, OUTPUTS, build_onnx, export_onnx
+from specstop.policies.onnx import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.policies.storage import save_policy
 from specstop.train.heads.exported import with_ranges
 
@@ -42,7 +42,7 @@ def test_onnxruntime_answers_as_the_policy_does(kind: str, ranged: bool) -> None
     found = session.run(list(OUTPUTS), {"features": x})
     expected = [*policy.probabilities(x, 1), policy.probabilities(x, 0)[1]]
     for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=NEAR)
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
     facts = json.loads({p.key: p.value for p in build_onnx(policy).metadata_props}["specstop"])
     assert facts["features"] == list(NAMES) and facts["rule"] == policy.rule.to_dict()
 
@@ -53,7 +53,7 @@ def test_the_command_writes_what_it_has_checked(tmp_path: Path) -> None:
     folder = save_policy(learned("mlp"), tmp_path / "p")
     answer = cli("deploy", "--policy", folder, "--to", "onnx", "--out", tmp_path / "m.onnx", "--json")
     assert answer.code == 0, answer.err
-    assert json.loads(answer.out)["difference"] <= NEAR
+    assert json.loads(answer.out)["difference"] <= TOLERANCE
     assert (tmp_path / "m.onnx").stat().st_size == json.loads(answer.out)["bytes"]
     assert cli("deploy", "--policy", folder, "--out", tmp_path / "m.onnx").code == 2
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.ctc import Prefixes, collapsed_length, first_positions
-from ...decode.drafters.heads.networks import CTCNetwork
+from ...decode.drafters.ctc import Prefixes, collapsed_length, first_positions
+from ...decode.drafters.networks import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch, Text
 

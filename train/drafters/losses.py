@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...decode.drafters.heads.networks import CTCNetwork
+from ...decode.drafters.networks import CTCNetwork
 from .proposals import Module, positions, proposals
 from .texts import Batch
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...decode.drafters.heads.networks import CTCNetwork, Heads, LayerNetwork
+from ...decode.drafters.networks import CTCNetwork, LayerNetwork, MedusaHeads
 from .texts import Batch
 
 Module = Callable[[Tensor], Tensor]
@@ -28,14 +28,14 @@ def proposals(network: Any, batch: Batch, embedding: Module, output: Module) -> 
         batch: texts.
         embedding, output: of the target.
     """
-    if isinstance(network, Heads):
+    if isinstance(network, MedusaHeads):
         yield from _by_heads(network, batch, embedding)
         return
     for depth, states in enumerate(unrolled(network, batch, embedding, None)):
         yield output(states[:, : batch.tokens.shape[1] - 2 - depth])
 
 
-def _by_heads(network: Heads, batch: Batch, embedding: Module) -> Iterator[Tensor]:
+def _by_heads(network: MedusaHeads, batch: Batch, embedding: Module) -> Iterator[Tensor]:
     count = batch.tokens.shape[1]
     embedded = embedding(batch.tokens) if network.reads_path else None
     for head in range(min(network.shape.depth, count - 2)):
@@ -44,7 +44,7 @@ def _by_heads(network: Heads, batch: Batch, embedding: Module) -> Iterator[Tenso
         if embedded is not None:
             # Of tokens s + 1 .. s + 1 + head: [B, known, head + 1, H].
             path = torch.stack([embedded[:, 1 + at : 1 + at + known] for at in range(head + 1)], 2)
-        yield network.logits(head, network.state(head, batch.states[:, :known], path))
+        yield network.outputs[head](network.state(head, batch.states[:, :known], path))
 
 
 def positions(network: CTCNetwork, batch: Batch, embedding: Module, output: Module) -> Tensor:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
-from ...decode.drafters.folder import KINDS, TrainedDrafter, save_drafter
-from ...decode.drafters.heads.networks import MOST_DEPTH, LayerNetwork, OutputTransform, Shape, with_transform
+from ...decode.drafters.folder import TrainedDrafter, save_drafter
+from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, Shape, output_scale, scale_output
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
 from ...decode.models.view import hidden_width
@@ -26,6 +26,7 @@ from ...policies.limits import check_limit, check_limits
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
+from .initial import initialize
 from .losses import SPARE
 from .module import DrafterModule, TextsDataModule
 from .texts import Texts, record_texts
@@ -188,26 +189,23 @@ def _ends(pair: Pair) -> tuple[Any, Any]:
     """Return copies of the target's embeddings and of what makes its logits, float32 on the CPU, where Lightning begins."""
     modules = pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     embedding, output = (copy_to_host(module).requires_grad_(False) for module in modules)
-    return embedding, with_transform(output, pair.target.config)
+    return embedding, scale_output(output, pair.target.config)
 
 
 def new_network(pair: Pair, kind: str, depth: int) -> Any:
     """Return a network that is still to be fitted, of the target's sizes."""
     network: Any = KINDS[kind](_shape(pair, kind, depth))
-    if isinstance(network, LayerNetwork):
-        network.start()
-        return network
-    # Heads have output layers of their own, which say logits as they are: they begin in the scale of the target's.
+    # The output layers of heads compute logits without a factor: they begin in the scale of the target's logits.
     weight = copy_to_host(pair.target.get_output_embeddings()).weight.detach()[: pair.vocabulary]
-    network.start(weight * OutputTransform.of(pair.target.config).factor)
+    initialize(network, weight * output_scale(pair.target.config)[0])
     return network
 
 
 def _shape(pair: Pair, kind: str, depth: int) -> Shape:
     """Return the sizes of a network of the target's; `InputError` where one is out of range."""
     spare = SPARE if kind == "ctc" else 0
-    if depth > MOST_DEPTH - spare:
-        raise InputError(f"--depth: expected at most {MOST_DEPTH - spare} with --kind {kind}, not {depth}")
+    if depth > MAX_DEPTH - spare:
+        raise InputError(f"--depth: expected at most {MAX_DEPTH - spare} with --kind {kind}, not {depth}")
     config, hidden = pair.target.config.get_text_config(), hidden_width(pair.target)
     shape = Shape(hidden, pair.vocabulary, depth + spare)
     if not issubclass(_class(kind), LayerNetwork):

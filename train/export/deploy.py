@@ -8,7 +8,6 @@ from typing import Any
 
 from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
-from ...decode.hf.export import deploy_hf, drafter_for
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError
@@ -18,7 +17,8 @@ from ...policies.limits import check_limits
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values
-from .page import FIGURES
+from .hf import deploy_hf, exported_drafter
+from .page import FIGURES, alone_table
 
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "llama_cpp"}
 """By name the module whose `make_files` is called."""
@@ -93,7 +93,7 @@ def deploy_hf_replayed(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write the folder of `decode.hf.export.deploy_hf` with the policy's replayed gains on its card.
+    """Write the folder of `deploy_hf` with the policy's replayed gains on its card.
 
     Args:
         policy: a policy folder, `hub:owner/name`, or a built-in; a learned one is written as it was replayed, settled for
@@ -107,16 +107,22 @@ def deploy_hf_replayed(
         TraceError: the traces cannot be replayed.
     """
     chosen, drafter = load_policy(policy), drafter or drafter_of(traces.header)
-    drafter_for(chosen, drafter)  # told before any work is done
+    exported_drafter(chosen, drafter)  # refused before any work is done
     folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
     export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
     made = export.policy
     assert made is not None
     rounds = export.played(made)
     export.policy = None  # it is itself what is exported
-    gains = plain_values({"alone": export.alone(rounds), "settled": export.settled, "facts": export.facts()})
+    alone = export.alone(rounds)
+    gains = alone_table(alone) + "\n\n"
+    if export.settled:
+        gains += f"The policy was trained under another profile; this folder has it as replayed: {export.settled}.\n\n"
+    figures = plain_values({"alone": alone, "settled": export.settled, "facts": export.facts()})
     settled = made if isinstance(made, LearnedPolicy) else None
-    return deploy_hf(policy, folder, drafter=drafter, settled=settled, gains=gains, overwrite=overwrite)
+    return deploy_hf(
+        policy, folder, drafter=drafter, settled=settled, figures=figures, gains=gains, overwrite=overwrite
+    )
 
 
 def claimed(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.schema import Header
-from ...decode.drafters.spec import needs_draft, reads_states, with_full_paths
+from ...decode.drafters.spec import change_paths, needs_draft, reads_states
 from ...decode.engines.settings import KEY, missing_in_engines
 from ...policies.contract import StopPolicy
 from ...policies.learned import LearnedPolicy
@@ -37,7 +37,7 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
     folder = _folder(policy) if isinstance(policy, LearnedPolicy) else {}
     told: dict[str, Any] = {
         **({"draft": draft_of(header)} if needs_draft(drafter) else {}),
-        **({} if drafter == "model" else {"drafter": with_full_paths(drafter)}),
+        **({} if drafter == "model" else {"drafter": change_paths(drafter, _absolute)}),
         "policy": str((out / POLICY).resolve()) if folder else policy.shown_name,
     }
     if header.temperature > 0:
@@ -47,6 +47,10 @@ def proposer_files(policy: StopPolicy, header: Header, depth: int, out: Path) ->
         SETTINGS: json.dumps({KEY: told}, indent=2) + "\n",
     }
     return {**files, **folder}
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().resolve())
 
 
 def _folder(policy: LearnedPolicy) -> dict[str, bytes]:

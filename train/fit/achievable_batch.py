@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ...policies.batch_rules import BatchStop, for_batches
 from ...policies.contract import Array
-from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN
+from ...policies.features import DRAFT_HIDDEN, HISTORY_FEATURES, TARGET_HIDDEN
 from ...policies.heads.base import NO_HIDDEN, Head, Hidden
-from ...policies.history import HISTORY_FEATURES
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived

@@ -14,8 +14,8 @@ from ...policies.arguments import as_list
 from ...policies.batch_rules import BatchStop
 from ...policies.display import Progress, shown, silent
 from ...policies.errors import InputError, TraceError
+from ...policies.features import HISTORY_FEATURES
 from ...policies.heads.base import Head
-from ...policies.history import HISTORY_FEATURES
 from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.profile import Profile

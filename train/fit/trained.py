@@ -37,7 +37,7 @@ def facts_of(
 ) -> TrainingMetadata:
     """Return what a policy that was trained on these traces remembers of them; `more` joins its provenance."""
     if (drafter := header.facts.get("drafter")) is not None:
-        more["drafter"] = drafter  # what the policy is exported with (`decode.hf.export`)
+        more["drafter"] = drafter  # what the policy is exported with (`train.export.hf`)
     return TrainingMetadata(
         temperature=sampled_at[0] if len(sampled_at) == 1 else tuple(sampled_at),
         verification=header.verification,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...collect.store.folder import Trace
 from ...policies.errors import InputError
 from ...policies.features import DRAFT_HIDDEN, HIDDEN_STATES, TOKEN_FEATURES, Kind, check_hidden, feature
-from ...policies.heads.dynasd import HARD_FEATURES
+from ...policies.heads.layers import HARD_FEATURES
 from ..released.convert import ANY_THRESHOLD, STOP_THRESHOLD
 from .fitting import HEAD_KINDS
 

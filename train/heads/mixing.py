@@ -8,7 +8,7 @@ import torch
 
 from ...collect.store.folder import Trace
 from ...policies.errors import TraceError
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features import HISTORY_FEATURES
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..replay.traces.concatenate import check_alike
 from .rows import SOFT_COLUMNS, FitRows, Visits, fit_rows, soft_labels

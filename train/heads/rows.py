@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...collect.schema import NO_TOKEN, Header
 from ...policies.errors import TraceError
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features import HISTORY_FEATURES
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import StoredHidden

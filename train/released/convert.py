@@ -29,7 +29,7 @@ from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
 from ...policies.heads import build_head
-from ...policies.heads.dynasd import HARD_FEATURES
+from ...policies.heads.layers import HARD_FEATURES
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
@@ -143,7 +143,7 @@ def find_layout(state: Mapping[str, Array], where: str) -> str:
 
 
 def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the tensors of `policies.heads.dynasd.DynaSDHead` from a released state dict.
+    """Return the tensors of `policies.heads.layers.SoftHead` from a released state dict.
 
     Raises:
         PolicyError: unknown or missing names, which are named, or a layer that is none.
@@ -159,7 +159,7 @@ def dynasd_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def specdec_tensors(state: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the tensors of `policies.heads.specdec.SpecDecHead` from a released state dict.
+    """Return the tensors of `policies.heads.residual.SpecDecHead` from a released state dict.
 
     The published head has one block in D places: a state dict then has D equal ones, or, as safetensors writes it, one.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
-from ...decode.drafters.heads.networks import MOST_DEPTH, MedusaHeads, Shape
+from ...decode.drafters.networks import MAX_DEPTH, MedusaHeads, Shape
 from ...decode.models.pair import Pair
 from ...decode.models.view import hidden_width
 from ...policies.contract import Array
@@ -85,8 +85,8 @@ def medusa_tensors(state: Mapping[str, Array], pair: Pair, where: str) -> dict[s
     if odd := [key for key, match in matches.items() if match is None]:
         raise PolicyError(f"{where}: unknown: {named(odd)}; Medusa's heads have one block and one output layer each")
     heads = 1 + max(int(match[1]) for match in matches.values() if match)
-    if heads > MOST_DEPTH:
-        raise PolicyError(f"{where}: has a head numbered {heads - 1}; expected at most {MOST_DEPTH} of them")
+    if heads > MAX_DEPTH:
+        raise PolicyError(f"{where}: has a head numbered {heads - 1}; expected at most {MAX_DEPTH} of them")
     shared = not any(key.endswith(".1.weight") for key in state)
     hidden, vocabulary = hidden_width(pair.target), pair.vocabulary
     shapes = {"0.linear.weight": (hidden, hidden), "0.linear.bias": (hidden,)}

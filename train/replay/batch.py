@@ -16,7 +16,7 @@ from ...decode.round_state import RoundState
 from ...decode.rounds import play_round
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import InputError, TraceError
-from ...policies.history import History
+from ...policies.features import History
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .source import TraceSource

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
-from ...policies.history import HISTORY_FEATURES
+from ...policies.features import HISTORY_FEATURES
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .source import TraceSource

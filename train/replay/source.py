@@ -13,8 +13,7 @@ from ...decode.round_state import RoundState
 from ...decode.verify.modes import MODES, is_trimming
 from ...policies.contract import Array, DraftStep, DraftTree, StopPolicy
 from ...policies.errors import TraceError
-from ...policies.features import Layout
-from ...policies.history import History
+from ...policies.features import History, Layout
 from ...policies.kernels import on_first_use
 from .traces.arrays import TraceArrays
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.sampling import SamplingParams
-from ...policies.conditions import shaping_text, warn_other_conditions
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from ...policies.host import is_trusted, validate_policy
 from ...policies.profile import Profile
+from ...policies.training_metadata import shaping_text, warn_other_conditions
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays

@@ -16,7 +16,7 @@ from ...decode.verify.sampling import SamplingParams
 from ...policies import kernels
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
-from ...policies.errors import InputError
+from ...policies.errors import InputError, PolicyFailure
 from ...policies.files import prepare_output_dir
 from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
@@ -138,7 +138,7 @@ def evaluate(
     check_batches(arrays, profile, batch, arrivals, seed)  # before what takes minutes
     failed = {policy.shown_name: failure for policy in candidates if (failure := failure_of(policy, arrays, profile))}
     if primary in failed:
-        raise failed[primary].as_error("it is the primary policy")
+        raise PolicyFailure(f"policy {primary} failed ({failed[primary].text}); it is the primary policy")
     candidates = [policy for policy in candidates if policy.shown_name not in failed]
     folder = Path(out) if out is not None else None
     usual = [Confidence(HUGGING_FACE)] if traces.header.features else []  # an engine's records hold none

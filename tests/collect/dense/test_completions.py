@@ -16,9 +16,8 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import gumbel, stream_key
 from specstop.policies.errors import InputError, TraceError
-from specstop.policies.features import CHAIN_FEATURES
+from specstop.policies.features import CHAIN_FEATURES, HISTORY_FEATURES
 from specstop.policies.fixed import FixedLength
-from specstop.policies.history import HISTORY_FEATURES
 from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 from specstop.train.replay.run import replay

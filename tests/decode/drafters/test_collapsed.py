@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_drafters import small_network
 from specstop.decode.drafters import TrainedDrafter, find_drafter, save_drafter, with_drafter
-from specstop.decode.drafters.heads.ctc import SYMBOLS, Trie, collapsed, size
+from specstop.decode.drafters.ctc import SYMBOLS, Trie, collapsed, size
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.settings import Settings
@@ -103,5 +103,5 @@ def test_it_is_another_drafter_of_the_same_folder(plain_pair: Pair, spec: str) -
     folder = Path(spec.partition(":")[2])
     with_ours = with_drafter(plain_pair, f"ctc:{folder}")
     assert with_drafter(plain_pair, spec).fingerprint["draft"] != with_ours.fingerprint["draft"]
-    with pytest.raises(InputError, match="holds a drafter of the kind ctc: write ctc:"):
+    with pytest.raises(InputError, match="a drafter of the kind ctc; write ctc:"):
         find_drafter(f"medusa:{folder}", plain_pair)

@@ -95,7 +95,7 @@ def test_they_are_found_by_name(pair: Pair) -> None:
 )
 def test_a_chance_that_is_none_is_refused(pair: Pair, given: str, came: str) -> None:
     name = f"suffix?sure={given}+model"
-    expected = f"drafter: {name!r}: expected for sure a chance between 0 and 1, not {came}"
+    expected = f"drafter: {name!r}: expected for sure a probability between 0 and 1, not {came}"
     with pytest.raises(InputError, match=re.escape(expected)):
         find_drafter(name, pair)
 
@@ -108,7 +108,7 @@ def test_the_first_has_options_of_its_own(pair: Pair, tmp_path: Path) -> None:
     assert isinstance(found, FallbackDrafter) and isinstance(found._first, SuffixDrafter)
     assert (found.carries, len(found._first._file), found._min_confidence) == (True, 3, 0.7)
     assert isinstance(found._other, FallbackDrafter) and isinstance(found._other._first, LookupDrafter)
-    assert (found._other._first._longest, found._other.carries) == (4, False)
+    assert (found._other._first._indexes[0].longest, found._other.carries) == (4, False)
     assert isinstance(find_drafter(f"suffix:{file}", pair), SuffixDrafter)
     assert paths_of(f"suffix:{file}?keep=1+medusa:a+b") == [str(file), "a+b"]
 

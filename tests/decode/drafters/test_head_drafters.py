@@ -10,8 +10,8 @@ import torch
 from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from small_drafters import DRAFTERS, new_round, proposed, small_drafter
-from specstop.decode.drafters.heads.ctc import Prefixes, collapsed_length, first_positions
-from specstop.decode.drafters.heads.networks import LayerNetwork
+from specstop.decode.drafters.ctc import Prefixes, collapsed_length, first_positions
+from specstop.decode.drafters.networks import LayerNetwork
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.models.view import hidden_width
@@ -122,7 +122,7 @@ def test_medusa_scores_by_the_state_and_hydra_by_the_path_too(pair: Pair, plain_
         network, embed = drafter._network, pair.target.get_input_embeddings()
         for row, token in zip(rows, (30, 31), strict=True):
             path = embed(torch.tensor([[3, token]])) if kind == "hydra" else None
-            torch.testing.assert_close(row, network.logits(1, network.state(1, hidden, path))[0], **SAME)
+            torch.testing.assert_close(row, network.outputs[1](network.state(1, hidden, path))[0], **SAME)
         assert torch.equal(rows[0], rows[1]) == (kind == "medusa")
         deep = new_round([3], chain(4), dict.fromkeys(range(1, 5), 5))
         assert not torch.isfinite(proposed(drafter, deep, 4)).any(), "there are three heads"

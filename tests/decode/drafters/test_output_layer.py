@@ -7,7 +7,7 @@ import torch
 from conftest import build_model
 from scaled_models import CAP, FACTOR, SCALED, scaled_model
 from small_drafters import small_drafter
-from specstop.decode.drafters.heads.networks import OutputTransform, output_layer
+from specstop.decode.drafters.networks import ScaledOutput, output_layer, output_scale
 from specstop.decode.models.pair import join
 from transformers import GPT2Config, PreTrainedConfig
 
@@ -38,24 +38,26 @@ def test_a_drafter_scores_its_states_as_the_target_would(name: str, kind: str) -
 def test_a_model_that_changes_nothing_keeps_its_layer() -> None:
     model = build_model()
     assert type(output_layer(model)) is torch.nn.Linear
-    assert OutputTransform.of(GPT2Config()) == OutputTransform()
+    assert output_scale(GPT2Config()) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"logits_scaling": 4.0}, OutputTransform(0.25)),
-        ({"model_type": "hyperclovax", "logits_scaling": 4.0}, OutputTransform(4.0)),
-        ({"logits_scaling": None, "logit_scale": None}, OutputTransform()),
-        ({"output_multiplier": FACTOR, "final_logit_softcapping": CAP}, OutputTransform(FACTOR, CAP)),
-        ({"logits_soft_cap": 30.0}, OutputTransform(1.0, 30.0)),
+        ({"logits_scaling": 4.0}, (0.25, 0.0)),
+        ({"model_type": "hyperclovax", "logits_scaling": 4.0}, (4.0, 0.0)),
+        ({"logits_scaling": None, "logit_scale": None}, (1.0, 0.0)),
+        ({"output_multiplier": FACTOR, "final_logit_softcapping": CAP}, (FACTOR, CAP)),
+        ({"logits_soft_cap": 30.0}, (1.0, 30.0)),
     ],
 )
-def test_names_of_other_families_are_known(said: dict[str, object], expected: OutputTransform) -> None:
+def test_names_of_other_families_are_known(said: dict[str, object], expected: tuple[float, float]) -> None:
     config = PreTrainedConfig()
     for name, value in said.items():
         setattr(config, name, value)
-    assert OutputTransform.of(config) == expected
+    assert output_scale(config) == expected
     numbers = torch.linspace(-50.0, 50.0, 11)
-    scaled, cap = expected.factor * numbers, expected.cap
-    assert torch.allclose(expected(numbers), cap * torch.tanh(scaled / cap) if cap else scaled)
+    factor, cap = expected
+    scaled = factor * numbers
+    logits = ScaledOutput(torch.nn.Identity(), factor, cap)(numbers)
+    assert torch.allclose(logits, cap * torch.tanh(scaled / cap) if cap else scaled)

@@ -135,7 +135,8 @@ def test_what_is_learned_of_one_text_leaves_the_ends_of_the_others_right(pair: P
         new = [chance.randrange(3) for _ in range(chance.randint(1, 4))]
         drafter.committed(stream, new, None)
         texts[stream] += new
-        for text, (_, length) in zip(texts, drafter._shared_match, strict=True):
+        for text, index in zip(texts, drafter._indexes, strict=True):
+            _, length = index.shared_match
             longest = max(n for n in range(len(text) + 1) if n == 0 or occurrences(ended, tuple(text[len(text) - n :])))
             assert length == longest
 

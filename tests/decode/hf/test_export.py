@@ -15,8 +15,8 @@ from learned_policies import learned
 from small_drafters import small_network
 from specstop.decode.drafters import TrainedDrafter, save_drafter
 from specstop.decode.drafters.folder import load_drafter
-from specstop.decode.hf import export
-from specstop.decode.hf.export import deploy_hf, generate_exported
+from specstop.decode.hf import exported
+from specstop.decode.hf.exported import generate_exported
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -24,6 +24,8 @@ from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import save_policy
+from specstop.train.export import hf
+from specstop.train.export.hf import deploy_hf
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -98,7 +100,7 @@ def test_stop_strings_streamer_and_sampling_arrive(
     pair: Pair, prompt_ids: list[list[int]], tokenizer: PreTrainedTokenizerFast, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(export, "StopStringCriteria", LastWord)
+    monkeypatch.setattr(exported, "StopStringCriteria", LastWord)
     deploy_hf("fixed:3", tmp_path / "out")
     ids = torch.tensor([prompt_ids[5]])
     plain = pair.target.generate(ids, **OPTIONS)[0].tolist()
@@ -176,7 +178,7 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
     assert torch.equal(generate(pair, ids, tmp_path / "out"), plain)
     assert torch.equal(generate(pair, ids, tmp_path / "out", drafter="model", draft_model=pair.draft), plain)
     deploy_hf(policy, tmp_path / "two", drafter="lookup+model")
-    assert "`lookup+model`, and a draft model," in (tmp_path / "two" / "README.md").read_text()
+    assert "`lookup+model` and a draft model" in (tmp_path / "two" / "README.md").read_text()
     with pytest.raises(InputError, match="expected draft_model= or assistant_model=") as caught:
         generate(pair, ids, tmp_path / "two")
     assert "does not reach" not in str(caught.value)
@@ -193,9 +195,9 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
         ("hydra:nowhere", "drafter: nowhere: expected the folder of a drafter"),
         ("suffix:words.txt", "drafter: suffix:words.txt reads the file words.txt"),
         ("suffix?path=words.txt", "reads the file words.txt"),
-        ("suffix+hydrra:heads", "drafter: expected model, lookup"),
-        ("hydra", "drafter: expected model, lookup"),
-        ("hydra:heads?deep=1", "drafter: expected model, lookup"),
+        ("suffix+hydrra:heads", "drafter: expected one of model, lookup"),
+        ("hydra", "drafter: expected one of model, lookup"),
+        ("hydra:heads?deep=1", "drafter: expected one of model, lookup"),
     ],
 )
 def test_a_drafter_that_cannot_be_exported_is_refused(drafter: str, message: str, tmp_path: Path) -> None:
@@ -283,7 +285,7 @@ def test_the_folder_is_whole_and_names_what_it_needs(policy_folder: Path, tmp_pa
 
 
 def test_a_plugin_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "load_policy", lambda _: FixedLength(2))
+    monkeypatch.setattr(hf, "load_policy", lambda _: FixedLength(2))
     with pytest.raises(PolicyError, match="is a plugin"):
         deploy_hf("somebody?key=1", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -212,12 +212,12 @@ def test_a_streamer_gets_what_generate_would_give_it(
     ("options", "message"),
     [
         ({"draft_model": None}, r"expected draft_model= \(assistant_model= does not reach a callable\)"),
-        ({"drafter": "lookup"}, "the drafter lookup takes no draft model; leave draft_model= or assistant_model= out"),
+        ({"drafter": "lookup"}, "the drafter lookup takes no draft model; leave draft_model="),
         ({"num_beams": 3}, "beam search is not speculative; expected num_beams=1"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True is not supported"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores=True: a round does not return"),
         ({"verification": "matsch"}, "expected auto or one of match, rejection.*did you mean 'match'"),
         ({"tree": "x"}, "tree: expected widths"),
-        ({"drafter": "medusa"}, "drafter: expected model, lookup"),
+        ({"drafter": "medusa"}, "drafter: expected one of model, lookup"),
         ({"tree": "3,2", "verification": "block", "do_sample": True}, "block: expected a chain"),
     ],
 )

@@ -13,7 +13,6 @@ from specstop.decode.settings import Settings
 from specstop.policies.errors import PairError
 from specstop.policies.fixed import FixedLength
 from transformers import PreTrainedTokenizerFast
-from transformers.generation import candidate_generator
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +24,11 @@ def pair(plain_pair: Pair) -> Pair:
 def test_greedy_text_is_the_targets_and_the_assistant_gets_its_settings_back(
     pair: Pair, prompt_ids: list[list[int]], setting: AssistedSetting
 ) -> None:
-    before, found = pair.draft.generation_config.to_dict(), candidate_generator.is_sklearn_available
+    before = pair.draft.generation_config.to_dict()
     made = Assisted(pair, setting, Settings(max_new_tokens=12)).run([Request(prompt_ids[3])])[0]
     assert list(made.tokens) == plain_texts(pair, [prompt_ids[3]], [0], 12).tokens[0]
     assert made.seconds > 0.0
     assert pair.draft.generation_config.to_dict() == before
-    assert candidate_generator.is_sklearn_available is found
 
 
 def test_vocabularies_of_two_sizes_are_measured_without_an_assistant(tokenizer: PreTrainedTokenizerFast) -> None:

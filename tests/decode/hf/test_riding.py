@@ -192,7 +192,7 @@ def test_riding_leaves_the_assistant_as_it_was(pair: Pair, prompt_ids: list[list
     ids=lambda p: p.name,
 )
 def test_a_policy_that_the_stock_loop_cannot_serve_is_refused(policy: StopPolicy) -> None:
-    with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves) .*stock assisted loop"):
+    with pytest.raises(PolicyError, match=f"{policy.name}: (reads|leaves) .*assisted generation"):
         PolicyStoppingCriteria(policy)
 
 
@@ -205,7 +205,7 @@ class ReadsNoise(StopPolicy):
 
 
 def test_hidden_states_and_noise_are_refused(pair: Pair) -> None:
-    with pytest.raises(PolicyError, match="reads-hidden: reads draft_hidden, which the stock assisted loop has not"):
+    with pytest.raises(PolicyError, match="reads-hidden: reads draft_hidden, which assisted generation has not"):
         PolicyStoppingCriteria(ReadsHidden())
     with pytest.raises(PolicyError, match="reads-noise: reads noisy_margin"):
         PolicyStoppingCriteria(ReadsNoise(), temperature=0.7)

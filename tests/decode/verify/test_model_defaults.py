@@ -24,9 +24,9 @@ from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
-from specstop.policies.conditions import Conditions
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
+from specstop.policies.training_metadata import Conditions
 from transformers import GenerationConfig
 
 GREEDY: dict[str, Any] = {

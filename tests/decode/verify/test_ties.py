@@ -11,8 +11,7 @@ from conftest import VOCABULARY
 from specstop.collect.dense.proposals import Asked, BestScores
 from specstop.decode.models.pair import Pair
 from specstop.decode.topology import parse_tree
-from specstop.decode.verify.base import Draw
-from specstop.decode.verify.match import Match, best_tokens
+from specstop.decode.verify.modes import Draw, Match, best_tokens
 
 
 def draw(rows: torch.Tensor, width: int) -> Draw:

@@ -211,16 +211,8 @@ def test_layout_fills_the_columns_of_each_kind_in_the_policys_order() -> None:
     assert layout.node == ("top1", "depth")
     assert layout.anchor == ("anchor_prob", "anchor_top1")
     assert layout.history == ("last_verified", "mean_full")
-    base = layout.base(np.array([[1.0, 2.0]]), np.array([[3.0, 4.0]]))
-    assert layout.node_at == [0, 3]
-    assert base.tolist() == [[0.0, 3.0, 1.0, 0.0, 4.0, 2.0]]
-
-
-@pytest.mark.parametrize("names", [(), ("top1",), ("anchor_top1",), ("mean_full",)])
-def test_layout_of_one_kind_or_none(names: tuple[str, ...]) -> None:
-    layout = Layout(names)
-    base = layout.base(np.ones((2, len(layout.anchor))), np.ones((2, len(layout.history))))
-    assert base.tolist() == [[float(bool(layout.anchor or layout.history))] * len(names)] * 2
+    assert (layout.node_at, layout.anchor_at, layout.history_at) == ([0, 3], [2, 5], [1, 4])
+    assert Layout(()).names == Layout(("top1",)).anchor == ()
 
 
 def test_siblings_are_told_what_they_are_ahead_of() -> None:

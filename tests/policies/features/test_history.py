@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT, History
+from specstop.policies.features import HISTORY_FEATURES, PAST_WEIGHT, History
 from specstop.policies.state import take
 
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")

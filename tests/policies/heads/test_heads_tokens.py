@@ -71,9 +71,9 @@ def test_a_head_without_tokens_or_of_wrong_shape_is_refused() -> None:
         build_head("tokens", ("entropy",), {**tensors(), "strides": np.zeros((0, 2), dtype=np.int64)})
     shapes = {"table": (2, 2, WIDTH), "bias": (3, 4), "weight": (2, 1), "hashed": (2, 2, SIZE)}
     for name, shape in shapes.items():
-        with pytest.raises(PolicyError, match=f"expected {name} of shape"):
+        with pytest.raises(PolicyError, match=name):
             build_head("tokens", NAMES, {**tensors(), name: np.zeros(shape, dtype=np.float32)})
-    with pytest.raises(PolicyError, match="expected strides of shape"):
+    with pytest.raises(PolicyError, match="strides"):
         build_head("tokens", NAMES, {**tensors(), "strides": np.zeros((3, 4), dtype=np.int64)})
     with pytest.raises(PolicyError, match="expected edges for 1 crossed scalars"):
         build_head("tokens", NAMES, {**tensors(), "edges": np.zeros((2, 2), dtype=np.float32)})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from specstop.policies import kernels
-from specstop.policies.kernels.compiled import CONSTANTS, KEPT
+from specstop.policies.kernels.compiled import CONSTANTS, MAX_STALE
 
 PACKAGE = Path(kernels.__file__).parent
 
@@ -23,9 +23,9 @@ def caller(x):
     return shifted(x)
 """
 HELPER = """
-from .compiled import exact
+from .compiled import kernel_part
 from {constants} import SHIFT
-@exact
+@kernel_part
 def shifted(x):
     return x + SHIFT + {own}
 """
@@ -48,13 +48,13 @@ def root(tmp_path: Path) -> Path:
         (package / name).write_text("SHIFT = 1.0\n")
     shutil.copy(PACKAGE / "compiled.py", package / "kernels" / "compiled.py")
     (package / "kernels" / "caller.py").write_text(CALLER)
-    (package / "kernels" / "helper.py").write_text(HELPER.format(constants="..splitmix", own=10.0))
+    (package / "kernels" / "helper.py").write_text(HELPER.format(constants="..counter_rng", own=10.0))
     return package.parent
 
 
 def test_a_kernel_is_compiled_again_when_what_it_calls_changes(root: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    helper, constants = root / "package/kernels/helper.py", root / "package/splitmix.py"
+    helper, constants = root / "package/kernels/helper.py", root / "package/counter_rng.py"
     assert call(root, cache) == 11.0
     helper.write_text(helper.read_text().replace("10.0", "20.0"))
     assert call(root, cache) == 21.0
@@ -64,12 +64,12 @@ def test_a_kernel_is_compiled_again_when_what_it_calls_changes(root: Path, tmp_p
 
 def test_what_is_read_from_the_cache_is_not_compiled_again_and_old_folders_go(root: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    for shift in range(KEPT + 3):
-        (root / "package/splitmix.py").write_text(f"SHIFT = {float(shift)}\n")
+    for shift in range(MAX_STALE + 3):
+        (root / "package/counter_rng.py").write_text(f"SHIFT = {float(shift)}\n")
         assert call(root, cache) == 10.0 + shift
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")}
-    assert len(kept) == KEPT + 1
-    assert call(root, cache) == 12.0 + KEPT
+    assert len(kept) == MAX_STALE + 1
+    assert call(root, cache) == 12.0 + MAX_STALE
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nbc")} == kept
 
 

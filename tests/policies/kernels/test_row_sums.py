@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specstop.policies.kernels import features as rows
+from specstop.policies.features import DrawnTokens, Needs, summarise
 
 ROWS = 500
 DIGEST = """
@@ -20,17 +20,11 @@ print(hashlib.sha256(b"".join(part.tobytes() for width in (7, 50, 3072) for part
 
 
 def read(width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return log-sum-exp and entropy of random rows, and what is known of a token of each."""
+    """Return log-sum-exp and entropy of random rows, and the log-probabilities of a token of each."""
     logits = (3.0 * np.random.default_rng(width).standard_normal((ROWS, width))).astype(np.float32)
-    ids, none = np.zeros((ROWS, 6), dtype=np.int64), np.zeros(0)
-    ids[:, 0] = np.arange(ROWS)
-    top, best = np.zeros((ROWS, 8), dtype=np.float32), np.zeros((ROWS, 2), dtype=np.float32)
-    stats, numbers = np.zeros((ROWS, 2)), np.zeros((ROWS, 4))
-    no_columns = np.zeros((0, 2), dtype=np.int64)
-    rows.read_rows(
-        logits, 5, True, logits, 2, logits, 1.0 / 0.7, ids, none, none, top, stats, best, numbers, no_columns, 0.7, logits
-    )  # fmt: skip
-    return stats, numbers
+    drawn = DrawnTokens.of([(row, 0, 0, 0, 1, 0) for row in range(ROWS)])
+    summary = summarise(Needs(5, True, True, True, True), logits, drawn, 0.7, scores=logits)
+    return summary.stats, summary.numbers
 
 
 @pytest.mark.parametrize("width", [1, 7, 64, 65, 3072])

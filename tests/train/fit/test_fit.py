@@ -12,10 +12,9 @@ import torch
 import xgboost as xgb
 from specstop.collect.schema import NO_TOKEN
 from specstop.policies.errors import TraceError
-from specstop.policies.features import FEATURES, Kind
+from specstop.policies.features import FEATURES, HISTORY_FEATURES, PAST_WEIGHT, Kind
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import Basis, Head
-from specstop.policies.history import HISTORY_FEATURES, PAST_WEIGHT
 from specstop.policies.profile import Profile
 from specstop.train.heads.basis import basis_columns, fit_basis
 from specstop.train.heads.calibration.logits import log_loss

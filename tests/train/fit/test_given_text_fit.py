@@ -15,13 +15,13 @@ from contract_policies import DEPTH
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.hf import generate
-from specstop.decode.hf.export import deploy_hf
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.modes import resolve_mode
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
+from specstop.train.export.hf import deploy_hf
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
 from specstop.train.heads.calibration.logits import fit_kind, log_loss

@@ -10,7 +10,7 @@ import pytest
 import torch
 from specstop.policies.errors import TraceError
 from specstop.policies.heads.base import Head
-from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.train.heads.basis import basis_columns
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.fitting import FitOptions, FitTask

@@ -15,7 +15,7 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, PolicyError, TraceError
-from specstop.policies.heads.dynasd import HARD_FEATURES
+from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder

@@ -71,7 +71,7 @@ def test_the_heads_say_what_the_released_ones_say(plain_pair: Pair, tmp_path: Pa
     for number, head in enumerate(heads):
         expected = head.float()(hidden.float()).double()
         expected = expected if own else plain_pair.target.lm_head(expected)
-        found = network.logits(number, network.state(number, hidden, None))
+        found = network.outputs[number](network.state(number, hidden, None))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

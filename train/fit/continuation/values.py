@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....policies.features import CHAIN_FEATURES, TOKEN_FEATURES
-from ....policies.history import HISTORY_FEATURES
+from ....policies.features import CHAIN_FEATURES, HISTORY_FEATURES, TOKEN_FEATURES
 from ....policies.profile import Profile
 from ...heads.crossfit import Folds, prompt_folds
 from ...heads.kinds.continuation import ValueRows, boost

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ....policies.errors import TraceError
 from ....policies.features import DRAFT_HIDDEN
-from ....policies.heads.dynasd import HardHead, SoftHead
+from ....policies.heads.layers import HardHead, SoftHead
 from ..exported import exported
 from ..fitting import FitTask
 from ..networks import Perceptron, Recipe, layer_tensors, opening, seeded, states, train_network

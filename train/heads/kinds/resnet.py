@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ....policies.features import HIDDEN_STATES, Kind
 from ....policies.heads.base import Basis
-from ....policies.heads.resnet import ResNetHead
+from ....policies.heads.residual import ResNetHead
 from ..basis import fit_basis, flagged_columns
 from ..exported import exported
 from ..fitting import FitTask
@@ -94,5 +94,5 @@ def _inputs(rows: FitRows, basis: Basis, moments: Mapping[str, tuple[Tensor, Ten
     states = []
     for name, (mean, scale) in moments.items():
         state = (rows.hidden[name].float() - mean) / scale
-        states.append(state if HIDDEN_STATES[name].kind is Kind.ANCHOR else torch.where(first, 0.0, state))
+        states.append(state if HIDDEN_STATES[name] is Kind.ANCHOR else torch.where(first, 0.0, state))
     return flagged_columns(basis, rows.features, rows.depth), *states, rows.labels, rows.known

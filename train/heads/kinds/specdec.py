@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ....policies.features import DRAFT_HIDDEN
-from ....policies.heads.specdec import SpecDecHead
+from ....policies.heads.residual import SpecDecHead
 from ...released.convert import unbiased
 from ..exported import exported
 from ..fitting import FitTask

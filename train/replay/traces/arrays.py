@@ -21,8 +21,7 @@ from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list
 from ....policies.contract import Array
 from ....policies.errors import TraceError
-from ....policies.features import RUN_FEATURES, SIBLING_FEATURES, Layout
-from ....policies.history import HISTORY_FEATURES
+from ....policies.features import HISTORY_FEATURES, RUN_FEATURES, SIBLING_FEATURES, Layout
 from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredHidden
 
@@ -325,8 +324,9 @@ def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, histor
     """
     layout = Layout(names)
     anchor, node = arrays.tensors(names)
-    columns = [HISTORY_FEATURES.index(name) for name in layout.history]
-    base = layout.base(anchor[row].numpy(), history[:, columns].numpy())
+    base = np.zeros((len(row), len(layout.names)), dtype=np.float32)
+    base[:, layout.anchor_at] = anchor[row].numpy()
+    base[:, layout.history_at] = history[:, [HISTORY_FEATURES.index(name) for name in layout.history]].numpy()
     seen = np.repeat(base[:, None], node.shape[1] + 1, 1)
     # Before drafting, PRE and POST columns stay 0.
     seen[:, 1:, layout.node_at] = node[row].numpy()

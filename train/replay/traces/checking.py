@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ....collect.schema import Header
 from ....decode.verify.modes import check_mode, find_mode
-from ....policies import conditions
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
 from ....policies.features import check_sizes
 from ....policies.host import validate_policy
 from ....policies.learned import LearnedPolicy
 from ....policies.profile import Profile
+from ....policies.training_metadata import warn_other_profile
 from .arrays import TraceArrays
 
 
@@ -113,6 +113,6 @@ def require_disjoint_policies(
 def tell_other_rounds(profile: Profile, header: Header) -> None:
     """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
     if "device" in header.facts:  # else nothing is told of how it was recorded
-        conditions.warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
+        warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
     if header.tree.is_chain and header.temperature > 0:
-        conditions.warn_other_profile(profile, "the trace holds", verification=header.verification)
+        warn_other_profile(profile, "the trace holds", verification=header.verification)

@@ -39,7 +39,7 @@ class StoredHidden:
         self.name, self._index = name, index
         self._source = _Source(trace, name)
         self.width = trace.header.hidden[name]
-        self.of_nodes = HIDDEN_STATES[name].kind is not Kind.ANCHOR
+        self.of_nodes = HIDDEN_STATES[name] is not Kind.ANCHOR
 
     def at(self, row: Tensor, node: Tensor | None = None) -> Tensor:
         """Return [R, H] float16 of rows [R], and of nodes [R] unless it is the anchor's."""

@@ -80,7 +80,7 @@ def choose_both(
         InputError: the first drafter is none that may be asked in every round, or two policies have one name.
     """
     names = [str(arrays.header.facts.get("drafter", "model")) for arrays in fit]
-    if reads_states(names[0]) or needs_draft(names[0]) or len(list(parse_spec(names[0]).parts())) > 1:
+    if reads_states(names[0]) or needs_draft(names[0]) or len(parse_spec(names[0])) > 1:
         raise InputError(
             f"--first: expected traces of a drafter that reads neither hidden states nor a draft model, such as suffix, "
             f"not of {names[0]}"

@@ -10,7 +10,6 @@ import numpy as np
 
 from ....collect.store.folder import Trace
 from ....policies.arguments import as_list
-from ....policies.conditions import other_conditions
 from ....policies.contract import StopPolicy
 from ....policies.display import Progress, shown
 from ....policies.errors import InputError, TraceError
@@ -19,6 +18,7 @@ from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy
 from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
+from ....policies.training_metadata import other_conditions
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

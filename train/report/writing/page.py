@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ....policies.conditions import sampling_text
 from ....policies.display import printable
+from ....policies.training_metadata import sampling_text
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path
 from .sections import sections

@@ -1,4 +1,4 @@
-"""Sampling conditions, and warnings where a policy or a profile is used under other ones than it was made for."""
+"""What a policy was trained for, and warnings where a policy or a profile is used under other conditions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 from .contract import StopPolicy
 from .errors import SpecstopWarning
-from .learned import LearnedPolicy
 from .plugins import kinds_of
 from .profile import Profile
 
 # Options that remove unlikely tokens, which has no effect on greedy decoding.
-_TRUNCATING = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_FILTERS = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _MAX_CHARACTERS = 200
 
 UNKNOWN = "unknown"
@@ -22,8 +21,40 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
+class TrainingMetadata:
+    """What a policy was trained for and how it performed; does not change decisions.
+
+    Attributes:
+        temperature, verification, label, shaping: of the traces; several temperatures if the head reads the temperature.
+        pair: hashes of target, draft and tokenizer.
+        rho, acceptance: tokens per second, and a_1..a_K, that rules assume.
+        profile: the latency profile as JSON, or empty.
+        provenance: command, versions, seed, traces.
+        metrics: on prompts that influenced nothing in the policy.
+        prompts: hashes of the training prompts: "fit" of the head, "select" of calibration, thresholds and rho, "report".
+    """
+
+    temperature: float | tuple[float, ...] = 0.0
+    verification: str = "match"
+    label: str = "match"
+    pair: dict[str, str] = field(default_factory=dict)
+    rho: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    profile: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    shaping: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, list[str]] = field(default_factory=dict)
+
+    def covers(self, temperature: float) -> bool:
+        """Whether a temperature lies within those of the traces."""
+        known = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        return min(known) <= temperature <= max(known)
+
+
+@dataclass(frozen=True)
 class Conditions:
-    """Under which a policy is used, or a trace was recorded.
+    """Conditions under which a policy is used or a trace was recorded.
 
     Attributes:
         temperature: 0 = greedy; None = unknown: neither it nor `shaping` is compared.
@@ -44,10 +75,10 @@ def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
     """Return the options that have an effect at a temperature as text: `top-p 0.9, min-p 0.05`, or `none`."""
     words = []
     for name, value in sorted(shaping.items()):
-        if temperature > 0 or name not in _TRUNCATING:
+        if temperature > 0 or name not in _FILTERS:
             text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
             words.append(f"{name.replace('_', '-')} {text}")
-    return " ".join(", ".join(words).split())[:_MAX_CHARACTERS] or "none"  # values of a file may be of any length
+    return " ".join(", ".join(words).split())[:_MAX_CHARACTERS] or "none"  # values in files may have any length
 
 
 def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[str, Any]) -> str:
@@ -61,24 +92,25 @@ def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[s
 
 def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:
     """Return the conditions that differ from those of training: (name, of training, of use)."""
-    if not isinstance(policy, LearnedPolicy):
+    trained = getattr(policy, "metadata", None)
+    if not isinstance(trained, TrainingMetadata):
         return []
-    trained, differ = policy.metadata, list[tuple[str, Any, Any]]()
+    different = list[tuple[str, Any, Any]]()
     if used.temperature is not None:
         filters = [shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping)]
         if not trained.covers(used.temperature):
-            differ.append(("temperature", trained.temperature, used.temperature))
+            different.append(("temperature", trained.temperature, used.temperature))
         if filters[0] != filters[1]:
-            differ.append(("filter", filters[0], filters[1]))
+            different.append(("filter", *filters))
     if used.verification and trained.verification != used.verification:
-        differ.append(("verification", trained.verification, used.verification))
+        different.append(("verification", trained.verification, used.verification))
     # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.
-    if apart := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
-        differ.append(("pair", apart, {name: used.pair[name] for name in apart}))
+    if hashes := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
+        different.append(("pair", hashes, {name: used.pair[name] for name in hashes}))
     tree = trained.metrics.get("tree")  # of a tree policy
     if used.tree and isinstance(tree, str) and tree != used.tree:
-        differ.append(("tree", tree, used.tree))
-    return differ
+        different.append(("tree", tree, used.tree))
+    return different
 
 
 def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:

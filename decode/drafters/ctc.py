@@ -4,12 +4,13 @@ The layer predicts positions after the anchor, each from the best symbol of the 
 tokens and a blank; equal adjacent symbols are one token, and blanks are removed. The released code collapses the paths of a
 fixed tree of symbols (`ReleasedCTCDrafter`). `CTCDrafter` scores a token after a path by the probability that the positions
 begin with both, over all alignments, so that no candidate occurs twice and the scores after a path are a distribution. A
-position is predicted when the best symbols before it collapse to fewer tokens than the depth asks for.
+position is predicted when the best symbols before it collapse to fewer tokens than the depth requires.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeAlias
 
@@ -18,18 +19,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ...models.device import upload
-from ...models.pair import Pair
-from ...round_state import RoundState, Rows
-from ...topology import parse_tree
-from ..base import Proposal
-from .layer import LayerReader
+from ..models.device import upload
+from ..models.pair import Pair
+from ..round_state import RoundState, Rows
+from ..topology import parse_tree
+from .base import Proposal
+from .layer import LayerInput, LayerReader
 from .networks import CTCNetwork
 
 MAX_PROPOSED = 32
-"""Most tokens proposed after a path."""
+"""Maximum number of tokens proposed after a path."""
 
 
+@dataclass
 class Prefixes:
     """Probabilities that T positions begin with a prefix, by the forward algorithm; R prefixes of one length.
 
@@ -38,8 +40,9 @@ class Prefixes:
         last: [R] its last token, -1 of the empty prefix.
     """
 
-    def __init__(self, blank: Tensor, token: Tensor, last: Tensor) -> None:
-        self.blank, self.token, self.last = blank, token, last
+    blank: Tensor
+    token: Tensor
+    last: Tensor
 
     @staticmethod
     def empty(positions: Tensor) -> Prefixes:
@@ -54,14 +57,13 @@ class Prefixes:
         # it (prefix search decoding, Graves et al., 2006).
         before = (self.blank + self.token)[:, :-1]
         scores: Tensor = (before[:, None] @ positions[..., :-1])[:, 0]
-        same = positions.gather(2, self.last.clamp_min(0)[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
-        repeated = (self.blank[:, :-1] * same).sum(-1, keepdim=True)  # a repeated token needs a blank between
-        is_filled = (self.last >= 0)[:, None]
-        return torch.where(is_filled, scores.scatter(1, self.last.clamp_min(0)[:, None], repeated), scores)
+        last = self.last.clamp_min(0)
+        repeated = (self.blank[:, :-1] * _emitted(positions, last)).sum(-1, keepdim=True)  # needs a blank between
+        return torch.where((self.last >= 0)[:, None], scores.scatter(1, last[:, None], repeated), scores)
 
     def extended(self, tokens: Tensor, positions: Tensor) -> Prefixes:
         """Return the prefixes with one more token [R] each."""
-        emitted = positions.gather(2, tokens[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
+        emitted = _emitted(positions, tokens)
         enters = self.blank + self.token * (self.last != tokens)[:, None]
         blank, token = [torch.zeros_like(self.blank[:, 0])], [torch.zeros_like(self.blank[:, 0])]
         # token_(t+1) = y_(t+1)(v) (token_t + enters_t); blank_(t+1) = y_(t+1)(blank) (blank_t + token_t), of the new prefix.
@@ -69,6 +71,11 @@ class Prefixes:
             token.append(emitted[:, t] * (token[t] + enters[:, t]))
             blank.append(positions[:, t, -1] * (blank[t] + token[t]))
         return Prefixes(torch.stack(blank, 1), torch.stack(token, 1), tokens)
+
+
+def _emitted(positions: Tensor, tokens: Tensor) -> Tensor:
+    """Return [R, T], the probability of a token [R] at each position."""
+    return positions.gather(2, tokens[:, None, None].expand(-1, positions.shape[1], 1))[..., 0]
 
 
 def collapsed_length(symbols: Sequence[int], blank: int) -> int:
@@ -89,12 +96,12 @@ class CTCDrafter(LayerReader):
 
     Args:
         pair: target that the network was trained for.
-        network: on the target's device; its depth is the most positions, and so the most tokens.
+        network: on the target's device; its depth is the maximum number of positions, and so of tokens.
     """
 
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
         self._ctc, self._blank = network, network.shape.vocabulary
-        self._depth = self.max_depth = self._extra_slots = network.shape.depth
+        self._depth = self.max_depth = network.shape.depth
         # By stream: symbol probabilities [t, V + 1] at t positions, the best symbols, the layer's state [1, H] at the last.
         self._positions: dict[int, Tensor] = {}
         self._best: dict[int, list[int]] = {}
@@ -107,14 +114,14 @@ class CTCDrafter(LayerReader):
             self._start(round, rows)
         while short := [stream for stream, _ in rows if self._needs_position(stream, depth)]:
             self._add_position(short)
-        parts = [self._positions[stream] for stream, own in rows for _ in own]
+        parts = [self._positions[stream] for stream, stream_rows in rows for _ in stream_rows]
         counts, positions = [len(part) for part in parts], pad_sequence(parts, batch_first=True)
-        if len({*counts}) > 1:
+        if min(counts) < max(counts):
             positions = first_positions(positions, upload(counts, self._device))
         prefixes = Prefixes.empty(positions)
         if depth:
-            paths = [round.path_tokens(stream, row)[1:] for stream, own in rows for row in own]  # [R, depth]
-            for tokens in upload(paths, self._device).T:
+            paths = [round.path_tokens(stream, row)[1:] for stream, stream_rows in rows for row in stream_rows]
+            for tokens in upload(paths, self._device).T:  # [depth, R]
                 prefixes = prefixes.extended(tokens, positions)
         scores = prefixes.next(positions)
         top = scores.topk(min(MAX_PROPOSED, scores.shape[-1]), -1)
@@ -134,12 +141,16 @@ class CTCDrafter(LayerReader):
 
     def _add_position(self, streams: Sequence[int]) -> None:
         """Predict one more position of each stream, from the best symbol of the last one."""
-        slots = [[self._length[stream] + len(self._best[stream])] for stream in streams]
-        symbols = upload([self._best[stream][-1:] for stream in streams], self._device)
-        visible = [np.ones((1, slot + 1), dtype=bool) for (slot,) in slots]
-        states = [self._state[stream] for stream in streams]
-        out = self._run(streams, self._ctc.embed(symbols, self._embedding), states, slots, slots, visible)
-        self._append(streams, out[:, 0])
+        parts = []
+        for stream in streams:
+            best = self._best[stream]
+            slot = self._texts[stream].length + len(best)
+            visible = np.ones((1, slot + 1), dtype=bool)
+            parts.append(LayerInput(stream, best[-1:], self._state[stream], [slot], [slot], visible))
+        self._append(streams, self._run(parts)[:, 0])
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._ctc.embed(tokens, self._embedding)
 
     def _append(self, streams: Sequence[int], states: Tensor) -> None:
         """Add the position of each stream that the layer's states [S, H] predict."""
@@ -158,20 +169,21 @@ Trie: TypeAlias = dict[int, "Trie"]
 SYMBOLS = parse_tree("medusa-63")
 """The tree of symbols. A row of depth d and rank r among its siblings is the r-th best symbol of position d."""
 
+_RANKS = {row: rank for children in SYMBOLS.children for rank, row in enumerate(children)}
+
 
 def collapsed(symbols: Sequence[Sequence[int]], blank: int) -> Trie:
     """Return the candidates that the best symbols of each position collapse to, in descending order."""
     root: Trie = {}
-    paths: dict[int, list[int]] = {0: []}  # symbols by row of the tree
-    for parent, children in enumerate(SYMBOLS.children):
-        path = paths.get(parent)
-        if path is None or len(path) == len(symbols):
+    for path in SYMBOLS.paths[1:]:
+        ranks = [_RANKS[row] for row in path[1:]]
+        # A small vocabulary has fewer symbols.
+        if len(ranks) > len(symbols) or any(rank >= len(best) for rank, best in zip(ranks, symbols, strict=False)):
             continue
-        for child, symbol in zip(children, symbols[len(path)], strict=False):  # a small vocabulary has fewer
-            node, paths[child] = root, [*path, symbol]
-            for token, _ in groupby(paths[child]):
-                if token != blank:
-                    node = node.setdefault(token, {})
+        node = root
+        for token, _ in groupby(best[rank] for rank, best in zip(ranks, symbols, strict=False)):
+            if token != blank:
+                node = node.setdefault(token, {})
     return root
 
 
@@ -181,15 +193,7 @@ def size(trie: Trie) -> int:
 
 
 class ReleasedCTCDrafter(CTCDrafter):
-    """Proposes the collapsed candidates of the released code only. Scores are their order, for greedy matching.
-
-    Args:
-        pair, network: as of `CTCDrafter`; the network has as many positions as the tree is deep.
-    """
-
-    def __init__(self, pair: Pair, network: CTCNetwork) -> None:
-        super().__init__(pair, network)
-        self._tries: dict[tuple[int, int], Trie] = {}  # by stream and row
+    """Proposes the collapsed candidates of the released code only. Scores are their order, for greedy matching."""
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
@@ -200,15 +204,16 @@ class ReleasedCTCDrafter(CTCDrafter):
                 self._add_position(streams)
             positions = torch.stack([self._positions[stream] for stream in streams])  # [S, T, V + 1]
             best = positions.topk(min(max(map(len, SYMBOLS.children)), self._blank + 1), -1).indices.tolist()
-            self._tries = {(stream, 0): collapsed(own, self._blank) for stream, own in zip(streams, best, strict=True)}
+            self._tries = {
+                stream: collapsed(symbols, self._blank) for stream, symbols in zip(streams, best, strict=True)
+            }
         weights = []
-        for stream, own in rows:
-            for row in own:
-                if row:
-                    # Other tokens than the proposed ones, such as resampled ones, have no candidates below.
-                    parent = self._tries[stream, round.topology.parent[row]]
-                    self._tries[stream, row] = parent.get(int(round.tokens[stream, row]), {})
-                trie = self._tries[stream, row].items()
+        for stream, stream_rows in rows:
+            for row in stream_rows:
+                trie = self._tries[stream]
+                for token in round.path_tokens(stream, row)[1:]:
+                    trie = trie.get(token, {})  # empty after tokens that are not candidates, such as resampled ones
                 # Large tries first, as the topology `ctc-released` has room for them; ties in descending order.
-                weights.append({token: 1 + size(children) - at / 1000 for at, (token, children) in enumerate(trie)})
+                sizes = enumerate(trie.items())
+                weights.append({token: 1 + size(children) - at / 1000 for at, (token, children) in sizes})
         return Proposal.of_weights(weights, self._dtype, self._device)

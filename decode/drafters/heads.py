@@ -1,4 +1,4 @@
-"""Candidates from heads on the target's last hidden state: Medusa and Hydra."""
+"""Candidates from heads on the target's last hidden state, one head per depth (Medusa, Hydra)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...models.device import upload
-from ...models.pair import Pair
-from ...models.view import layer_view
-from ...round_state import RoundState, Rows
-from ..base import READS_NOTHING, Drafter, Proposal
-from .networks import Heads
+from ..models.device import upload
+from ..models.pair import Pair
+from ..models.view import layer_view
+from ..round_state import RoundState, Rows
+from .base import Drafter, Proposal
+from .networks import MedusaHeads
 
 
 class HeadsDrafter(Drafter):
@@ -27,17 +27,16 @@ class HeadsDrafter(Drafter):
     """
 
     layers = (-1,)
-    reading = READS_NOTHING
+    reading = "nothing"
 
-    def __init__(self, pair: Pair, network: Heads) -> None:
+    def __init__(self, pair: Pair, network: MedusaHeads) -> None:
         self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
         self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
-        self._keeps, self.max_depth = False, network.shape.depth
+        self.max_depth = network.shape.depth
         self._last: dict[int, Tensor] = {}  # by stream [1, H], the state of the last token that the target has read
 
     def keep_states(self) -> int:
-        """Return the hidden states with every proposal from now on; the result is their width H."""
-        self._keeps = True
+        """Return the width H of the hidden states in proposals."""
         return self._network.shape.hidden
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
@@ -47,19 +46,20 @@ class HeadsDrafter(Drafter):
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        counts = [len(own) for _, own in rows]
+        counts = [len(stream_rows) for _, stream_rows in rows]
         if depth >= self._network.shape.depth:
             return Proposal.of_weights([{}] * sum(counts), self._dtype, self._device)
         hidden = torch.cat([self._last[stream] for stream, _ in rows])  # [S, H]
-        repeat = None  # [R] index into the streams
+        stream_of_row = None  # [R], None = one row per stream
         if sum(counts) > len(counts):
-            repeat = upload(np.repeat(np.arange(len(counts)), counts), self._device)
+            stream_of_row = upload(np.repeat(np.arange(len(counts)), counts), self._device)
         path: Tensor | None = None
         if self._network.reads_path:
-            paths = [round.path_tokens(stream, row) for stream, own in rows for row in own]
-            path, hidden = self._embedding(upload(paths, self._device)), hidden if repeat is None else hidden[repeat]
+            paths = [round.path_tokens(stream, row) for stream, stream_rows in rows for row in stream_rows]
+            path = self._embedding(upload(paths, self._device))
+            hidden, stream_of_row = hidden if stream_of_row is None else hidden[stream_of_row], None
         states = self._network.state(depth, hidden, path)
-        logits = self._network.logits(depth, states)
-        if path is None and repeat is not None:  # the same for all rows of a stream
-            logits, states = logits[repeat], states[repeat]
-        return Proposal(logits.to(self._dtype), None, states if self._keeps else None)
+        logits = self._network.outputs[depth](states)
+        if stream_of_row is not None:  # the same for all rows of a stream
+            logits, states = logits[stream_of_row], states[stream_of_row]
+        return Proposal(logits.to(self._dtype), None, states)

@@ -1,0 +1,176 @@
+"""Candidates from one transformer layer on the target's last hidden states, depth by depth (like EAGLE and MTP)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from ...policies.contract import Array
+from ..models.device import upload, without_cudnn
+from ..models.pair import Pair
+from ..models.view import layer_view
+from ..round_state import RoundState, Rows
+from .base import Drafter, Proposal
+from .networks import LayerNetwork, output_layer
+
+
+@dataclass
+class _Stream:
+    """Committed tokens of a stream that the layer has not read."""
+
+    tokens: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)  # [n, H], of the token before each one, and before the anchor
+    length: int = 0  # slots of the tokens that it has read
+
+
+@dataclass
+class LayerInput:
+    """What the layer reads of a stream: n tokens, the states of the tokens before them, and the slots that they attend to."""
+
+    stream: int
+    tokens: Sequence[int]
+    states: Tensor  # [n, H]
+    slots: Sequence[int]
+    positions: Sequence[int]
+    visible: Array  # [n, slots] bool
+
+
+class LayerReader(Drafter):
+    """Runs a layer with a key-value cache: committed tokens with the target's states, candidates with the layer's own.
+
+    Slot i of the cache belongs to token i + 1 of a text, which is read with the state of token i. Candidates are overwritten:
+    once accepted they are read again, with the target's states. The network is on the target's device.
+    """
+
+    layers = (-1,)
+    reading = "all"
+
+    def __init__(self, pair: Pair, network: LayerNetwork) -> None:
+        self._network, self._device, self._dtype = network, pair.device, pair.logits_dtype
+        self._embedding = layer_view(pair.target, pair.target.get_input_embeddings())
+        self._output = output_layer(pair.target)
+        self._cache = network.before.new_zeros(2, 0, 1, 1, 1)
+        self.reserve(1, 0)
+
+    def reserve(self, streams: int, tokens: int) -> None:
+        """See `Drafter`."""
+        super().reserve(streams, tokens)
+        shape, weight = self._network.shape, self._network.before
+        slots = tokens + shape.depth  # CTC positions need slots beyond the candidates
+        if self._cache.shape[2] <= slots or self._cache.shape[1] != streams:
+            heads = shape.attention_heads
+            # Keys and values [2, S, slots + 1, heads, d]; padding of short streams is written to the last slot.
+            self._cache = weight.new_zeros(2, streams, slots + 1, heads, shape.hidden // heads)
+            self._rotation = self._network.rotations(slots + 1, self._device, weight.dtype)
+        self._texts = [_Stream() for _ in range(streams)]
+
+    def begin(self, stream: int) -> None:
+        """See `Drafter`."""
+        self._texts[stream] = _Stream()
+        self._cache[:, stream] = 0  # masked values are multiplied by 0, but NaN would stay
+
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
+        """See `Drafter`."""
+        assert states is not None
+        text = self._texts[stream]
+        text.tokens.extend(tokens if text.states else tokens[1:])  # the first token has no state before it
+        text.states.append(states.clone())  # CUDA graphs of the target overwrite their outputs
+
+    def backlog(self) -> Array:
+        """See `Drafter`."""
+        return np.array([len(text.tokens) + 1 for text in self._texts])
+
+    def _read_anchors(self, round: RoundState, rows: Rows) -> Tensor:
+        """Read the backlogs and the anchors; return the states [S, H] after the anchors."""
+        parts = []
+        for stream, _ in rows:
+            text, states = self._texts[stream], torch.cat(self._texts[stream].states)
+            end = text.length + len(states)
+            slots, visible = range(text.length, end), np.tri(len(states), end, text.length, dtype=bool)
+            tokens = [*text.tokens, int(round.tokens[stream, 0])]
+            parts.append(LayerInput(stream, tokens, states, slots, slots, visible))
+            self._texts[stream] = _Stream([], [states[-1:]], end - 1)
+        out = self._run(parts)
+        if len(rows) == 1:
+            return out[0, -1:]
+        last = upload([range(len(rows)), [len(part.tokens) - 1 for part in parts]], self._device)
+        return out[last[0], last[1]]
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self._embedding(tokens)
+        return embedded
+
+    def _run(self, parts: Sequence[LayerInput]) -> Tensor:
+        """Return the layer's states [S, n, H]; the last ones of short streams are padding."""
+        keys, values = self._cache
+        embedded = self._embed(upload(_padded([part.tokens for part in parts], 0), self._device))
+        mask = np.zeros((len(parts), embedded.shape[1], max(part.visible.shape[1] for part in parts)), dtype=bool)
+        mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
+        for stream_mask, part in zip(mask, parts, strict=True):
+            stream_mask[: len(part.visible), : part.visible.shape[1]] = part.visible
+        end, attention_mask = mask.shape[2], None if mask.all() else upload(mask[:, None], self._device)
+        slots = upload(_padded([part.slots for part in parts], keys.shape[1] - 1), self._device)
+        positions = upload(_padded([part.positions for part in parts], 0), self._device)
+        streams = [part.stream for part in parts]
+        index = upload(streams, self._device)
+        is_batch = streams == list(range(self._streams))  # then attention reads the cache without a copy
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys[index[:, None], slots] = k
+            values[index[:, None], slots] = v
+            k, v = ((cache if is_batch else cache[index])[:, :end].transpose(1, 2) for cache in (keys, values))
+            with without_cudnn(q.device):
+                out = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, attention_mask)
+            return out.transpose(1, 2)
+
+        cos, sin = self._rotation
+        states = pad_sequence([part.states for part in parts], batch_first=True)
+        out: Tensor = self._network(embedded, states, (cos[positions], sin[positions]), attend)
+        return out
+
+
+class LayerDrafter(LayerReader):
+    """Proposes by the target's output layer on the layer's states; see `LayerReader`."""
+
+    def keep_states(self) -> int:
+        """Return the width H of the hidden states in proposals."""
+        return self._network.shape.hidden
+
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        """See `Drafter`."""
+        if depth == 0:
+            states = self._read_anchors(round, rows)
+            self._slots = {stream: {0: self._texts[stream].length} for stream, _ in rows}  # by stream and row
+            self._states: dict[tuple[int, int], Tensor] = {}  # by stream and row
+        else:
+            states = self._read_candidates(round, depth, rows)
+        fed = [(stream, row) for stream, stream_rows in rows for row in stream_rows]
+        self._states |= zip(fed, states, strict=True)
+        return Proposal(self._output(states).to(self._dtype), None, states)
+
+    def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
+        """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""
+        tree, parts = round.topology, []
+        for stream, stream_rows in rows:
+            base, slots, count = self._texts[stream].length, self._slots[stream], len(stream_rows)
+            slots |= zip(stream_rows, range(base + len(slots), base + len(slots) + count), strict=True)
+            visible = np.zeros((count, base + len(slots)), dtype=bool)
+            visible[:, :base] = True
+            for at, row in enumerate(stream_rows):
+                visible[at, [slots[ancestor] for ancestor in tree.paths[row]]] = True
+            states = torch.stack([self._states[stream, tree.parent[row]] for row in stream_rows])
+            tokens, row_slots = round.tokens[stream, stream_rows].tolist(), [slots[row] for row in stream_rows]
+            parts.append(LayerInput(stream, tokens, states, row_slots, [base + depth] * count, visible))
+        out = self._run(parts)
+        return torch.cat([states[: len(part.tokens)] for states, part in zip(out, parts, strict=True)])
+
+
+def _padded(rows: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
+    longest = max(map(len, rows))
+    return [[*row, *[fill] * (longest - len(row))] for row in rows]
