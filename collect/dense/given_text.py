@@ -23,9 +23,7 @@ from torch import Tensor
 
 from ...decode.verify.modes import block_chance, block_weight, ratio
 from ...decode.verify.noise import mix_one, uniform, uniform_at
-from ...decode.verify.rejection import block_chance, block_weight, ratio
 from ...policies.counter_rng import GOLDEN, signed
-from ...policies.splitmix import GOLDEN, signed
 
 OFF_TEXT = -1
 """Replaces the text's token at prefixes that are not on the text."""

@@ -19,13 +19,13 @@ from ...decode.drafters.spec import (
     paths_of,
 )
 from ...decode.hf.exported import DRAFTER, FIGURES, POLICY
-from ...policies.conditions import sampling_text
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage import save_policy
+from ...policies.training_metadata import sampling_text
 
 GENERATE = '''"""Decodes with the stop policy of this repository. The code is in the package specstop."""
 
