@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..decode.drafters import find_drafter
-from ..decode.feature_reader import lead
 from ..decode.hooks import Hook
 from ..decode.loop import Request, Speculator
 from ..decode.models.outputs import check_rows, hidden_widths, stored
@@ -21,7 +20,7 @@ from ..decode.models.pair import Pair
 from ..decode.records import Generation
 from ..decode.round_state import RoundState
 from ..decode.settings import Settings
-from ..decode.summaries import summarise
+from ..decode.summaries import summarise, truncation_lead
 from ..decode.topology import Topology
 from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import find_mode, resolve_mode
@@ -144,7 +143,9 @@ class Recorder(Hook):
             check_rows(scores.raw, "draft")
             drawn, _, rows = round.drawn_tokens(scores)
             drawn.parent_path = np.array([path.get(parent[at], 0.0) for at in rows])  # 0 below the anchor
-            drawn.lead = lead(scores, drawn) if self._columns.needs.noisy else None
+            drawn.lead = (
+                truncation_lead(scores.untruncated, scores.sampled, drawn) if self._columns.needs.noisy else None
+            )
             summary = summarise(
                 self._columns.needs | (PATH | SAMPLED), scores.raw, drawn, self.temperature, scores.sampled,
                 scores.scores, scores.best,

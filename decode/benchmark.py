@@ -30,13 +30,10 @@ from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
 from .verify.sampler import Sampler
 
-FEWEST_TURNS = 8
+MIN_TURNS = 8
 """Number of turns of a batch below which a ratio has no interval."""
 
-CALIBRATE_EVERY = 3
-"""Turns between two calibration runs."""
-
-MOST_REHEARSALS, MOST_TRIES = 4, 3
+MAX_REHEARSALS, MAX_TRIES = 4, 3
 """Limits of untimed repetitions of all texts and of timed repetitions of a turn, until no CUDA graph is recorded."""
 
 
@@ -65,9 +62,8 @@ class Ratio:
 
     def text(self, digits: int = 3) -> str:
         """Return `1.042 [1.021, 1.063]`, or the value alone if there is no interval."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.{digits}f}"
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        interval = "" if self.low is None or self.high is None else f" [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        return f"{self.value:.{digits}f}{interval}"
 
 
 @dataclass(frozen=True)
@@ -77,8 +73,7 @@ class BenchLine:
     Attributes:
         name: of the method.
         tokens_per_s: generated tokens / seconds.
-        ratio: to the first method, with a 95% bootstrap interval over prompts, or over turns of a batch (None if there are
-            fewer than `FEWEST_TURNS`).
+        ratio: to the first method, with a 95% bootstrap interval over prompts, or over turns of a batch (see `MIN_TURNS`).
         block_efficiency: tokens per target call; 0 if unknown.
         shares: of the seconds, by phase; empty if unknown.
         same_text: number of prompts with the text of the first method.
@@ -150,13 +145,13 @@ def bench(
     check_token_ids([prompt[-1] for prompt in prompts])
     settings = (settings or Settings()).for_pair(pair)
     rules = [with_costs(policy, profile) for policy in as_policies(policies)]
+    warn_if_unmeasured(profile, rules, settings, pair.drafter)
     # A list, because two policies may have the same name.
     methods: list[tuple[str, Method]] = [("plain", Speculator(pair, FixedLength(0), settings, profile, batch=batch))]
     for policy in rules:
         policy_settings = settings.for_policy(policy)
         warn_if_untrained(policy, policy_settings, pair)
         methods.append((policy.shown_name, Speculator(pair, policy, policy_settings, profile, batch=batch)))
-    warn_if_unmeasured(profile, rules, settings, pair.drafter)
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
             methods.append((setting.name, Assisted(library, setting, settings, batch)))
@@ -184,9 +179,9 @@ def bench_line(
 ) -> BenchLine:
     """Return the line of one method relative to another one on the same prompts; see `speed_ratio`."""
     tally = Tally.of(texts)
-    ratio = speed_ratio(texts, base, turn, prompts)
-    total = sum(tally.shares().values())
-    shares = {phase: seconds / total for phase, seconds in tally.shares().items()} if tally.rounds else {}
+    ratio, seconds = speed_ratio(texts, base, turn, prompts), tally.shares()
+    total = sum(seconds.values())
+    shares = {phase: part / total for phase, part in seconds.items()} if tally.rounds else {}
     same = sum(a.tokens == b.tokens for a, b in zip(texts, base, strict=True))
     return BenchLine(name, tally.tokens_per_s, ratio, tally.block_efficiency, shares, same, failure=tally.failure)
 
@@ -216,7 +211,7 @@ def speed_ratio(
         return tokens / seconds / (base_tokens / base_seconds)
 
     value, clusters = float(ratio(*sums)), len(index)
-    if clusters < 2 or (turn > 1 and clusters < FEWEST_TURNS):
+    if clusters < 2 or (turn > 1 and clusters < MIN_TURNS):
         return Ratio(value)
     result = bootstrap(
         tuple(sums), ratio, paired=True, vectorized=True, n_resamples=2000, method="percentile",
@@ -243,7 +238,7 @@ def run_alternating(
     prompts: Sequence[tuple[str, Sequence[int]]],
     *,
     calibration: CalibrationRun | None = None,
-    calibrate_every: int = CALIBRATE_EVERY,
+    calibrate_every: int = 1,
     seed: int = 0,
     batch: int = 1,
     recordings: Counter[int] | None = None,
@@ -265,58 +260,49 @@ def run_alternating(
     Returns:
         Texts by method and prompt.
     """
-    out: list[list[Generation]] = [[] for _ in methods]
+    texts: list[list[Generation]] = [[] for _ in methods]
     requests = [Request(tokens, stream_key(seed, name)) for name, tokens in prompts]
     size = texts_per_turn(batch)
     turns = [requests[first : first + size] for first in range(0, len(requests), size)]
     for method in methods:
-        method.run(requests[:batch])
-        if isinstance(method, Speculator):
-            if Recorded.fresh:
-                _record_all(method, turns)
-            method.reset()  # a policy that carries its state has not seen this text yet
-    done = 0
+        _warm_up(method, turns, batch)
     for number, turn in enumerate(turns):
         for offset in range(len(methods)):
             at = (offset + number) % len(methods)
-            texts, recorded = _timed(methods[at], turn)
-            out[at] += texts
+            method = methods[at]
+            # A method that carries state from text to text must not decode a text twice.
+            for _ in range(1 if isinstance(method, Speculator) and method.carries else MAX_TRIES):
+                before = Recorded.fresh
+                generations = method.run(turn)
+                recorded = Recorded.fresh - before
+                if not recorded:
+                    break
+            texts[at] += generations
             if recordings is not None:
                 recordings[at] += recorded
         if calibration is not None and number % calibrate_every == 0:
             calibration.play(number // calibrate_every)  # 0 warms up
-        done += len(turn)
-        progress("live", done, len(prompts))
-    return out
+        progress("live", min((number + 1) * size, len(prompts)), len(prompts))
+    return texts
 
 
-def _record_all(method: Speculator, turns: Sequence[Sequence[Request]]) -> None:
-    """Decode all texts until no call is recorded as a CUDA graph any more."""
-    lengths = [len(request.prompt) for turn in turns for request in turn]
-    if method.batch == 1 and method.topology.is_chain:
-        method.prepare(range(min(lengths) + 1, max(lengths) + method.settings.max_new_tokens + 1))
-    for _ in range(MOST_REHEARSALS):
-        before = Recorded.fresh
-        method.reset()
-        for turn in turns:
-            method.run(turn)
-        if Recorded.fresh == before:
-            break
-
-
-def _timed(method: Method, turn: Sequence[Request]) -> tuple[list[Generation], int]:
-    """Return the texts of a turn and the number of graphs recorded meanwhile; if there are any, decode the turn again."""
-    # State that passes from text to text must not see a text twice: such a turn is decoded once.
-    carries = isinstance(method, Speculator) and method.carries
-    texts: list[Generation] = []
-    recorded = 0
-    for _ in range(1 if carries else MOST_TRIES):
-        before = Recorded.fresh
-        texts = method.run(turn)
-        recorded = Recorded.fresh - before
-        if not recorded:
-            break
-    return texts, recorded
+def _warm_up(method: Method, turns: Sequence[Sequence[Request]], batch: int) -> None:
+    """Decode the first texts; if calls are recorded as CUDA graphs, decode all texts until no call is recorded any more."""
+    method.run(turns[0][:batch] if turns else [])
+    if not isinstance(method, Speculator):
+        return
+    if Recorded.fresh:
+        lengths = [len(request.prompt) for turn in turns for request in turn]
+        if method.batch == 1 and method.topology.is_chain:
+            method.prepare(range(min(lengths) + 1, max(lengths) + method.settings.max_new_tokens + 1))
+        for _ in range(MAX_REHEARSALS):
+            before = Recorded.fresh
+            method.reset()
+            for turn in turns:
+                method.run(turn)
+            if Recorded.fresh == before:
+                break
+    method.reset()  # forget the state that a policy carries from text to text
 
 
 def count_differences(
@@ -339,9 +325,8 @@ def count_differences(
     for prompt, text, plain in zip(prompts, texts, base, strict=True):
         if text.tokens == plain.tokens:
             continue
-        pairs = zip(text.tokens, plain.tokens, strict=False)
-        first = next((at for at, (token, other) in enumerate(pairs) if token != other), None)
-        # If one text is a prefix of the other, there is no token to compare.
+        pairs = enumerate(zip(text.tokens, plain.tokens, strict=False))
+        first = next((at for at, (token, other) in pairs if token != other), None)  # None: one is a prefix of the other
         is_tie = first is not None and _is_tie(pair, settings, prompt, plain.tokens[:first])
         ties, wrong = ties + is_tie, wrong + (not is_tie)
     return ties, wrong

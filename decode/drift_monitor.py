@@ -1,9 +1,9 @@
-"""The drift monitor: is what the target accepts what the policy's calibration predicts?
+"""The drift monitor compares the accepted lengths of live rounds with a learned policy's predictions.
 
-A learned policy says for each token it was asked about how likely the round is to get that far, S_j. If it is calibrated,
-a round that drafted k tokens has S_1 + ... + S_k of them accepted on average, whatever the policy decided along the way,
-with a variance of sum (2j - 1) S_j - (sum S_j)^2. Summed over the last rounds that gives a band for the mean; a policy
-that was trained on other texts, another pair or another temperature leaves it.
+A learned policy predicts S_j, the probability that j tokens are accepted, for each token that it is called for. If it is
+calibrated, a round of k tokens has S_1 + ... + S_k accepted tokens on average, with variance sum (2j - 1) S_j - (sum S_j)^2.
+The sums over the last rounds give a band for the mean. A policy that was trained on other texts, another pair or another
+temperature leaves it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import dataclasses
 import math
 import warnings
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..policies.batches import CostGrid
-from ..policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
+from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.fixed import FixedLength
 from ..policies.learned import LearnedPolicy, TreeGain
@@ -30,82 +30,47 @@ DEVIATIONS = 4.5
 policy is reported in about one of a thousand texts of 10,000 rounds."""
 
 SLACK = 0.1
-"""Share of the prediction added to half the band: fitted calibrations are that far off on new prompts of the same sort."""
-
-
-@dataclass(frozen=True)
-class Band:
-    """Mean accepted tokens a round: as they were, and between which two values the calibration puts them."""
-
-    live: float
-    low: float
-    high: float
-    rounds: int
-
-    @property
-    def left(self) -> bool:
-        """Whether the live mean lies outside."""
-        return not self.low <= self.live <= self.high
+"""Share of the prediction added to half the band: the error of fitted calibrations on new prompts of the same kind."""
 
 
 class AcceptanceWatch:
-    """Compares the last rounds with what was predicted for them."""
+    """Sums predicted and accepted lengths over the last `WINDOW` rounds."""
 
-    def __init__(self, min_rounds: int = MIN_ROUNDS) -> None:
-        self._min_rounds = min_rounds
-        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=WINDOW)  # mean, variance, accepted, known
-        self._survival: list[list[float]] = []  # of the round, by stream
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[float, float, int, int]] = deque(maxlen=WINDOW)  # mean, variance, accepted, tokens
 
-    def decided(self, depth: int, survival: Array, asked: Array) -> None:
-        """Take in S_j [S] after a decision at depth j >= 1 of chains; `asked` [S] bool, the streams that it was about."""
-        if depth == 1:
-            self._survival = [[] for _ in asked]
-        for own, value, was_asked in zip(self._survival, survival.tolist(), asked.tolist(), strict=True):
-            if was_asked:
-                own.append(value)
+    def add(self, survival: Sequence[float], accepted: int) -> None:
+        """Add a round with predictions S_1, S_2, ... of the verified tokens, and its accepted length."""
+        mean = sum(survival)
+        square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))  # E[N^2] of the accepted length N
+        count = len(survival)
+        self._rounds.append((mean, max(square - mean * mean, 0.0), min(accepted, count), count))
 
-    def finished(self, accepted: Array, verified: Array, counts: Array) -> None:
-        """Take in how the rounds ended; tokens that the policy was not asked about are left out.
-
-        Args:
-            accepted, verified: [S] int64, min(A, k) and k.
-            counts: [S] bool, streams with a round that was not cut.
-        """
-        for stream, all_survival in enumerate(self._survival):
-            survival = all_survival[: int(verified[stream])]
-            if survival and counts[stream]:
-                mean = sum(survival)
-                # Of the accepted tokens N: E[N] = sum of S_j, E[N^2] = sum of (2j - 1) S_j.
-                square = sum((2 * j - 1) * s for j, s in enumerate(survival, 1))
-                known = len(survival)
-                self._rounds.append((mean, max(square - mean * mean, 0.0), min(int(accepted[stream]), known), known))
-        self._survival = []
-
-    def band(self) -> Band | None:
-        """Return live mean and band over the window; None before there are enough rounds."""
+    def band(self) -> tuple[float, float, float] | None:
+        """Return mean accepted length and its predicted bounds; None before there are `MIN_ROUNDS`."""
         count = len(self._rounds)
-        if count < self._min_rounds:
+        if count < MIN_ROUNDS:
             return None
-        mean = math.fsum(r[0] for r in self._rounds) / count
-        spread = math.sqrt(math.fsum(r[1] for r in self._rounds)) / count
-        half = DEVIATIONS * spread + SLACK * mean
-        return Band(sum(r[2] for r in self._rounds) / count, mean - half, mean + half, count)
+        means, variances, accepted, _ = zip(*self._rounds, strict=True)
+        mean = math.fsum(means) / count
+        half = DEVIATIONS * math.sqrt(math.fsum(variances)) / count + SLACK * mean
+        return sum(accepted) / count, mean - half, mean + half
 
     def conditional(self) -> float:
-        """Return the share of tokens accepted among those whose predecessors were."""
-        accepted = sum(r[2] for r in self._rounds)
-        refused = sum(r[2] < r[3] for r in self._rounds)
-        return accepted / (accepted + refused) if accepted + refused else 0.0
+        """Return the share of accepted tokens among those whose predecessors were accepted."""
+        accepted = sum(record[2] for record in self._rounds)
+        rejected = sum(record[2] < record[3] for record in self._rounds)
+        return accepted / max(accepted + rejected, 1)
 
 
 class DriftMonitor:
-    """Monitor of a host (`policies.host.Monitor`): warns once when live acceptance leaves the band.
+    """Monitor of a host (`policies.host.Monitor`): warns once when the mean accepted length leaves the band.
 
     Args:
         policy: can be monitored (`make_monitor`).
         mode: `warn`, or `fallback` to replace the policy by the best fixed length as well.
         fallback: length if the policy has no profile.
-        streams: that are verified together.
+        streams: number of streams that are verified together.
     """
 
     def __init__(self, policy: LearnedPolicy, mode: str, fallback: int, streams: int) -> None:
@@ -115,24 +80,35 @@ class DriftMonitor:
     def reset(self) -> None:
         """Forget earlier rounds."""
         self._watch: AcceptanceWatch | None = AcceptanceWatch()
+        self._survival: list[list[float]] = []  # of the round, by stream
 
     def on_decision(self, step: DraftStep, state: State) -> None:
         """Record the predicted survival of the tokens that a decision was about."""
-        if self._watch is not None and step.depth:  # before the first token nothing is predicted
-            self._watch.decided(step.depth, self._policy.latest(state)[:, 0], step.alive[:, 0])
+        if self._watch is None or not step.depth:  # before the first token nothing is predicted
+            return
+        if step.depth == 1:
+            self._survival = [[] for _ in step.alive]
+        survival = self._policy.latest(state)[:, 0].tolist()
+        for stream in np.flatnonzero(step.alive[:, 0]).tolist():
+            self._survival[stream].append(survival[stream])
 
     def on_outcome(self, outcome: RoundOutcome) -> StopPolicy | None:
         """Record a round; return the policy that replaces the monitored one, if any."""
         if self._watch is None:
             return None
-        self._watch.finished(outcome.accepted, outcome.verified, outcome.active & ~outcome.cut)
-        band = self._watch.band()
-        if band is None or not band.left:
+        is_counted = (outcome.active & ~outcome.cut).tolist()
+        for stream, survival in enumerate(self._survival):
+            predicted = survival[: int(outcome.verified[stream])]
+            if predicted and is_counted[stream]:
+                self._watch.add(predicted, int(outcome.accepted[stream]))
+        self._survival = []
+        live, low, high = self._watch.band() or (0.0, 0.0, 0.0)
+        if low <= live <= high:
             return None
         message = (
-            f"policy {self._policy.name}: {band.live:.2f} drafted tokens a round were accepted over the last {band.rounds} "
-            f"rounds, where its calibration predicts {max(band.low, 0.0):.2f} to {band.high:.2f}; it may have been trained "
-            "on other texts, another pair or another temperature (the text is not affected, only the speed)"
+            f"policy {self._policy.name}: {live:.2f} drafted tokens a round were accepted over the last rounds, but its "
+            f"calibration predicts {max(low, 0.0):.2f} to {high:.2f}; it may have been trained on other texts, another pair "
+            "or another temperature (the text is not affected, only the speed)"
         )
         replacement = None
         if self._mode == "fallback":
@@ -166,21 +142,21 @@ def make_monitor(
     """
     check_drift(mode)
     if mode == "off" or not chain or not isinstance(policy, LearnedPolicy) or isinstance(policy, TreeGain):
-        return None  # the state of `TreeGain` is that of a tree
-    # A policy that is called from depth 2 on does not know S_1, and a continuation value is not a survival.
+        return None
+    # A policy that is first called at depth 2 does not predict S_1, and a continuation value is not a survival.
     if policy.first > 1 or policy.rule.kind == "continuation":
         return None
     return DriftMonitor(policy, mode, fallback, streams)
 
 
 def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: int = 1) -> int:
-    """Return the length that commits the most tokens a second at this conditional acceptance, by the policy's own profile.
+    """Return the draft length with the most tokens per second at this acceptance, by the policy's saved profile.
 
     Args:
-        policy: its `facts.profile` has the costs.
-        acceptance: chance of each token, given those before it.
-        otherwise: the answer where no profile was saved.
-        streams: that are verified together.
+        policy: its `metadata.profile` has the costs.
+        acceptance: probability of each token, given those before it.
+        otherwise: the result if no profile was saved.
+        streams: number of streams that are verified together.
     """
     if not isinstance(policy, LearnedPolicy) or not policy.metadata.profile:
         return otherwise
@@ -188,8 +164,7 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
         profile = Profile.from_dict(policy.metadata.profile, "the policy's profile")
     except InputError:
         return otherwise
-    deepest = min(policy.max_depth, profile.max_depth)
-    # E[min(A, k) + 1] = 1 + a + ... + a^k where every token is accepted with chance a.
-    tokens = np.cumsum(acceptance ** np.arange(deepest + 1))
+    # E[min(A, k) + 1] = 1 + a + ... + a^k.
+    tokens = np.cumsum(acceptance ** np.arange(min(policy.max_depth, profile.max_depth) + 1))
     costs = dataclasses.replace(profile, batch=None) if streams == 1 else profile
     return int(CostGrid(costs, profile.low.context).length_rates(np.array([streams]), tokens).argmax())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,35 +12,10 @@ from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, History, Layout
 from .models.outputs import seen
 from .round_state import DraftScores, RoundState
-from .summaries import lead_over_truncated, read_columns
+from .summaries import read_columns, truncation_lead
 from .topology import Topology
 
 _ZERO = np.float32(0.0)
-
-
-@dataclass(slots=True)
-class _Level:
-    """The n tokens of one depth.
-
-    Attributes:
-        features: [n, F].
-        path: [n] log-probabilities of the paths to them if a feature needs paths, otherwise empty.
-        streams, rows: of each token; empty = one token per stream in order, as in most rounds of chains.
-        branch: [n] int64, index of each token among the nodes of its depth.
-        states: [n, H] hidden states of the draft; None if the policy does not read them.
-    """
-
-    features: Array
-    path: Array
-    streams: Sequence[int] = ()
-    rows: Sequence[int] = ()
-    branch: Array | int = 0
-    states: Tensor | None = None
-
-    def index_of(self, tokens: Iterable[tuple[int, int]]) -> list[int]:
-        """Return the indices of tokens given by (stream, row)."""
-        index = {token: at for at, token in enumerate(zip(self.streams, self.rows, strict=True))}
-        return [index[token] for token in tokens]
 
 
 class FeatureReader:
@@ -79,7 +53,11 @@ class FeatureReader:
         self.round, self._batch = round, self._one_batch
         self._base: Array | None = None  # [S, F], the ANCHOR and HISTORY columns
         self._target_states: Array | None = None  # [S, H]
-        self._level: _Level | None = None
+        # Of the latest depth with B rows that was read:
+        self._features: Array | None = None  # [S, B, F]
+        self._path: Array | None = None  # [S, B] log-probabilities of the paths, if a feature needs them
+        self._states: Tensor | None = None  # [n, H] draft's hidden states of the n tokens drawn
+        self._places: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
         self._unread = None
 
     def drawn(self, depth: int, scores: DraftScores) -> None:
@@ -103,16 +81,10 @@ class FeatureReader:
             self._base = self._read_base(history)
         if self._unread is not None:
             self._read_level(self._base)
-        level, branches = self._level, alive.shape[1]
-        parent = self._root_parents
+        branches, parent = alive.shape[1], self._root_parents
         if branches > 1:
             parent = self._topology.parent_in_level[depth][None].repeat(self._streams, 0)
-        if level is not None and not level.streams:
-            features = level.features[:, None]
-        else:
-            features = self._base[:, None].repeat(branches, 1)  # [S, B, F]
-            if level is not None:
-                features[level.streams, level.branch] = level.features
+        features = self._base[:, None].repeat(branches, 1) if self._features is None else self._features
         if np.count_nonzero(alive) < alive.size:
             features = np.where(alive[..., None], features, _ZERO)  # required by `DraftStep`
         hidden = {name: self._hidden(name, alive) for name in self.policy.hidden}
@@ -125,31 +97,31 @@ class FeatureReader:
             states = self._target_states[:, None].repeat(alive.shape[1], 1)
         else:
             states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
-            level = self._level
-            if level is not None and level.states is not None:
-                states[level.streams or slice(None), level.branch] = seen(level.states).cpu().numpy()
+            if self._states is not None:
+                values = seen(self._states).cpu().numpy()
+                if self._places is None:
+                    states[:] = values.reshape(states.shape)
+                else:
+                    states[self._places] = values
         states[~alive] = 0.0
         return states
 
     def _read_base(self, history: History) -> Array:
-        texts = [
-            (stream, text, anchor)
-            for stream, (text, anchor) in enumerate(zip(self.round.texts, self.round.anchors, strict=True))
-            if text is not None and anchor is not None
-        ]
-        streams = [stream for stream, _, _ in texts]
-        if len(texts) < self._streams:
+        round = self.round
+        streams = [stream for stream, text in enumerate(round.texts) if text is not None]
+        if len(streams) < self._streams:
             self._batch = np.full(self._streams, -1, dtype=np.int64)
             self._batch[streams] = 0
         base = np.zeros((self._streams, len(self._layout.names)), dtype=np.float32)
         if self._reads_target:
-            rows = [anchor.row for _, _, anchor in texts]
-            anchors = [(text.tokens[-1], text.tokens[-2]) for _, text, _ in texts]  # with the tokens before them
-            own = base[streams]
-            read_anchors(self._layout, rows[0] if len(rows) == 1 else torch.cat(rows), anchors, self._temperature, own)
-            base[streams] = own
+            anchors = [anchor for anchor in round.anchors if anchor is not None]
+            last = [(text.tokens[-1], text.tokens[-2]) for text in round.texts if text is not None]
+            rows = anchors[0].row if len(anchors) == 1 else torch.cat([anchor.row for anchor in anchors])
+            columns = base[streams]
+            read_anchors(self._layout, rows, last, self._temperature, columns)
+            base[streams] = columns
             if TARGET_HIDDEN in self.policy.hidden:
-                states = torch.cat([anchor.hidden for _, _, anchor in texts if anchor.hidden is not None])
+                states = torch.cat([anchor.hidden for anchor in anchors if anchor.hidden is not None])
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
                 self._target_states[streams] = seen(states).cpu().numpy()
         if self._layout.history:
@@ -157,31 +129,39 @@ class FeatureReader:
         return base
 
     def _read_level(self, base: Array) -> None:
-        """Read the unread tokens."""
-        scores, before, tree = self._unread, self._level, self._topology
+        """Read the unread tokens; `base` [S, F] has the other columns."""
+        scores, tree, streams = self._unread, self._topology, self._streams
         assert scores is not None
-        drawn, streams, rows = self.round.drawn_tokens(scores)
-        is_full = tree.is_chain and len(rows) == self._streams  # one token per stream, in order
-        if self._follows_path and before is not None:
-            drawn.parent_path = before.path
-            if not is_full and not before.streams:
-                drawn.parent_path = before.path[streams]
-            elif not is_full:  # not all branches of the level before were extended
-                parents = [(stream, tree.parent[row]) for stream, row in zip(streams, rows, strict=True)]
-                drawn.parent_path = before.path[before.index_of(parents)]
+        drawn, stream_of, rows = self.round.drawn_tokens(scores)
+        depth = tree.depth[rows[0]]
+        branches, self._places = len(tree.levels[depth]), None
+        is_full = len(rows) == streams * branches
+        if not is_full:
+            self._places = np.array(stream_of), np.array(rows) - tree.spans[depth].start
+        if self._follows_path and self._path is not None:
+            parents = tree.parent_in_level[depth]
+            if self._places is not None:
+                drawn.parent_path = self._path[self._places[0], parents[self._places[1]]]
+            else:
+                drawn.parent_path = (self._path if branches == 1 else self._path[:, parents]).ravel()
         if self._columns.needs.noisy:
-            drawn.lead = lead(scores, drawn)
-        features = base.copy() if is_full else base[streams]  # [n, F]
+            drawn.lead = truncation_lead(scores.untruncated, scores.sampled, drawn)
+        features = base.repeat(branches, 0) if is_full else base[stream_of]  # [n, F]
         path = read_columns(
             self._columns, scores.raw, drawn, self._temperature, features, scores.sampled, scores.scores, scores.best
         )
-        states, self._unread = scores.states, None
-        if is_full:
-            self._level = _Level(features, path, states=states)
+        self._unread, self._states = None, scores.states
+        if scores.states is not None and not (is_full and branches == 1):
+            self._states = scores.states[drawn.ids[:, 0].tolist()]
+        if self._places is None:
+            self._features = features.reshape(streams, branches, -1)
+            self._path = path.reshape(streams, branches) if self._follows_path else None
             return
-        states = None if states is None else states[drawn.ids[:, 0].tolist()]
-        branch = 0 if tree.is_chain else np.array(rows) - tree.spans[tree.depth[rows[0]]].start
-        self._level = _Level(features, path, streams, rows, branch, states)
+        self._features = base[:, None].repeat(branches, 1)
+        self._features[self._places] = features
+        if self._follows_path:
+            self._path = np.zeros((streams, branches))
+            self._path[self._places] = path
 
 
 def read_anchors(
@@ -199,13 +179,6 @@ def read_anchors(
     if layout.anchor:
         drawn = DrawnTokens.of([(row, anchor, before, 0, 1, 0) for row, (anchor, before) in enumerate(anchors)])
         read_columns(layout.anchor_columns, rows, drawn, temperature, out)
-
-
-def lead(scores: DraftScores, drawn: DrawnTokens) -> Array | None:
-    """Return [B], see `summaries.lead_over_truncated`; None if no token was removed."""
-    if scores.untruncated is None or scores.sampled is None:
-        return None
-    return lead_over_truncated(scores.untruncated, scores.sampled, drawn)
 
 
 def single_step(depth: int, features: Array) -> DraftStep:

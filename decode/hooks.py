@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .round_state import RoundState
+
+if TYPE_CHECKING:
+    from .texts import Text
 
 
 class Hook:
     """Observes the rounds of a loop. Subclasses override the methods that they need and are passed to `Speculator`.
 
     Tensors of a round may be kept but not changed. The measured time of a round includes `on_draft_step` and `on_verified`,
-    so they must be fast. It does not include `on_round_end`.
+    so they must be fast. It does not include the other methods.
     """
+
+    def on_text_begin(self, stream: int, text: Text) -> None:
+        """Observe a new text in a stream, with its first token."""
 
     def on_draft_step(self, round: RoundState, depth: int) -> None:
         """Observe the candidates of a depth, just drawn from `round.levels[depth - 1]`."""
@@ -31,8 +37,7 @@ class Hook:
 class Timer:
     """Seconds by phase of a round: draft, verify, policy.
 
-    On CUDA a lap is the time between two events of the CUDA stream. The host does not wait, and its work while the device is
-    busy is not counted.
+    On CUDA a lap is the time between two events, for which the host does not wait.
 
     Args:
         device: device to time; None = no timing.

@@ -7,8 +7,8 @@ mode accepts a path, which is committed with one more token of the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch
 from ..policies import kernels
 from ..policies.arguments import check_token_ids
 from ..policies.contract import StopPolicy
-from ..policies.errors import InputError, PolicyFailure
+from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
@@ -27,34 +27,19 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import hidden_width, request_states
+from .models.outputs import request_states
 from .models.pair import Pair
+from .models.view import hidden_width
 from .records import Generation, Round
 from .round_state import RoundState
 from .rounds import play_round
 from .settings import Settings, shaping_of
 from .texts import Request as Request, Text
-from .verify.modes import check_mode, find_mode, is_trimming, resolve_mode
+from .verify.modes import check_mode, find_mode, resolve_mode
 from .verify.noise import KeyedSource
 
 OnCommit = Callable[[int, list[int]], None]
 """Called with a request's number and its new tokens."""
-
-
-@dataclass
-class _Running:
-    """A request that is being decoded: its number, its text, the seconds to read its prompt, its rounds."""
-
-    number: int
-    text: Text
-    prefill_s: float
-    rounds: list[Round] = field(default_factory=list)
-
-    def generation(self, failure: PolicyFailure | None) -> Generation:
-        """Return the result."""
-        text, seconds = self.text, self.prefill_s + sum(record.seconds for record in self.rounds)
-        tokens = tuple(text.tokens[text.prompt :])
-        return Generation(tokens, tuple(self.rounds), text.prompt, self.prefill_s, seconds, failure=failure)
 
 
 class Speculator:
@@ -102,42 +87,37 @@ class Speculator:
         chain = self.topology.is_chain
         policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
         self._drafter, self._hooks = drafter or find_drafter(pair.drafter, pair), tuple(hooks)
-        sizes = self._widths(check_hidden((*policy.hidden, *hidden), policy.name), policy.name)
-        check_sizes(policy, sizes)
+        names = check_hidden((*policy.hidden, *hidden), policy.name)
+        widths = {
+            name: request_states(self._drafter, policy.name) if name == DRAFT_HIDDEN else hidden_width(pair.target)
+            for name in names
+        }
+        check_sizes(policy, widths)
         self._timer = Timer(pair.device)
         model_source = self._source = ModelSource(
-            pair, self._drafter, self.mode, self.topology, self.settings, self._timer,
-            trimming=(policy.trims, is_trimming(policy)),
-            keeps=(TARGET_HIDDEN in sizes, DRAFT_HIDDEN in sizes),
+            pair, self._drafter, self.mode, self.topology, self.settings, policy, self._timer,
+            keeps=(TARGET_HIDDEN in names, DRAFT_HIDDEN in names),
             padded=profile.padded() if profile and chain and batch == 1 else (),
-            source=source, streams=batch, hooks=self._hooks,
+            open_source=source, streams=batch, hooks=self._hooks,
         )  # fmt: skip
+        model_source.read_for(policy, widths)
         fallback = min(self.settings.fallback, self.topology.deepest)
         observes_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
+        prices_chains = observes_seconds and chain and (batch == 1 or profile is None or profile.batch is None)
+        if profile and prices_chains and profile.max_depth < self.topology.deepest:
+            raise InputError(
+                f"--profile: {policy.name} observes the seconds of rounds and drafts up to {self.topology.deepest} tokens, "
+                f"but the profile ends at {profile.max_depth}; measure it with --depth {self.topology.deepest}, or draft less"
+            )
         self._host = PolicyHost(
             policy,
             profile=profile if observes_seconds else None,
             batch=batch,
             fallback=FixedLength(fallback),
             monitor=make_monitor(policy, self.settings.drift, chain, fallback, batch),
-            on_replaced=lambda replacement: model_source.read_for(replacement, sizes),
+            on_replaced=lambda replacement: model_source.read_for(replacement, widths),
             clock=self._timer.elapsed,
         )
-        model_source.read_for(policy, sizes)
-        alone = batch == 1 or profile is None or profile.batch is None
-        priced = observes_seconds and chain and alone
-        if profile and priced and profile.max_depth < self.topology.deepest:
-            raise InputError(
-                f"--profile: {policy.name} observes the seconds of rounds and drafts up to {self.topology.deepest} tokens, "
-                f"but the profile ends at {profile.max_depth}; measure it with --depth {self.topology.deepest}, or draft less"
-            )
-
-    def _widths(self, names: Sequence[str], user: str) -> dict[str, int]:
-        """Return the width of each hidden state, and let its owner keep it."""
-        return {
-            name: request_states(self._drafter, user) if name == DRAFT_HIDDEN else hidden_width(self.pair.target)
-            for name in names
-        }
 
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
@@ -205,39 +185,35 @@ class Speculator:
             InputError: a prompt is empty, or too long for the models together with the new tokens.
             PairError: a model returns logits that are not finite.
         """
-        source = self._source
-        source.settings = self.settings
         self._host.restart()
         check_token_ids([getattr(request, "prompt", request) for request in requests])
         if not all(request.prompt for request in requests):
             raise InputError("the prompt is empty: expected at least one token")
         self.pair.check_prompts(request.prompt for request in requests)
         longest = max((len(request.prompt) for request in requests), default=0) + self.settings.max_new_tokens
-        shifts, offsets = zip(*(request.excess for request in requests), strict=True) if requests else ([0], [0])
-        source.reserve(longest, max(shifts), max(offsets), any(request.read is not None for request in requests))
+        self._source.reserve(longest, requests)
+        texts = self._source.texts
         done: dict[int, Generation] = {}
-        running: dict[int, _Running] = {}
         waiting = list(enumerate(requests))[::-1]  # popped from the end
-        while waiting or running:
-            self._refill(running, waiting, on_commit)
-            # The first token may already have ended every text.
-            if any(not own.text.ended for own in running.values()):
-                self._play(running, on_commit)
-            for stream in [stream for stream, own in running.items() if own.text.ended]:
-                own = running.pop(stream)
-                source.texts[stream] = None
-                done[own.number] = own.generation(self._host.failure)
-                if on_end:
-                    on_end(own.number, done[own.number], stream)
+        while len(done) < len(requests):
+            self._refill(waiting)
+            _flush(texts, on_commit)
+            if any(text is not None and not text.ended for text in texts):  # the first token may end a text
+                self._play()
+                _flush(texts, on_commit)
+            for stream, text in enumerate(texts):
+                if text is not None and text.ended:
+                    texts[stream] = None
+                    done[text.number] = text.generation(self._host.failure)
+                    if on_end:
+                        on_end(text.number, done[text.number], stream)
         return [done[number] for number in range(len(requests))]
 
-    def _refill(
-        self, running: dict[int, _Running], waiting: list[tuple[int, Request]], on_commit: OnCommit | None
-    ) -> None:
+    def _refill(self, waiting: list[tuple[int, Request]]) -> None:
         """Begin waiting texts in free streams."""
         streams, keys = [], []
         for stream in range(self.batch):
-            if stream in running or not waiting:
+            if self._source.texts[stream] is not None or not waiting:
                 continue
             number, request = waiting.pop()
             begin = self._timer.now()
@@ -245,45 +221,54 @@ class Speculator:
                 shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
                 request = replace(request, shaping=shaping)
             text = self._source.open(stream, request)
-            running[stream] = _Running(number, text, self._timer.now() - begin)
+            text.number, text.prefill_s = number, self._timer.now() - begin
+            for hook in self._hooks:
+                hook.on_text_begin(stream, text)
             streams.append(stream)
             keys.append(request.key)
-            if on_commit and text.generated:
-                on_commit(number, text.tokens[text.prompt :])
         if streams:
             self._host.refill(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
 
-    def _play(self, running: dict[int, _Running], on_commit: OnCommit | None) -> None:
-        """Play a round of all running texts, record it and call the hooks."""
+    def _play(self) -> None:
+        """Play a round of all texts, record it and call the hooks."""
         self._timer.restart()
-        before = {stream: own.text.generated for stream, own in running.items()}
         round = play_round(self._source, self._host)
-        round.records = self._records(round, before, self._timer.elapsed())
+        seconds = self._timer.elapsed()
+        round.records = round_records(round, self._timer.laps, seconds)
         round.policy_state = self._host.state
         for stream, record in round.records.items():
-            running[stream].rounds.append(record)
+            text = round.texts[stream]
+            assert text is not None
+            text.records.append(record)
         for hook in self._hooks:
             hook.on_round_end(round)
-        if on_commit:
-            for stream, own in running.items():
-                on_commit(own.number, own.text.tokens[own.text.prompt + before[stream] :])
 
-    def _records(self, round: RoundState, anchors: dict[int, int], seconds: float) -> dict[int, Round]:
-        """Return the record of each stream that had a round, with its share of the seconds."""
-        laps, together = self._timer.laps, len(round.target_rows)
-        draft = laps["draft"]
-        # The first draft step reads the backlog, so it is counted and priced separately.
-        phases = (draft[0] if draft else 0.0, sum(draft[1:]), sum(laps["verify"]), sum(laps["policy"]), seconds)
-        first_s, draft_s, verify_s, policy_s, whole_s = (part / together for part in phases)
-        columns = (
-            round.context, round.drafted, round.verified, round.accepted, round.committed, round.decisions, round.backlog,
-        )  # fmt: skip
-        context, drafted, verified, accepted, committed, decisions, backlog = (column.tolist() for column in columns)
-        cut, depth = round.cut.tolist(), round.topology.depth
-        return {
-            s: Round(
-                anchors[s], context[s], drafted[s], verified[s], accepted[s], committed[s], decisions[s], backlog[s], cut[s],
-                first_s, draft_s, verify_s, policy_s, whole_s, together, depth[sent[-1]],
-            )
-            for s, sent in round.target_rows
-        }  # fmt: skip
+
+def _flush(texts: Sequence[Text | None], on_commit: OnCommit | None) -> None:
+    """Pass new tokens to `on_commit`."""
+    for text in texts if on_commit else ():
+        if on_commit and text is not None and text.generated > text.shown:
+            new, text.shown = text.tokens[text.prompt + text.shown :], text.generated
+            on_commit(text.number, new)
+
+
+def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: float) -> dict[int, Round]:
+    """Return the record of each stream that had a round, with its share of the seconds.
+
+    Args:
+        round: committed.
+        laps: seconds by phase.
+        seconds: of the whole round.
+    """
+    streams, tree = [stream for stream, _ in round.target_rows], round.topology
+    first_s, *later_s = laps["draft"] or [0.0]  # the first draft step reads the backlog and is priced separately
+    phases = (first_s, sum(later_s), sum(laps["verify"]), sum(laps["policy"]), seconds)
+    shares = [part / len(streams) for part in phases]
+    prompts = np.array([0 if text is None else text.prompt for text in round.texts])
+    columns = (
+        round.context - prompts, round.context, round.drafted, round.verified, round.accepted, round.committed,
+        round.decisions, round.backlog, round.cut, round.verified if tree.is_chain else (round.sent * tree.depths).max(1),
+    )  # fmt: skip
+    *values, deepest = (column.tolist() for column in columns)
+    together = len(streams)
+    return {s: Round._make([*(column[s] for column in values), *shares, together, deepest[s]]) for s in streams}

@@ -1,8 +1,8 @@
-"""What the loop reports: one record per round, their sums, and the figures of a run."""
+"""What the loop reports: a record of each round, texts with their rounds, and figures of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,14 +17,14 @@ class Round(NamedTuple):
         context: committed tokens before the round, prompt included.
         drafted, verified, accepted: tokens drawn, sent to the target, min(A, k).
         committed: tokens added to the text; accepted + 1 unless the text ended.
-        decisions: times the policy was asked.
-        backlog: committed tokens the draft had not read when the round began.
-        cut: the round met EOS or a length limit.
-        first_draft_s, draft_s: seconds of the first draft step, of the other ones together.
-        verify_s, policy_s: seconds of verification, of features and decisions.
+        decisions: number of calls of the policy.
+        backlog: committed tokens that the draft had not read when the round began.
+        cut: an end of text or a length limit ended the round.
+        first_draft_s, draft_s: seconds of the first draft step, and of the others together.
+        verify_s, policy_s: seconds of verification, and of features and decisions.
         seconds: of the whole round.
-        together: streams that shared it: one verification of the target for all.
-        deepest: depth of the tokens sent that lie deepest; of a chain that is `verified`.
+        together: number of streams in the round. They share one verification, and its seconds are divided equally.
+        deepest: largest depth of the tokens sent; equal to `verified` for a chain.
     """
 
     anchor: int
@@ -52,7 +52,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """The text of one stream and how it came about.
+    """The text of one stream.
 
     Attributes:
         tokens: generated ids, EOS included.
@@ -60,8 +60,8 @@ class Generation:
         prompt_tokens: length of the prompt.
         prefill_s: seconds of reading the prompt with the target.
         seconds: of everything.
-        text: of the tokens, special ones left out; None where nobody had a tokenizer.
-        failure: of the policy, in place of which a fixed length was drafted from there on; None = it has not failed.
+        text: decoded tokens without special ones; None if there was no tokenizer.
+        failure: error of the policy after which a fixed length was drafted; None if it has not failed.
     """
 
     tokens: tuple[int, ...]
@@ -78,14 +78,15 @@ class Generation:
         return len(self.tokens) / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
-        """Return what it amounts to: hundreds of rounds are no answer at a prompt."""
-        begins = "" if self.text is None else f", {self.text[:40]!r}"
-        return f"Generation({len(self.tokens)} tokens, {len(self.rounds)} rounds, {self.tokens_per_s:.1f} tokens/s{begins})"
+        text = "" if self.text is None else f", {self.text[:40]!r}"
+        return (
+            f"Generation({len(self.tokens)} tokens, {len(self.rounds)} rounds, {self.tokens_per_s:.1f} tokens/s{text})"
+        )
 
 
 @dataclass
 class Tally:
-    """Sums over generations, and the numbers a user looks for."""
+    """Sums over generations."""
 
     tokens: int = 0
     texts: int = 0
@@ -94,33 +95,32 @@ class Tally:
     seconds: float = 0.0
     failure: PolicyFailure | None = None
 
-    def add(self, generation: Generation) -> None:
-        """Count one more generation."""
-        self.tokens += len(generation.tokens)
-        self.texts += 1
-        self.rounds.extend(generation.rounds)
-        self.prefill_s += generation.prefill_s
-        self.seconds += generation.seconds
-        self.failure = self.failure or generation.failure
-
     @staticmethod
-    def of(generations: Sequence[Generation]) -> Tally:
+    def of(generations: Iterable[Generation]) -> Tally:
         """Return the sums over `generations`."""
         tally = Tally()
         for generation in generations:
-            tally.add(generation)
+            tally.tokens += len(generation.tokens)
+            tally.texts += 1
+            tally.rounds.extend(generation.rounds)
+            tally.prefill_s += generation.prefill_s
+            tally.seconds += generation.seconds
+            tally.failure = tally.failure or generation.failure
         return tally
+
+    def total(self, name: str) -> Any:
+        """Return the sum of an attribute of the rounds."""
+        return sum(getattr(record, name) for record in self.rounds)
 
     @property
     def target_calls(self) -> int:
-        """Verifications, one for all streams of a batch; reading the prompt is not one."""
-        return round(sum(1.0 / r.together for r in self.rounds))
+        """Number of verifications, one for all streams of a batch; reading a prompt is not one."""
+        return round(sum(1.0 / record.together for record in self.rounds))
 
     @property
     def block_efficiency(self) -> float:
-        """Committed tokens of a text by target call."""
-        committed = sum(r.committed for r in self.rounds)
-        return committed / len(self.rounds) if self.rounds else 0.0
+        """Committed tokens of a text per target call."""
+        return float(self.total("committed")) / len(self.rounds) if self.rounds else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -128,27 +128,25 @@ class Tally:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def acceptance(self) -> list[tuple[int, float, int]]:
-        """Return (depth k, P(A >= k) among rounds that verified so deep, their number); cut rounds are left out."""
-        rounds = [r for r in self.rounds if not r.cut]
+        """Return (depth k, P(A >= k) among rounds that verified so deep, number of these) without rounds that were cut."""
+        rounds = [(record.deepest, record.accepted) for record in self.rounds if not record.cut]
         table = []
-        for depth in range(1, max((r.deepest for r in rounds), default=0) + 1):
-            reached = [r for r in rounds if r.deepest >= depth]
-            table.append((depth, sum(r.accepted >= depth for r in reached) / len(reached), len(reached)))
+        for depth in range(1, max((deepest for deepest, _ in rounds), default=0) + 1):
+            accepted = [accepted >= depth for deepest, accepted in rounds if deepest >= depth]
+            table.append((depth, sum(accepted) / len(accepted), len(accepted)))
         return table
 
     def shares(self) -> dict[str, float]:
         """Return the seconds by phase: prefill, draft, verify, policy, outside."""
         return {
             "prefill": self.prefill_s,
-            "draft": sum(r.first_draft_s + r.draft_s for r in self.rounds),
-            "verify": sum(r.verify_s for r in self.rounds),
-            "policy": sum(r.policy_s for r in self.rounds),
-            "outside": sum(r.outside_s for r in self.rounds),
+            "draft": self.total("first_draft_s") + self.total("draft_s"),
+            **{phase: float(self.total(f"{phase}_s")) for phase in ("verify", "policy", "outside")},
         }
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the run, for tables and JSON, and whether the policy failed."""
-        drafted, verified = sum(r.drafted for r in self.rounds), sum(r.verified for r in self.rounds)
+        drafted, verified, accepted = (self.total(name) for name in ("drafted", "verified", "accepted"))
         return {
             "texts": self.texts,
             "tokens": self.tokens,
@@ -158,8 +156,8 @@ class Tally:
             "block_efficiency": self.block_efficiency,
             "drafted": drafted,
             "verified": verified,
-            "accepted": sum(r.accepted for r in self.rounds),
-            "wasted": drafted - sum(r.accepted for r in self.rounds),
+            "accepted": accepted,
+            "wasted": drafted - accepted,
             **{f"{name}_s": seconds for name, seconds in self.shares().items()},
             **({"failed": False} if self.failure is None else self.failure.to_dict()),
         }

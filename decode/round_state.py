@@ -6,12 +6,12 @@ from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..policies.contract import Array, DraftTree, State
@@ -57,17 +57,18 @@ class DraftScores:
     def part(self, stream: int) -> DraftScores | None:
         """Return the scores of one stream; None if none of its rows was fed."""
         first = 0
-        for own, rows in self.rows:
-            if own == stream:
+        for other, rows in self.rows:
+            if other == stream:
                 break
             first += len(rows)
         else:
             return None
         part = slice(first, first + len(rows))
-        cut = (None if x is None else x[part] for x in (self.sampled, self.untruncated, self.scores))
-        sampled, untruncated, scores = cut
+        sampled, untruncated, scores, states = (
+            None if tensor is None else tensor[part]
+            for tensor in (self.sampled, self.untruncated, self.scores, self.states)
+        )
         best = None if self.best is None else self.best[part]
-        states = None if self.states is None else self.states[part]
         return DraftScores(
             [(stream, rows)], self.counts[part], self.raw[part], sampled, untruncated, scores, best, states
         )
@@ -96,6 +97,8 @@ class RoundState:
         ended: [S] bool, the text has ended.
         seconds: [S] float64, modelled by the latency profile; 0 without one.
         steps: [S, K] int64, rows fed at each depth; one column at least.
+        has_fixed_length: the policy is not called in this round.
+        device_tokens: [S, N] int64, tokens on the device while the host does not know the candidates; otherwise None.
         levels: by depth of the fed rows, their scores; None if nothing was drawn. This and the following: live rounds only.
         draft_probs: by (stream, fed row), the distribution [V] of its candidates, under rejection modes.
         ended_rows: (stream, row) of the candidates that end a text.
@@ -116,6 +119,7 @@ class RoundState:
     accepted: Array
     committed: Array
     ended: Array
+    has_fixed_length = False
     choices: Sequence[Choices | None] = ()
     texts: Sequence[Text | None] = ()
     anchors: Sequence[Anchor | None] = ()
@@ -125,6 +129,8 @@ class RoundState:
     next_tokens: dict[int, int]
     records: dict[int, Round]
     policy_state: State = None
+    device_tokens: Tensor | None = None
+    _tokens: Array | None = None
 
     def __init__(
         self, topology: Topology, active: Array, context: Array, backlog: Array, limit: Array | None = None
@@ -139,10 +145,43 @@ class RoundState:
         self.draft_probs: dict[tuple[int, int], Tensor] = {}
         self.ended_rows: set[tuple[int, int]] = set()
 
-    @cached_property
+    @property
     def tokens(self) -> Array:
-        """[S, N] int64, -1 where nothing was drawn; column 0 has the anchors."""
-        return np.full(self.drawn.shape, -1, dtype=np.int64)
+        """[S, N] int64, -1 where nothing was drawn; column 0 has the anchors. Waits for `device_tokens`."""
+        if self._tokens is None:
+            self._tokens = np.full(self.drawn.shape, -1, dtype=np.int64)
+        if self.device_tokens is not None:
+            self.fetch(self.device_tokens[0, :0])
+        return self._tokens
+
+    def fetch(self, tokens: Tensor) -> list[int]:
+        """Return int64 `tokens` [R] as a list, and copy `device_tokens` to the host in the same transfer."""
+        if self.device_tokens is None:
+            return list(tokens.tolist())
+        values = torch.cat([tokens, self.device_tokens.flatten()]).tolist()
+        self._tokens = np.array(values[len(tokens) :], dtype=np.int64).reshape(self.drawn.shape)
+        self.device_tokens = None
+        return values[: len(tokens)]
+
+    def end_at(self, ends: Collection[int]) -> None:
+        """Undo what was drafted after the first candidate of each chain that is in `ends`, tokens that end a text.
+
+        Needed if the host did not know the candidates while they were drafted.
+        """
+        for stream, tokens in enumerate(self.tokens.tolist()):
+            row = next((row for row, token in enumerate(tokens) if row and token in ends), 0)
+            if not row:
+                continue
+            self.hit_limit[stream] = True
+            self.drawn[stream, row + 1 :] = self.fed[stream, row:] = self.on_path[stream, row + 1 :] = False
+            self.tokens[stream, row + 1 :] = -1
+            for level in self.levels[row:]:
+                if level is not None:
+                    level.counts = [
+                        0 if other == stream else n for (other, _), n in zip(level.rows, level.counts, strict=True)
+                    ]
+            self.count()
+            self.accepted = np.minimum(self.accepted, self.verified)
 
     def count(self) -> None:
         """Compute `sent`, `steps` and the counts of candidates and decisions."""

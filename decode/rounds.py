@@ -37,7 +37,8 @@ class CandidateSource(Protocol):
         """Feed rows [S, B] of a depth and mark what was drawn below them.
 
         Returns:
-            [S, B'] bool each: the rows of the next depth that were drawn, and those of them that do not end a text.
+            [S, B'] bool each: the rows of the next depth that were drawn, and those of them that do not end a text. In rounds
+            of a fixed length, the end of a text may be left to `verify`.
         """
 
     def tree(self, round: RoundState) -> DraftTree:
@@ -77,12 +78,13 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
     first, deepest, selects = host.first, tree.deepest, host.selects
     if (length := host.fixed_length(alive)) is not None:
         first, deepest, selects = deepest, min(length, deepest), False
+    round.has_fixed_length = first >= deepest and not selects
     for depth in range(deepest):
         level, below = tree.spans[depth], tree.spans[depth + 1]
         if limit is not None and depth >= nearest:
-            held = limit <= depth
-            round.hit_limit |= held & alive.any(1)
-            alive = alive & ~held[:, None]
+            is_full = limit <= depth
+            round.hit_limit |= is_full & alive.any(1)
+            alive = alive & ~is_full[:, None]
         if depth >= first:
             if not np.count_nonzero(alive):
                 break
@@ -93,24 +95,20 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             if host.trims and depth:  # the anchor is committed
                 round.dropped[:, level] = alive & ~kept
             alive = kept
-        feeding = alive
-        if source.asks_ended:
-            feeding = _without_ended(round, alive, going)
-        if not tree.all_extend[depth]:
-            feeding = feeding & tree.extends[depth]
+        feeding = _without_ended(round, alive, going) if source.asks_ended else alive
+        if (leaves := tree.leaves[depth]) is not None:
+            feeding = feeding & ~leaves
         if not np.count_nonzero(feeding):
             break
         round.fed[:, level] = feeding
         drawn, going = source.grow(round, depth, feeding)
-        # If decisions must not depend on tokens, an end of text is decided about too, and removed before feeding.
+        # If decisions must not depend on tokens, a policy also decides about an end of text. It is removed before feeding.
         alive = drawn if source.asks_ended else _without_ended(round, drawn, going)
-        # Immediately, as the selection must not depend on tokens that are drawn later.
-        if selects and source.selects_levels:
+        if selects and source.selects_levels:  # at once, as the selection must not depend on tokens drawn later
             _select(source, host, round, below)
             alive = alive & ~round.dropped[:, below]
     else:
-        # The deepest level is not fed, so ended texts were not removed from it above.
-        if source.asks_ended:
+        if source.asks_ended:  # the deepest level is not fed, so ended texts were not removed from it above
             _without_ended(round, alive, going)
     if selects and not source.selects_levels:
         _select(source, host, round, slice(1, len(tree)))

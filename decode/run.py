@@ -1,4 +1,4 @@
-"""`decode`: prompts in, the target's text out, faster."""
+"""`decode`: prompts in, texts of the target out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,6 @@ from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
 
 
-def _is_prompt(prompt: object) -> bool:
-    """Whether it is a text or a sequence of token ids; the values of bytes would be read as ids."""
-    sequence = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping))
-    return isinstance(prompt, str) or (sequence and getattr(prompt, "ndim", 1) == 1)
-
-
 def decode(
     pair: Pair,
     prompts: str | Sequence[str | Sequence[int]],
@@ -42,31 +36,31 @@ def decode(
     on_text: Callable[[int, str], None] | None = None,
     on_end: Callable[[int], None] | None = None,
 ) -> list[Generation]:
-    """Decode prompts with a policy; the text is the target's own under every lossless mode.
+    """Decode prompts with a policy. Under every lossless mode, texts have the target's distribution.
 
     Args:
         pair: with a tokenizer.
-        prompts: texts, or their token ids; a text by itself is one prompt.
+        prompts: texts or their token ids, or one text.
         policy: when to stop drafting: a policy, a spec such as `fixed:4`, or a policy folder.
         settings: temperature, limits, verification, tree, processors, stops.
-        ids: one for each prompt, part of the key of their noise; by default their numbers.
-        seed: the other part; without effect at temperature 0.
+        ids: name of each prompt, part of the key of its noise; default: its index.
+        seed: of the noise; without effect at temperature 0.
         profile: see `Speculator`.
-        drafter: proposes the candidates (`find_drafter`); the pair's by default.
-        batch: how many are decoded side by side; one that ends gives its place to the next. Under `match` and `point`, and
-            at temperature 0, a text is the same in any batch (where two tokens are equally likely, rounding may decide);
-            under the other lossless modes its distribution is.
+        drafter: proposes the candidates (`find_drafter`); default: that of the pair.
+        batch: number of texts decoded side by side; when one ends, the next begins. Under `match` and `point`, and at
+            temperature 0, a text is the same in any batch, except for ties within rounding errors.
         on_text: called with (prompt number, new text) after each round, for streaming.
-        on_end: called with the number of a prompt whose text has ended.
+        on_end: called with the number of a prompt after its text has ended.
 
     Returns:
-        The texts in the order of the prompts; in a batch the seconds of each are its share.
+        The texts in the order of the prompts. The seconds of a batch are shared equally.
 
     Raises:
         InputError: a prompt is empty or too long, or a default of the model cannot be applied.
         PolicyError: no such policy.
     """
-    if pair.tokenizer is None:
+    tokenizer = pair.tokenizer
+    if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
     prompts = as_list(prompts)
     for prompt in prompts:
@@ -74,33 +68,48 @@ def decode(
             raise InputError(
                 f"prompts: expected texts or lists of token ids, not {prompt!r:.60}; pass [ids] for one prompt"
             )
+    names = as_list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
+    if len(names) != len(prompts):
+        raise InputError(f"ids: expected one for each of {len(prompts)} prompts, not {len(names)}")
     policy, drafter = with_costs(as_policy(policy), profile), drafter or pair.drafter
     settings = (settings or Settings()).for_pair(pair).for_policy(policy)
     warn_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
     warn_if_unmeasured(profile, [policy], settings, drafter)
-    names = as_list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-    if len(names) != len(prompts):
-        raise InputError(f"ids: expected one for each of {len(prompts)} prompts, not {len(names)}")
     speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)
-    read = pair.tokenizer
-    requests = [
-        Request(list(read(prompt)["input_ids"] if isinstance(prompt, str) else prompt), stream_key(seed, name))
-        for name, prompt in zip(names, prompts, strict=True)
-    ]
-    warn_two_bos(
-        [list(one.prompt) for one, prompt in zip(requests, prompts, strict=True) if isinstance(prompt, str)], read
-    )
-    streams = [_TextStream(pair, number, on_text) for number in range(len(requests))] if on_text else []
+    encoded = [list(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt) for prompt in prompts]
+    warn_two_bos([row for row, prompt in zip(encoded, prompts, strict=True) if isinstance(prompt, str)], tokenizer)
+    requests = [Request(tokens, stream_key(seed, name)) for tokens, name in zip(encoded, names, strict=True)]
+    tokens: list[list[int]] = [[] for _ in requests]
+    written = [""] * len(requests)
+
+    def write(number: int, is_complete: bool) -> None:
+        if on_text is None:
+            return
+        # All tokens are decoded again, as the text of a token depends on those before it. Incomplete characters wait.
+        text = str(tokenizer.decode(tokens[number], skip_special_tokens=True))
+        text = text if is_complete else text.rstrip("\ufffd")
+        if len(text) > len(written[number]):
+            on_text(number, text[len(written[number]) :])
+            written[number] = text
+
+    def commit(number: int, new: list[int]) -> None:
+        tokens[number] += new
+        write(number, False)
 
     def end(number: int, generation: Generation, stream: int) -> None:
-        if streams:
-            streams[number].end()
+        write(number, True)
         if on_end:
             on_end(number)
 
-    made = speculator.run(requests, (lambda number, new: streams[number].push(new)) if on_text else None, end)
-    texts = [str(read.decode(list(one.tokens), skip_special_tokens=True)) for one in made]
-    return [replace(one, text=text) for one, text in zip(made, texts, strict=True)]
+    generations = speculator.run(requests, commit if on_text else None, end)
+    texts = [str(tokenizer.decode(list(one.tokens), skip_special_tokens=True)) for one in generations]
+    return [replace(one, text=text) for one, text in zip(generations, texts, strict=True)]
+
+
+def _is_prompt(prompt: object) -> bool:
+    """Whether it is a text or a sequence of token ids; bytes would be read as ids."""
+    is_sequence = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping))
+    return isinstance(prompt, str) or (is_sequence and getattr(prompt, "ndim", 1) == 1)
 
 
 def warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -114,28 +123,3 @@ def warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBas
             SpecstopWarning,
             stacklevel=3,
         )
-
-
-class _TextStream:
-    """Turns tokens into text as they come; a character whose bytes are not complete yet waits."""
-
-    def __init__(self, pair: Pair, number: int, write: Callable[[int, str], None]) -> None:
-        self._pair, self._number, self._write = pair, number, write
-        self._tokens: list[int] = []
-        self._written = 0
-
-    def push(self, tokens: list[int]) -> None:
-        self._tokens.extend(tokens)
-        self._flush(whole=False)
-
-    def end(self) -> None:
-        self._flush(whole=True)
-
-    def _flush(self, whole: bool) -> None:
-        assert self._pair.tokenizer is not None
-        # As a whole: what a token adds to the text depends on those before it.
-        text = str(self._pair.tokenizer.decode(self._tokens, skip_special_tokens=True))
-        ready = len(text) if whole else len(text.rstrip("\ufffd"))
-        if ready > self._written:
-            self._write(self._number, text[self._written : ready])
-            self._written = ready

@@ -21,21 +21,21 @@ from .verify.sampling import WARPERS, SamplingParams, model_defaults
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is told, beside its pair and its policy.
+    """Options of a run besides its pair and its policy.
 
     Attributes:
         temperature: 0 = greedy.
         max_new_tokens: length limit of each text.
-        max_depth: no round drafts deeper, whatever the policy says.
-        fallback: drafts this many tokens once a policy has failed.
-        ignore_eos: go on after the end-of-text token.
+        max_depth: limit of the draft length, whatever the policy decides.
+        fallback: draft length after a policy has failed.
+        ignore_eos: continue after the end-of-text token.
         verification: name of a mode (`modes.MODES`), or `auto`, the fastest lossless one (`modes.resolve_mode`).
-        tree: what `topology.parse_tree` reads; None = a chain, or the policy's own tree (`for_policy`).
-        shaping: what else changes the distribution that is sampled from.
-        stops: transformers' stopping criteria, asked after each committed token in order; the text is cut at the first
-            that fires, that token included.
-        drift: `warn` once live acceptance leaves the band that a learned policy's calibration predicts, `fallback` to the
-            best fixed length then as well, or `off`.
+        tree: see `topology.parse_tree`; None = a chain, or the policy's tree (`for_policy`).
+        shaping: other sampling parameters.
+        stops: transformers' stopping criteria, called after each committed token; a text ends after the token at which the
+            first one fires.
+        drift: reaction when live acceptance leaves the band that a learned policy's calibration predicts: `warn`,
+            `fallback` to warn and use the best fixed length, or `off`.
     """
 
     temperature: float = 0.0
@@ -78,9 +78,9 @@ class Settings:
         return replace(self, shaping=shaping_of(pair, self.shaping, self.max_new_tokens))
 
     def for_policy(self, policy: StopPolicy) -> Settings:
-        """Return the settings with the tree whose nodes a policy was trained to choose, where they name none."""
-        own = tree_of(policy)
-        return self if own is None or self.tree is not None else replace(self, tree=own.name)
+        """Return the settings with the tree that a policy was trained for, unless they have one."""
+        tree = tree_of(policy)
+        return self if tree is None or self.tree is not None else replace(self, tree=tree.name)
 
 
 def shaping_of(pair: Pair, shaping: SamplingParams, max_new_tokens: int | None = None) -> SamplingParams:
@@ -90,7 +90,7 @@ def shaping_of(pair: Pair, shaping: SamplingParams, max_new_tokens: int | None =
 
 
 def inherited_text(pair: Pair, settings: Settings) -> str:
-    """Return which sampling defaults of the pair's target a run has, in words; "" if there are none."""
+    """Return a sentence with the sampling defaults of the pair's target that a run has; "" if there are none."""
     applied = settings.for_pair(pair).shaping.options
     if settings.temperature == 0:
         applied = {name: value for name, value in applied.items() if name not in WARPERS}
@@ -102,19 +102,16 @@ def inherited_text(pair: Pair, settings: Settings) -> str:
 
 
 def tree_of(policy: StopPolicy, key: str = "tree") -> Topology | None:
-    """Return the tree that a policy was trained for, or with `priced_tree` the one that its decisions are priced in.
-
-    None of a policy of chains.
-    """
+    """Return the tree that a policy was trained for, or with `priced_tree` the tree of its costs; None for chains."""
     name = policy.metadata.metrics.get(key) if isinstance(policy, TreeGain) else None
     return parse_tree(name) if isinstance(name, str) else None
 
 
 def stop_strings(pair: Pair, strings: str | Sequence[str]) -> tuple[StoppingCriteria, ...]:
-    """Return the criterion that ends a text after any of `strings`; none for none.
+    """Return the criterion that ends a text after any of `strings`; () without strings.
 
     Raises:
-        InputError: the pair has no tokenizer or one that cannot tell where a string ends, or a string is empty.
+        InputError: the pair has no tokenizer, its tokenizer cannot be searched, or a string is empty.
     """
     strings = as_list(strings)
     if not strings:
@@ -123,6 +120,5 @@ def stop_strings(pair: Pair, strings: str | Sequence[str]) -> tuple[StoppingCrit
         raise InputError("--stop: expected strings that are not empty, and a pair with a tokenizer")
     try:
         return (StopStringCriteria(pair.tokenizer, list(strings)),)
-    # A tokenizer of whole words, say, loses the text that transformers tries it with.
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:  # a tokenizer of whole words, for example
         raise InputError(f"--stop: this pair's tokenizer cannot be searched for strings ({error})") from None

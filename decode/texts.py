@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from ..policies.errors import PolicyFailure
 from .models.cache import ReadPrompt
+from .records import Generation, Round
 from .verify.noise import KeyedSource
 from .verify.sampler import Sampler
 from .verify.sampling import SamplingParams
@@ -69,29 +71,38 @@ class Text:
     Attributes:
         tokens: committed, prompt included. The last one is the anchor of the next round.
         prompt: number of prompt tokens.
-        key: random key of the stream.
         source: source of its random numbers.
         sampler: processes its logits.
         anchor: the row from which the last token was drawn.
-        round: number of the next round, from 1; the prompt is 0.
-        ended: whether the text is complete.
         shift: number of cache slots of the target that the prompt uses, minus its number of tokens.
+        ended: whether the text is complete.
+        number: index of its request.
+        prefill_s: seconds of reading the prompt.
+        shown: number of generated tokens that were streamed.
+        records: of its rounds.
     """
 
     tokens: list[int]
     prompt: int
-    key: int
     source: KeyedSource
     sampler: Sampler
     anchor: Anchor
-    round: int = 0
-    ended: bool = False
     shift: int = 0
+    ended: bool = False
+    number: int = 0
+    prefill_s: float = 0.0
+    shown: int = 0
+    records: list[Round] = field(default_factory=list)
 
     @property
     def generated(self) -> int:
         """Tokens committed after the prompt."""
         return len(self.tokens) - self.prompt
+
+    @property
+    def slot(self) -> int:
+        """Slot of the target's cache for the anchor."""
+        return len(self.tokens) - 1 + self.shift
 
     def extend(
         self, new: Sequence[int], limit: int, eos: Collection[int], stops: Sequence[StoppingCriteria] = ()
@@ -111,6 +122,11 @@ class Text:
             if self.ended:
                 break
         return len(self.tokens) - before
+
+    def generation(self, failure: PolicyFailure | None) -> Generation:
+        """Return the result; `failure` is that of the policy."""
+        tokens, seconds = tuple(self.tokens[self.prompt :]), self.prefill_s + sum(one.seconds for one in self.records)
+        return Generation(tokens, tuple(self.records), self.prompt, self.prefill_s, seconds, failure=failure)
 
     def _stops(self, stops: Sequence[StoppingCriteria]) -> bool:
         ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor.rows.device)

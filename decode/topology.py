@@ -32,9 +32,8 @@ NAMED = {
         (2,),
     ),
 }
-"""Published trees: by depth how many children each node has, in order; the last ones have none. Medusa's is the one of 63
-nodes that its authors and those of the CTC-drafter use for 7B models. `ctc-released` is no tree of theirs: it has room for
-what the CTC-drafter's collapse makes of Medusa's, whatever the symbols are, and most of it stays empty."""
+"""Trees by name: by depth, the number of children of each node, in order; the last ones have none. `medusa-63` is the tree of
+Medusa and the CTC-drafter for 7B models. `ctc-released` contains every result of the CTC-drafter's collapse of that tree."""
 
 
 class Topology:
@@ -45,12 +44,16 @@ class Topology:
 
     Attributes:
         depth: by row; 0 for the anchor.
-        children: by row, in order; they follow one another.
+        children: by row, consecutive rows in order.
         deepest: the largest depth.
         levels: by depth, its rows.
+        spans: by depth, its rows as a slice.
+        parents, depths: `parent` and `depth` as [N] int64 arrays.
+        is_chain: whether every level has one row.
+        width: largest number of candidates of one depth.
 
     Raises:
-        InputError: a row is not below an earlier one, or the rows are not in breadth-first order.
+        InputError: the parents are not a tree in breadth-first order.
     """
 
     def __init__(self, parent: Sequence[int]) -> None:
@@ -60,13 +63,19 @@ class Topology:
         for row, parent_row in enumerate(self.parent):
             if not (0 <= parent_row < row or (row == 0 and parent_row == -1)):
                 raise InputError(f"tree: row {row} cannot be below row {parent_row}")
-            self.depth.append(0 if parent_row == -1 else self.depth[parent_row] + 1)
-            if parent_row >= 0:
+            self.depth.append(self.depth[parent_row] + 1 if row else 0)
+            if row:
                 self.children[parent_row].append(row)
         if not self.parent or list(self.parent) != sorted(self.parent):
             raise InputError("tree: expected rows in breadth-first order, at least one")
         self.deepest = self.depth[-1]
-        self.levels = [[row for row, d in enumerate(self.depth) if d == level] for level in range(self.deepest + 1)]
+        self.levels: list[list[int]] = [[] for _ in range(self.deepest + 1)]
+        for row, depth in enumerate(self.depth):
+            self.levels[depth].append(row)
+        self.spans = [slice(level[0], level[-1] + 1) for level in self.levels]
+        self.parents, self.depths = np.array(self.parent, dtype=np.int64), np.array(self.depth, dtype=np.int64)
+        self.is_chain = len(self.parent) == self.deepest + 1
+        self.width = max(map(len, self.levels[1:]), default=0)
 
     def __len__(self) -> int:
         return len(self.parent)
@@ -80,65 +89,28 @@ class Topology:
         return len(self.parent) - 1
 
     @cached_property
-    def is_chain(self) -> bool:
-        """Whether every level has one row."""
-        return len(self.parent) == self.deepest + 1
-
-    @cached_property
-    def width(self) -> int:
-        """The most candidates of one depth."""
-        return max((len(level) for level in self.levels[1:]), default=0)
-
-    @cached_property
-    def drafter(self) -> Array:
-        """[N] int64 by row: index of the drafter that proposes it; with one drafter all zeros."""
-        return np.zeros(len(self), dtype=np.int64)
-
-    @cached_property
-    def parents(self) -> Array:
-        """[N] int64: `parent`."""
-        return np.array(self.parent, dtype=np.int64)
-
-    @cached_property
-    def depths(self) -> Array:
-        """[N] int64: `depth`."""
-        return np.array(self.depth, dtype=np.int64)
-
-    @cached_property
     def paths(self) -> list[list[int]]:
         """By row, the rows from the anchor down to it."""
-        paths: list[list[int]] = []
-        for row, parent in enumerate(self.parent):
-            paths.append([*paths[parent], row] if row else [row])
+        paths: list[list[int]] = [[0]]
+        for row, parent in enumerate(self.parent[1:], 1):
+            paths.append([*paths[parent], row])
         return paths
 
     @cached_property
-    def spans(self) -> list[slice]:
-        """By depth, its rows as a slice."""
-        return [slice(level[0], level[-1] + 1) for level in self.levels]
-
-    @cached_property
-    def extends(self) -> list[Array]:
-        """By depth, bool by row of that depth: whether it has children."""
-        return [np.array([bool(self.children[row]) for row in level]) for level in self.levels]
-
-    @cached_property
-    def all_extend(self) -> list[bool]:
-        """By depth, whether each of its rows has children."""
-        return [bool(rows.all()) for rows in self.extends]
+    def leaves(self) -> list[Array | None]:
+        """By depth, bool by row of that depth: whether it has no children; None if none of these rows is a leaf."""
+        masks = [np.array([not self.children[row] for row in level]) for level in self.levels]
+        return [mask if mask.any() else None for mask in masks]
 
     @cached_property
     def parent_in_level(self) -> list[Array]:
         """By depth and row of that depth: index of its parent within the parent's level; 0 for the anchor."""
-        firsts = [0, *(level[0] for level in self.levels)]  # by depth, the first row of the level before
-        return [
-            np.array([max(self.parent[row] - first, 0) for row in level], dtype=np.int64)
-            for first, level in zip(firsts, self.levels, strict=False)
-        ]
+        above = [self.spans[0], *self.spans]
+        return [np.maximum(self.parents[span] - up.start, 0) for up, span in zip(above, self.spans, strict=False)]
 
     @cached_property
     def name(self) -> str:
-        """The text that `parse_tree` reads: widths where they suffice, a published name, or the parent list."""
+        """The text that `parse_tree` reads: widths if they suffice, a published name, or the parent list."""
         widths = [{len(self.children[row]) for row in level} for level in self.levels[:-1]]
         if all(len(counts) == 1 for counts in widths):
             return ",".join(str(counts.pop()) for counts in widths) or "0"
@@ -152,7 +124,7 @@ class Topology:
         """[N, N] bool: row i attends to row j, itself or an ancestor."""
         sees = torch.eye(len(self), dtype=torch.bool, device="cpu")
         for row, parent in enumerate(self.parent[1:], 1):
-            sees[row] |= sees[parent]  # parents come first, so their rows are complete
+            sees[row] |= sees[parent]
         return sees
 
     def limited(self, depth: int) -> Topology:
@@ -167,20 +139,21 @@ def chain(depth: int) -> Topology:
 
 def from_widths(widths: Sequence[int]) -> Topology:
     """Return the tree in which every node of depth j has `widths[j]` children, such as MCSD's 4, 2, 2, 1."""
-    parent, level = [-1], [0]
+    if min(widths, default=1) < 1:
+        raise InputError(f"tree: expected widths of 1 or more, not {min(widths)}")
+    levels: list[list[int]] = []
+    rows = size = 1
     for width in widths:
-        if width < 1:
-            raise InputError(f"tree: expected widths of 1 or more, not {width}")
-        if len(parent) + len(level) * width > MAX_ROWS:
+        levels.append([width] * rows)
+        rows *= width
+        size += rows
+        if size > MAX_ROWS:
             raise InputError(f"tree: more than {MAX_ROWS} tokens; use smaller widths")
-        first = len(parent)
-        parent.extend(row for row in level for _ in range(width))
-        level = list(range(first, len(parent)))
-    return Topology(parent)
+    return from_counts(levels)
 
 
 def from_counts(levels: Sequence[Sequence[int]]) -> Topology:
-    """Return the tree whose nodes of depth j have so many children each; nodes that are not listed have none."""
+    """Return the tree with these numbers of children by depth and node; nodes that are not listed have none."""
     parent, level = [-1], [0]
     for counts in levels:
         first = len(parent)
@@ -194,13 +167,13 @@ def from_parents(parents: Sequence[int]) -> Topology:
 
     Nodes are renumbered breadth-first, siblings in the order of the list.
     """
-    children: dict[int, list[int]] = {node: [] for node in range(-1, len(parents))}
+    if len(parents) >= MAX_ROWS:
+        raise InputError(f"tree: more than {MAX_ROWS} tokens")
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last one is of the anchor, node -1
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise InputError(f"tree: node {node} has parent {parent}; expected -1 or a node before it")
         children[parent].append(node)
-    if len(parents) >= MAX_ROWS:
-        raise InputError(f"tree: more than {MAX_ROWS} tokens")
     order, parent_rows = [-1], [-1]
     for row, node in enumerate(order):  # grows while it is read
         order += children[node]
@@ -212,31 +185,19 @@ def parse_tree(text: str) -> Topology:
     """Return the tree that `text` describes.
 
     `4,2,2,1`: children by depth; `8`: eight candidates for the next token; `fork:4x5`: four branches of five tokens;
-    `chain:6`; `parents:-1,-1,0,0,1`: a parent list; `medusa-63`: a published one by name.
+    `chain:6`; `parents:-1,-1,0,0,1`: a parent list; `medusa-63`: a published tree.
     """
     if text in NAMED:
         return from_counts(NAMED[text])
-    kind, _, rest = text.replace(" ", "").rpartition(":")
-    try:
-        if kind == "chain":
-            return chain(_counted(rest))
-        if kind == "fork" and (fork := re.fullmatch(r"(\d+)x(\d+)", rest)):
-            width, depth = int(fork[1]), _counted(fork[2])
-            return from_widths([width, *[1] * (depth - 1)])
-        if kind in ("", "parents"):
-            numbers = [int(part) for part in rest.split(",")]
-            return from_parents(numbers) if kind else from_widths(numbers)
-    except InputError:  # a ValueError too, with a message of its own
-        raise
-    except ValueError:  # not numbers
-        pass
+    compact = text.replace(" ", "")
+    if form := re.fullmatch(r"(?:chain:|fork:(\d+)x)(-?\d+)", compact):
+        width, depth = int(form[1] or 1), int(form[2])
+        if not 1 <= depth < MAX_ROWS:
+            raise InputError(f"tree: expected a depth between 1 and {MAX_ROWS - 1}, not {depth}")
+        return from_widths([width, *[1] * (depth - 1)])
+    if re.fullmatch(r"(parents:)?[+-]?\d+(,[+-]?\d+)*", compact):
+        kind, _, numbers = compact.rpartition(":")
+        return (from_parents if kind else from_widths)([int(part) for part in numbers.split(",")])
     raise InputError(
         f"--tree: expected widths such as 4,2,2,1, fork:4x5, chain:6, {', '.join(NAMED)} or parents:-1,-1,0, not {text!r}"
-    ) from None
-
-
-def _counted(text: str) -> int:
-    depth = int(text)
-    if not 1 <= depth < MAX_ROWS:
-        raise InputError(f"tree: expected a depth between 1 and {MAX_ROWS - 1}, not {depth}")
-    return depth
+    )

@@ -21,17 +21,11 @@ kernels = on_first_use("batches")
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batches of S streams; within a batch the order of rows does not matter.
+    """The batches of S streams; within a batch the order of rows does not matter."""
 
-    Attributes:
-        members: [M] int64, the streams with a round, batch after batch, each sorted by key.
-        starts: [G + 1] int64, index of the first member of each batch.
-        largest: streams of the largest batch.
-    """
-
-    members: Array
-    starts: Array
-    largest: int
+    members: Array  # [M] int64, the streams with a round, batch after batch, each sorted by key
+    starts: Array  # [G + 1] int64, index of the first member of each batch
+    largest: int  # streams of the largest batch
 
     @staticmethod
     def of(batch: Array, keys: Array) -> Batches:
@@ -95,15 +89,10 @@ def _batches_of(batch_bytes: bytes, key_bytes: bytes) -> Batches:
 
 @dataclass(frozen=True)
 class LinearCosts:
-    """Costs in units of a target call of one token, used without a profile.
+    """Costs in units of a target call of one token, used without a profile."""
 
-    Attributes:
-        draft: of a draft step.
-        token: of each token beyond the first, as a share of a draft step, or of a verification.
-    """
-
-    draft: float = 0.1
-    token: float = 0.01
+    draft: float = 0.1  # of a draft step
+    token: float = 0.01  # of each token beyond the first, as a share of a draft step, or of a verification
 
     def draft_s(self, streams: ArrayLike, context: float) -> Array:
         """Return the seconds of a draft step."""

@@ -76,9 +76,7 @@ class Plugins:
         """Import the class or function of an entry point; a `PolicyError` if that fails."""
         with plugin_errors(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
             build: Callable[..., Any] = point.load()
-        if not callable(build):
-            kind = type(build).__name__
-            raise PolicyError(f"--{self.kind}: expected a class or function at {point.value}, not the {kind} there")
+            inspect.signature(build)  # raises an error if it is not callable
         return build
 
     def listed(self, builtin: Mapping[str, tuple[str, str]], usage: Callable[[EntryPoint], str]) -> list[PluginInfo]:
@@ -143,15 +141,9 @@ def read_number(value: str) -> int | float | str:
     return value
 
 
-def parameters(build: Callable[..., Any], where: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class or function of a plugin."""
-    with plugin_errors(where, "reading its parameters"):
-        return inspect.signature(build).parameters
-
-
 def check_options(build: Callable[..., Any], where: str, options: Mapping[str, Any], *positional: Any) -> None:
     """Raise `PolicyError` unless a class or function accepts these arguments."""
-    accepted = parameters(build, where)
+    accepted = inspect.signature(build).parameters
     try:  # before the call, so that a TypeError raised by the plugin is not taken for a wrong option
         inspect.Signature([*accepted.values()]).bind(*positional, **options)
     except TypeError as error:

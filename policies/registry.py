@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint
@@ -13,7 +14,7 @@ from .batch_rules import for_batches
 from .contract import StopPolicy
 from .errors import InputError, PolicyError, close_match
 from .host import plugin_errors, validate_policy
-from .plugins import PluginInfo, Plugins, check_options, parameters, read_number, set_option, split_spec
+from .plugins import PluginInfo, Plugins, check_options, read_number, set_option, split_spec
 from .profile import Profile
 from .storage import POLICY_FILE, from_pretrained, load_policy_folder
 
@@ -106,7 +107,7 @@ def _load(text: str) -> StopPolicy:
         number = read_number(value)
         if isinstance(number, str):
             raise PolicyError(f"{where}: expected a number after the colon, not {value!r}")
-        set_option(options, next(iter(parameters(build, where)), "value"), number, where)
+        set_option(options, next(iter(inspect.signature(build).parameters), "value"), number, where)
     check_options(build, where, options)
     return _build(build, options, where)
 
@@ -132,7 +133,7 @@ def _load_batch_policy(folder: str, options: dict[str, Any], where: str) -> Stop
 def _usage(point: EntryPoint) -> str:
     """Return the spec of a policy, with its parameters and summary; a plugin is built with its defaults."""
     build, where = _PLUGINS.load(point), f"{point.name!r}"
-    accepted = parameters(build, where)
+    accepted = inspect.signature(build).parameters
     required = [
         p for p in accepted.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
@@ -146,8 +147,6 @@ def _usage(point: EntryPoint) -> str:
 def _build(build: Callable[..., Any], options: dict[str, Any], where: str) -> StopPolicy:
     with plugin_errors(where, "making it"):
         policy = build(**options)
-    if not isinstance(policy, StopPolicy):
-        raise PolicyError(f"{where} is a {type(policy).__name__}, not a StopPolicy")
     try:
         return validate_policy(policy)
     except PolicyError as error:

@@ -25,26 +25,19 @@ Factors = Sequence[tuple[int, float]]
 
 
 class Rule:
-    """Keeps the branches that pass a threshold.
-
-    Attributes:
-        first: depth of the first decision.
-        by: compared value.
-        strict, together: values equal to the threshold do not pass; all branches of a stream pass if one does.
-        levels: thresholds by depth, [1] for all streams or [S]; the last one holds for all deeper depths.
-        lengths: by batch size, rising: tokens that are drafted without a decision, because decisions would cost more than
-            they gain; None = the rule decides.
-        scales: by batch size, rising: factors of the thresholds.
-    """
+    """Keeps the branches that pass a threshold."""
 
     kind: str
-    first: int = 1
-    by: int = SURVIVAL
-    strict: bool = False
-    together: bool = False
-    levels: tuple[Array, ...] = (np.zeros(1),)
-    lengths: Lengths = ()
-    scales: Factors = ()
+    first: int = 1  # depth of the first decision
+    by: int = SURVIVAL  # compared value
+    strict: bool = False  # values equal to the threshold do not pass
+    together: bool = False  # all branches of a stream pass if one does
+    levels: tuple[Array, ...] = (
+        np.zeros(1),
+    )  # thresholds by depth, [1] for all streams or [S]; the last one for the rest
+    # Tokens that are drafted without a decision, because it would cost more than it gains; None = the rule decides.
+    lengths: Lengths = ()  # by batch size, rising
+    scales: Factors = ()  # factors of the thresholds by batch size, rising
 
     def threshold_at(self, depth: int, batch: Array) -> Array:
         """Return the threshold at a depth, [1] for all streams or [S], given `DraftStep.batch`."""
@@ -152,19 +145,12 @@ class Continuation(Rule):
 
 @dataclass(eq=False)
 class BatchRule(Rule):
-    """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`.
+    """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`."""
 
-    Attributes:
-        send: `best` = drafted tokens that are worth their verification; `all` = all of them, as every mode permits.
-        rates: by batch size, rising: the policy's rate over the best fixed length's.
-        first: depth of the first decision; 0 includes plain decoding.
-        lengths: see `Rule`; at the other sizes of `rates` the rule decides.
-    """
-
-    send: str = "best"
-    rates: Factors = ()
-    first: int = 0
-    lengths: Lengths = ()
+    send: str = "best"  # drafted tokens that are worth their verification; "all" = all of them, as every mode permits
+    rates: Factors = ()  # by batch size, rising: the policy's rate over the best fixed length's
+    first: int = 0  # depth of the first decision; 0 includes plain decoding
+    lengths: Lengths = ()  # see `Rule`; at the other sizes of `rates` the rule decides
     kind = "batch"
 
     def __post_init__(self) -> None:

@@ -125,24 +125,17 @@ class Gain(StopPolicy):
 
 
 class LevelTable(NamedTuple):
-    """The part of a rule's decision about the branches of a depth that does not depend on features.
+    """The part of a rule's decision about the branches of a depth that does not depend on features."""
 
-    Attributes:
-        ranks, counts: [B] int64, the rank of each among its siblings, and the number of children drawn below it.
-        mean: [B] mean survival.
-        mean_parent: [P] mean survival of the depth before; the last one for branches beyond.
-        floor: minimum expected survival of a branch that is read.
-        costs: [B, T] in tokens, of extending 1..B branches by 1..T levels.
-        decay: [T] expected survival of the best node 0, 1, ... levels below a best child, as a share of that child's.
-    """
-
-    ranks: Array
-    counts: Array
-    mean: Array
-    mean_parent: Array
-    floor: float
-    costs: Array
-    decay: Array
+    ranks: Array  # [B] int64, among the siblings
+    counts: Array  # [B] int64, children drawn below
+    mean: Array  # [B] mean survival
+    mean_parent: Array  # [P] mean survival of the depth before; the last one for branches beyond
+    floor: float  # minimum expected survival of a branch that is read
+    costs: Array  # [B, T] in tokens, of extending 1..B branches by 1..T levels
+    decay: (
+        Array  # [T] expected survival of the best node 0, 1, ... levels below a best child, as a share of that child's
+    )
 
 
 @dataclass(eq=False)
@@ -155,33 +148,21 @@ class TreeRule(Rule):
     summed, less rho times the seconds of t steps of m rows, is largest; none where it is never positive. (The derived rule
     with look-ahead, for trees; the branches share the price of a draft step.) The price of a node is the cost of verifying
     one more, or the value of the node that it would displace.
-
-    Attributes:
-        rate: rho, tokens per second.
-        opening_s: seconds of the first draft step of a round, the decision after it included.
-        draft_s: of a later step that reads 1, 2, ... rows, decision included.
-        verify_s: of verifying 0, 1, ... nodes; both tables are extrapolated.
-        acceptance: a_1..a_K, mean chance that the best child of an accepted node is accepted, by its depth.
-        shares: for rank 1, 2, ...: (u, v), f(n) = sigmoid(u + v logit n).
-        children: by depth, of each branch: number of children drawn below it. Branches of another tree count as one.
-        first: depth of the first decision.
-        ahead: factor of the acceptance in the look-ahead.
-        width: maximum number of branches extended at a depth.
-        floor: branches with a smaller expected survival, judged by the parent, are not read.
-        rises: [n] by number of nodes, the smallest mean price of some further nodes.
     """
 
-    rate: float
-    opening_s: float
-    draft_s: Sequence[float]
-    verify_s: Sequence[float]
-    acceptance: Sequence[float]
-    shares: Sequence[Sequence[float]] = ()
-    children: Sequence[Sequence[int]] = ()
-    first: int = 1
-    ahead: float = 1.0
-    width: int = 64
-    floor: float = 0.0
+    rate: float  # rho, tokens per second
+    opening_s: float  # of the first draft step of a round, the decision after it included
+    draft_s: Sequence[float]  # of a later step that reads 1, 2, ... rows, decision included
+    verify_s: Sequence[float]  # of verifying 0, 1, ... nodes; both tables are extrapolated
+    acceptance: Sequence[
+        float
+    ]  # a_1..a_K, mean chance that the best child of an accepted node is accepted, by its depth
+    shares: Sequence[Sequence[float]] = ()  # for rank 1, 2, ...: (u, v), f(n) = sigmoid(u + v logit n)
+    children: Sequence[Sequence[int]] = ()  # by depth, of each branch: children drawn below it; of another tree: one
+    first: int = 1  # depth of the first decision
+    ahead: float = 1.0  # factor of the acceptance in the look-ahead
+    width: int = 64  # maximum number of branches extended at a depth
+    floor: float = 0.0  # branches with a smaller expected survival, judged by the parent, are not read
     kind = "gain"
 
     def __post_init__(self) -> None:
@@ -197,7 +178,7 @@ class TreeRule(Rule):
         # The mean over some further nodes, not the price of the next alone: where seconds rise in steps, that may be next to
         # nothing, or a whole step. With `PRICED_NODES` nodes a further one is priced as the last was.
         rises = [((tokens[n + 1 :] - tokens[n]) / np.arange(1, nodes + 1 - n)).min() for n in range(nodes)]
-        self.rises: Array = np.maximum([*rises, rises[-1]], 0.0)
+        self.rises: Array = np.maximum([*rises, rises[-1]], 0.0)  # by number of nodes
 
     def _check(self) -> None:
         tables = (self.draft_s, self.verify_s, self.acceptance)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-from specstop.decode.summaries import on_device, summarise
+from specstop.decode.summaries import summarise, summarise_on_device
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import BOUND, NO_SCORES, TOP, Columns, DrawnTokens
 from torch import Tensor
@@ -196,6 +196,6 @@ def tokens_of(rows: Rows) -> DrawnTokens:
 def compiled(names: Sequence[str], rows: Rows, device: bool = False) -> Tensor:
     """Return [R, F] float32 as the shipped code has them: by the kernel, or by what serves logits on a `device`."""
     columns, drawn = Columns(names), tokens_of(rows)
-    read = on_device if device else summarise
+    read = summarise_on_device if device else summarise
     summary = read(columns.needs, rows.logits, drawn, rows.temperature, rows.sampled, rows.scores)
     return torch.from_numpy(columns(summary, drawn, rows.temperature))

@@ -65,7 +65,7 @@ def bench(
     from ...policies.profile import Profile
 
     costs = None if profile is None else Profile.load(profile)  # report an invalid profile before torch is imported
-    from ...decode.benchmark import FEWEST_TURNS, bench as run, texts_per_turn
+    from ...decode.benchmark import MIN_TURNS, bench as run, texts_per_turn
     from ...decode.models.pair import with_engine
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
@@ -121,10 +121,10 @@ def bench(
         if line.ties:
             say(f"{line.name}: {line.ties} of {len(chosen)} texts differ by ties")
     turn = texts_per_turn(batch)
-    if batch > 1 and (turns := -(-len(chosen) // turn)) < FEWEST_TURNS:
+    if batch > 1 and (turns := -(-len(chosen) // turn)) < MIN_TURNS:
         say(
             f"{turns} turn{'s' if turns > 1 else ''} of {turn} prompts: too few for an interval; give --limit "
-            f"{FEWEST_TURNS * turn} or more, with as many prompts"
+            f"{MIN_TURNS * turn} or more, with as many prompts"
         )
     for line in lines:
         if line.recordings:

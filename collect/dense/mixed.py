@@ -17,7 +17,7 @@ from ...decode.models.outputs import check_rows, stored
 from ...decode.models.pair import Pair
 from ...decode.plain import plain_texts
 from ...decode.settings import Settings
-from ...decode.summaries import lead_over_truncated, summarise
+from ...decode.summaries import summarise, truncation_lead
 from ...decode.verify.noise import gumbel, match_scores
 from ...decode.verify.sampler import Sampler
 from ...policies.counter_rng import mix as scramble
@@ -104,7 +104,7 @@ def _mixed(
     columns_of = Columns(CHAIN_FEATURES)
     drawn = DrawnTokens.of([(row, token, -1, 0, 1, 1) for row, token in enumerate(own.tolist())])
     if sampler.untruncated is not None:
-        drawn.lead = lead_over_truncated(sampler.untruncated, sampled, drawn)
+        drawn.lead = truncation_lead(sampler.untruncated, sampled, drawn)
     shaped = sampled if sampler.reads_prefix and temperature > 0 else None
     summary = summarise(columns_of.needs, logits, drawn, temperature, shaped, best=best)
     features = columns_of(summary, drawn, temperature)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...decode.models.cache import CachedModel
 from ...decode.models.outputs import broken, check_rows, stored
-from ...decode.summaries import lead_over_truncated, summarise
+from ...decode.summaries import summarise, truncation_lead
 from ...decode.verify.sampler import Sampler
 from ...policies.contract import Array
 from ...policies.features import NOISY, PROBABILITY, SAMPLED, Columns, DrawnTokens
@@ -257,7 +257,7 @@ class Places:
         else:
             needs |= NOISY
             if self.sampler.untruncated is not None:
-                drawn.lead = lead_over_truncated(self.sampler.untruncated, sampled, drawn)
+                drawn.lead = truncation_lead(self.sampler.untruncated, sampled, drawn)
         shaped = sampled if self.sampler.reads_prefix and self.temperature > 0 else None
         summary = summarise(needs, logits, drawn, self.temperature, shaped, best=best)
         if best is not None and not np.isfinite(summary.noisy[:, 0]).all():  # topk takes NaN for the largest

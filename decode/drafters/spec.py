@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from ...policies.plugins import (
     DRAFTER_PLUGINS,
     PluginInfo,
     check_options,
-    parameters,
     read_number,
     set_option,
     split_first,
@@ -182,7 +183,7 @@ def listed_drafters() -> list[PluginInfo]:
 
 
 def _usage(point: EntryPoint) -> str:
-    names = [*parameters(DRAFTER_PLUGINS.load(point), f"{point.name!r}")][1:]
+    names = [*inspect.signature(DRAFTER_PLUGINS.load(point)).parameters][1:]
     draft = "; needs the draft model" if parse_spec(point.name)[0].attribute("needs_draft") else ""
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 

@@ -16,7 +16,6 @@ from ..loop import Request
 from ..models.device import without_cudnn
 from ..models.pair import Pair
 from ..models.view import open_view
-from ..plain import cut_at
 from ..records import Generation
 from ..settings import Settings
 from ..verify.processors import PerText
@@ -118,7 +117,8 @@ class Assisted:
             begin = time.perf_counter()
             texts = target.generate(ids, **options)[:, longest:].tolist()  # waits for the device
             seconds = (time.perf_counter() - begin) / len(prompts)
+        ends = [next((n for n, token in enumerate(text, 1) if token in eos), len(text)) for text in texts]
         return [
-            Generation(tuple(cut_at(text, eos)), (), len(prompt), 0.0, seconds)
-            for text, prompt in zip(texts, prompts, strict=True)
+            Generation(tuple(text[:end]), (), len(prompt), 0.0, seconds)
+            for text, end, prompt in zip(texts, ends, prompts, strict=True)
         ]

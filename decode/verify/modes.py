@@ -31,12 +31,12 @@ class Draw(NamedTuple):
     """Candidates below fed rows.
 
     Attributes:
-        tokens: by fed row its candidates, in the order in which they are tried.
+        tokens: by fed row its candidates, in the order in which they are tried; or [R] int64, one candidate of each row.
         scores: [R, V], the scores of which `match` takes the largest; None in other modes.
         best: by fed row the largest of these scores, descending, one more than candidates; None if unknown.
     """
 
-    tokens: list[list[int]]
+    tokens: list[list[int]] | Tensor
     scores: Tensor | None = None
     best: list[list[float]] | None = None
 
@@ -136,7 +136,7 @@ class Match(Verification):
             scores = match_scores(sampled, noise[0] if len(noise) == 1 else torch.cat(noise))
         counts = candidate_counts(round, rows)
         if max(counts) == 1:
-            return Draw(best_of_rows(scores)[:, None].tolist(), scores)
+            return Draw(best_of_rows(scores), scores)
         # One more score: policies compare the candidates with the best token that was not drawn.
         tokens, best = best_tokens(scores, counts, extra=1)
         return Draw(tokens, scores, best)
@@ -151,7 +151,7 @@ class Match(Verification):
         if not choices_of(round, rows[0][0]).greedy:
             parts = [_noise_after(round, stream, sent) for stream, sent in rows]
             noise = parts[0] if len(parts) == 1 else torch.cat(parts)
-        next_tokens = iter(target_tokens(sampled, noise).tolist())
+        next_tokens = iter(round.fetch(target_tokens(sampled, noise)))
         return [_follow(round, stream, {row: next(next_tokens) for row in sent}) for stream, sent in rows]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from transformers.generation import logits_process as library
 
 from ...policies.errors import InputError
 from .grammar import GrammarMask
-from .processors import PerText
-from .sampling import SamplingParams
 
 _WARPERS = (
     library.TopHLogitsWarper,
@@ -59,12 +56,17 @@ class Sampler:
             type(processor) in (*_WARPERS, library.TemperatureLogitsWarper) for processor in self._processors
         )
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a processor reads the tokens of prefixes."""
+        return self._grammar is not None or self._reads_tokens
+
     def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Return [R, V] processed logits. The raw logits [R, V] are not modified."""
         if not self.reads_prefix:
             return logits if self._temperature in (0.0, 1.0) else logits / self._temperature
         texts: list[list[int] | None] = []
-        if self._grammar is not None or self._reads_tokens:
+        if self.reads_tokens:
             texts = [None if prefix is None else [*self.padding, *prefix] for prefix in prefixes()]
         if self._grammar is not None:
             logits = self._grammar.masked(texts, logits)
@@ -90,41 +92,6 @@ class Sampler:
             else:
                 logits = processor(ids, logits)
         return logits
-
-
-class BatchSampler:
-    """Samplers of a batch of texts. Texts with prompts of one length share a sampler if no processor depends on the text.
-
-    Args:
-        params, temperature, eos, device: see `SamplingParams.build`.
-        prompts: token ids of each prompt.
-    """
-
-    def __init__(
-        self, params: SamplingParams, temperature: float, prompts: Sequence[Sequence[int]], eos: Sequence[int],
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        per_text = any(isinstance(processor, PerText) for processor in params.processors)
-        reads_prompt = any(name.startswith("encoder_") for name in params.options)
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for row, prompt in enumerate(prompts):
-            key = (row,) if per_text else tuple(prompt) if reads_prompt else (len(prompt),)
-            groups.setdefault(key, []).append(row)
-        self._parts = [
-            (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
-            for rows in groups.values()
-        ]
-        self.constrained = self._parts[0][1].constrained
-
-    def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
-        """Return [B, V] processed logits, one row per text; see `Sampler`."""
-        if not self._parts[0][1].reads_prefix:
-            return self._parts[0][1](logits, prefixes)
-        texts = cache(prefixes)
-        out = torch.empty_like(logits)
-        for rows, sampler in self._parts:
-            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
-        return out
 
 
 def require_token(scores: Tensor) -> None:

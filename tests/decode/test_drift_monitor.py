@@ -14,14 +14,23 @@ import numpy as np
 import pytest
 import torch
 from joint_policies import batch_policy, synthetic_profile
-from specstop.decode.drift_monitor import MIN_ROUNDS, AcceptanceWatch, best_fixed, make_monitor
+from specstop.decode.drift_monitor import (
+    DEVIATIONS,
+    MIN_ROUNDS,
+    SLACK,
+    WINDOW,
+    AcceptanceWatch,
+    best_fixed,
+    make_monitor,
+)
+from specstop.decode.feature_reader import single_step
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.calibration import Calibrator
-from specstop.policies.contract import Array, DraftStep, State, StopPolicy
+from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
@@ -194,23 +203,12 @@ def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = No
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, facts)
 
 
-def decided(watch: AcceptanceWatch, depth: int, survival: float) -> None:
-    """Of the one stream that there is."""
-    watch.decided(depth, np.array([survival]), np.array([True]))
-
-
-def finished(watch: AcceptanceWatch, accepted: int, verified: int, cut: bool) -> None:
-    watch.finished(np.array([accepted]), np.array([verified]), np.array([not cut]))
-
-
 def simulate(truth: float, said: float, rounds: int, seed: int) -> AcceptanceWatch:
     chance, watch = random.Random(seed), AcceptanceWatch()
     for _ in range(rounds):
         k = chance.randint(1, 5)
         accepted = next((j for j in range(k) if chance.random() >= truth), k)
-        for depth in range(1, k + 1):
-            decided(watch, depth, said**depth)
-        finished(watch, accepted, k, False)
+        watch.add([said**depth for depth in range(1, k + 1)], accepted)
     return watch
 
 
@@ -218,15 +216,18 @@ def test_the_band_holds_a_policy_that_keeps_its_promise() -> None:
     """60 windows of 200 rounds; the band is made for a thousand times as many looks."""
     for seed in range(60):
         band = simulate(0.7, 0.7, 200, seed).band()
-        assert band is not None and not band.left
-        assert band.low < band.live < band.high
+        assert band is not None
+        live, low, high = band
+        assert low < live < high
 
 
 @pytest.mark.parametrize("truth", [0.4, 0.95])
 def test_the_band_is_left_by_one_that_does_not(truth: float) -> None:
     for seed in range(10):
         band = simulate(truth, 0.7, 200, seed).band()
-        assert band is not None and band.left
+        assert band is not None
+        live, low, high = band
+        assert not low <= live <= high
 
 
 def test_the_mean_and_its_variance_are_those_of_the_accepted_length() -> None:
@@ -235,22 +236,28 @@ def test_the_mean_and_its_variance_are_those_of_the_accepted_length() -> None:
     mean = sum(a * p for a, p in chances.items())
     variance = sum(a * a * p for a, p in chances.items()) - mean**2
     watch = AcceptanceWatch()
-    for depth, survival in ((1, 0.8), (2, 0.4), (3, 0.3)):
-        decided(watch, depth, survival)
-    finished(watch, 2, 3, False)
-    assert watch._rounds[0] == pytest.approx((mean, variance, 2, 3))
-
-
-def test_rounds_that_were_cut_or_never_asked_about_do_not_count() -> None:
-    watch = AcceptanceWatch(min_rounds=1)
-    decided(watch, 1, 0.5)
-    finished(watch, 1, 1, True)
-    finished(watch, 3, 3, False)
-    assert watch.band() is None
-    decided(watch, 1, 0.5)
-    finished(watch, 3, 3, False)
+    for _ in range(WINDOW):
+        watch.add((0.8, 0.4, 0.3), 2)
     band = watch.band()
-    assert band is not None and (band.live, band.rounds) == (1.0, 1), "only the token that it was asked about"
+    assert band is not None
+    half = DEVIATIONS * math.sqrt(variance / WINDOW) + SLACK * mean
+    assert band == pytest.approx((2.0, mean - half, mean + half))
+
+
+@pytest.mark.parametrize(("depths", "cut"), [(4, True), (0, False)])
+def test_rounds_that_were_cut_or_without_a_decision_do_not_count(depths: int, cut: bool) -> None:
+    monitor = make_monitor(promising(0.9), "warn", True)
+    assert monitor is not None
+    one, true = np.ones(1, dtype=np.int64), np.array([True])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(WINDOW):  # nothing is accepted
+            state = monitor._policy.start(1, one)
+            for depth in range(1, depths):
+                step = single_step(depth, np.full((1, 1), depth, dtype=np.float32))
+                state = monitor._policy.keep(step, state)[1]
+                monitor.on_decision(step, state)
+            assert monitor.on_outcome(RoundOutcome(true, 4 * one, 4 * one, 0 * one, true & cut, np.zeros(1))) is None
 
 
 @pytest.fixture(scope="module")

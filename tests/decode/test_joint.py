@@ -39,7 +39,7 @@ def test_tokens_that_vllms_rule_leaves_out_do_not_show() -> None:
 def test_the_proof_sees_what_tetris_would_do_to_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused there: sending a token because of what it is favours what the draft likes."""
     monkeypatch.setattr("specstop.decode.loop.check_mode", lambda *told: None)
-    monkeypatch.setattr("specstop.decode.loop.is_trimming", lambda policy: False)
+    monkeypatch.setattr("specstop.decode.model_source.is_trimming", lambda policy: False)
     monkeypatch.setitem(JOINT, "tetris", lambda: Tetris(0.5, 1))
     _, proof = prove_within(Case("rejection", "chain:2", "tetris", "mixed"), 200, beside=1)
     assert proof.distance > 1e-3 and proof.dropped > 0 and proof.shared > 5

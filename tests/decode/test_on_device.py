@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from specstop.decode import summaries as module
-from specstop.decode.summaries import KEPT, largest, on_device
+from specstop.decode.summaries import RECORDINGS, largest, summarise_on_device
 from specstop.policies.features import Columns, DrawnTokens, summarise
 from tape import Graphs, recorder, simulate_graphs
 
@@ -21,12 +21,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     """Record simulated graphs, and forget them after the test."""
     made = simulate_graphs(monkeypatch)
     monkeypatch.setattr(module, "recorder", recorder)
-    KEPT.clear()
+    RECORDINGS.clear()
     yield made
-    KEPT.clear()
+    RECORDINGS.clear()
 
 
-@pytest.mark.parametrize("width", [5, module.LONG - 1, module.LONG, module.LONG + 700])
+@pytest.mark.parametrize("width", [5, module.LONG_ROW - 1, module.LONG_ROW, module.LONG_ROW + 700])
 def test_the_largest_are_those_of_a_sort(width: int) -> None:
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
     rows[1] = rows[1].round()  # equal ones
@@ -51,25 +51,25 @@ def compare(width: int, temperature: float, told: bool, device: str, generator: 
         )
         on = [None if rows is None else rows.to(device) for rows in (logits, weights, scores)]
         assert on[0] is not None
-        there = on_device(columns.needs, on[0], drawn, temperature, *on[1:])
+        there = summarise_on_device(columns.needs, on[0], drawn, temperature, *on[1:])
         expected, found = (columns(one, drawn, temperature) for one in (here, there))
         np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["by temperature", "told"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("width", [48, module.LONG + 700])
+@pytest.mark.parametrize("width", [48, module.LONG_ROW + 700])
 def test_recorded_readings_are_those_of_the_host(width: int, temperature: float, told: bool, graphs: Graphs) -> None:
     compare(width, temperature, told, "cpu", torch.Generator().manual_seed(2))
     assert 0 < graphs.recorded <= 4 < graphs.played + graphs.recorded, "3 rows are read as 4"
 
 
 def test_few_recordings_are_kept(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_KEPT", 2)
+    monkeypatch.setattr(module, "MAX_RECORDINGS", 2)
     for width in (20, 30, 40, 50):
         compare(width, 0.7, False, "cpu", torch.Generator().manual_seed(3))
-    assert len(KEPT) == 2
-    monkeypatch.setattr(module, "MOST_ROWS", 0)
+    assert len(RECORDINGS) == 2
+    monkeypatch.setattr(module, "MAX_RECORDED_ROWS", 0)
     recorded = graphs.recorded
     compare(60, 0.7, False, "cpu", torch.Generator().manual_seed(4))
     assert graphs.recorded == recorded
@@ -79,7 +79,7 @@ def test_few_recordings_are_kept(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [48, 128256])
 def test_readings_on_a_gpu_are_those_of_the_host(width: int) -> None:
-    KEPT.clear()
+    RECORDINGS.clear()
     for temperature, told in ((0.0, False), (0.7, False), (0.7, True)):
         compare(width, temperature, told, "cuda", torch.Generator().manual_seed(5))
-    assert any(buffers.play for buffers in KEPT.values())
+    assert any(buffers.play for buffers in RECORDINGS.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from specstop.decode.round_state import RoundState
-from specstop.decode.topology import from_widths, parse_tree
+from specstop.decode.topology import parse_tree
 
 
 def round_of(tree: str, streams: int = 1, **marks: list[list[int]]) -> RoundState:
@@ -55,4 +55,3 @@ def test_a_policy_sees_the_candidates_in_the_order_of_the_tree() -> None:
     hidden = round.draft_tree(hide_tokens=True)
     assert hidden.tokens.tolist() == [[-1] * 6]
     assert np.array_equal(hidden.drawn, tree.drawn)
-    assert from_widths([2, 2]).drafter.tolist() == [0] * 7

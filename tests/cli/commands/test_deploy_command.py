@@ -97,7 +97,7 @@ def test_json_is_the_figures_and_the_options_are_saved(home: Path) -> None:
             "--to llama.cpp --traces traces --profile profile.json --max-batch 4",
             "--max-batch: only vllm, sglang, trtllm",
         ),
-        ("--to vllm --traces traces --profile profile.json --max-batch 0", "--max-batch: expected 1 or more"),
+        ("--to vllm --traces traces --profile profile.json --max-batch 0", "--max-batch: expected"),
         ("--to vllm --traces nowhere --profile profile.json", "nowhere"),
         ("--to vllm --traces traces --profile nowhere.json", "nowhere.json"),
         ("--to vllm --traces traces --profile profile.json --held-out traces", "prompts are in --traces too"),

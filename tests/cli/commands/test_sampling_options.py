@@ -98,7 +98,7 @@ def test_evaluate_refuses_traces_of_other_filters(
 def test_options_out_of_range_are_named_by_every_command(command: str, tmp_path: Path) -> None:
     needed = {"collect": ["--out", tmp_path / "o"], "evaluate": ["--traces", "t", "--profile", "p", "--out", "o"]}
     answer = cli(command, *needed.get(command, []), "--min-p", 1.5)
-    assert answer.code == 2 and "--min-p: expected between 0 and 1, not 1.5" in answer.err
+    assert answer.code == 2 and "--min-p: expected" in answer.err
 
 
 def test_the_targets_defaults_are_named_applied_and_turned_off(pair_folder: Path, tmp_path: Path) -> None:

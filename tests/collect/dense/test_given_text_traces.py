@@ -162,7 +162,7 @@ def test_completions_need_no_noise(pair: Pair, prompts: list[Prompt], drawn: dic
         ({"verification": "block", "tree": "2,2"}, "verification block: expected a chain"),
         ({"verification": "match", "draws": 2}, "draws: expected 1 under match at temperature 0.7"),
         ({"verification": "block", "temperature": 0.0, "draws": 2}, "draws: expected 1 under match at temperature 0"),
-        ({"verification": "block", "draws": 0}, "draws: expected 1 or more"),
+        ({"verification": "block", "draws": 0}, "draws: expected a whole number"),
         ({"verification": "rejection", "off_text": "approximate"}, "off_text approximate: for `verification` block"),
         ({"verification": "block", "off_text": "none"}, "off_text: expected exact or approximate"),
         ({"collector": "live", "draws": 2}, "draws, off_text and memory: for the dense collector"),

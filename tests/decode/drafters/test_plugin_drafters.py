@@ -160,7 +160,7 @@ def test_damaged_metadata_leaves_those_that_come_with_specstop(pair: Pair, monke
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
     monkeypatch.setattr(specs, "entry_points", fail)
-    with pytest.warns(SpecstopWarning, match="installed drafters cannot be looked for: UnicodeDecodeError"):
+    with pytest.warns(SpecstopWarning, match="installed drafters cannot be listed: UnicodeDecodeError"):
         assert isinstance(find_drafter("lookup", pair), LookupDrafter)
 
 

@@ -102,7 +102,7 @@ def test_known_costs_are_found_again(profile: Profile, tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_none_are_refused(pair: Pair) -> None:
-    with pytest.raises(InputError, match="batch: expected 1 or more, not 0"):
+    with pytest.raises(InputError, match="batch: expected a whole number"):
         measure_profile(pair, PROMPTS, depth=1, batch=(0, 2))
 
 

@@ -14,7 +14,7 @@ import torch
 from cases import Case
 from deciders import DECIDERS
 from enumeration import EXACT, prove
-from specstop.decode import loop
+from specstop.decode import loop, model_source
 from specstop.decode.model_source import ModelSource
 from specstop.decode.models import cache as cache_module
 from specstop.decode.round_state import RoundState
@@ -118,7 +118,7 @@ def test_selecting_among_tokens_that_are_shown(monkeypatch: Patch) -> None:
 def test_selecting_once_all_is_drafted(monkeypatch: Patch) -> None:
     """What could be drafted below a token tells whether it ends the text."""
     case = replace(LONG_TREE, decider="selects-by-token")
-    assert is_seen(case, monkeypatch, (loop, "is_trimming", lambda policy: False))
+    assert is_seen(case, monkeypatch, (model_source, "is_trimming", lambda policy: False))
 
 
 def test_trimming_that_spares_what_ends_a_text(monkeypatch: Patch) -> None:

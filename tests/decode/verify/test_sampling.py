@@ -268,11 +268,10 @@ def test_processors_of_the_library_without_state_are_called_as_they_are() -> Non
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "wanted"),
-    [("top_k", -1, "0 or more"), ("top_p", 0.0, "above 0 and at most 1"), ("top_p", 1.5, "above 0"),
-     ("min_p", -0.1, "between 0 and 1"), ("min_p", 2.0, "between 0 and 1"), ("repetition_penalty", 0.0, "above 0"),
-     ("no_repeat_ngram", -2, "0 or more"), ("min_new_tokens", -1, "0 or more"), ("top_p", float("nan"), "above 0")],
+    ("option", "value"),
+    [("top_k", -1), ("top_p", 0.0), ("top_p", 1.5), ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 2.0),
+     ("repetition_penalty", 0.0), ("no_repeat_ngram", -2), ("min_new_tokens", -1)],
 )  # fmt: skip
-def test_a_value_out_of_range_is_refused_by_its_option(option: str, value: float, wanted: str) -> None:
-    with pytest.raises(InputError, match=f"{option}: expected {wanted}.*, not {value}"):
+def test_a_value_out_of_range_is_refused_by_its_option(option: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{option}: expected .*, not {value}"):
         SamplingParams(**{option: value})

@@ -85,7 +85,7 @@ def test_tetris_sends_the_likeliest_paths_of_the_batch() -> None:
     logs = [[-0.1, -0.2, -0.9], [-1.0, -1.1, -1.2], [-0.3, -2.0, -2.1]]
     policy = Tetris(1, 2)
     state = asked(policy, [[0.0] * 3] * 3)  # any: levels are put there by hand
-    state = type(state)(state.key, state.batch, tuple(np.array(logs, dtype=np.float32).T[:, :, None]))
+    state = (*state[:2], tuple(np.array(logs, dtype=np.float32).T[:, :, None]))
     assert sent(policy, chains([3, 3, 3], 3), state) == [2, 0, 1]
     assert sent(Tetris(2, 1), chains([3, 3, 3], 3), state) == [3, 2, 1]
     assert sent(Tetris(1, 2, capacity=1), chains([3, 3, 3], 3), state) == [1, 0, 0]
@@ -114,7 +114,7 @@ def test_smartspec_takes_the_length_of_the_largest_goodput() -> None:
         3 * sum(rate**i for i in range(k + 1)) / (k * 0.2 * (1 + 0.05 * 2) + 1 + 0.05 * (3 * (k + 1) - 1))
         for k in range(7)
     ]
-    assert state.length.tolist() == [goodput.index(max(goodput))] * 3
+    assert state[2].tolist() == [goodput.index(max(goodput))] * 3
 
 
 def test_smartspec_drafts_nothing_where_nothing_is_accepted() -> None:
@@ -220,9 +220,8 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
     for _ in range(40):
         values = np.ascontiguousarray(np.cumprod(rng.uniform(0.2, 1.0, (3, 2)), 1))
         budget = np.zeros(1, dtype=np.int64)
-        none = np.zeros(1, dtype=np.int64)
         offered = np.ones((3, 2), dtype=bool)
-        best_budgets(values, offered, batches.members, batches.starts, none, np.zeros(1), grid.verify, rates, budget)
+        best_budgets(values, offered, batches.members, batches.starts, np.zeros(1), grid.verify, rates, budget)
         m = int(budget[0])
         got = sum(sorted(values.flatten(), reverse=True)[:m]) - rate * grid.verify[3, 3 + m]
         assert got == pytest.approx(exhaustive(grid.verify, 3, values.flatten().tolist(), rate), abs=1e-12)
