@@ -94,7 +94,7 @@ def test_dynasds_models_answer_as_before(tmp_path: Path, sizes: tuple[int, ...],
 def test_three_layers_with_11_inputs_are_of_the_soft_kind_only_by_name(tmp_path: Path) -> None:
     """A layout that is given is taken at its word, and refused where its head is."""
     path = saved(DecisionModel(768, 4, 1), tmp_path / "w.pt")
-    with pytest.raises(PolicyError, match="weight.0"):
+    with pytest.raises(PolicyError, match=r"weight\.0"):
         import_weights(path, tmp_path / "p", layout="dynasd-hard")
     with pytest.raises(PolicyError, match=r"weights: unknown: 'layers.0.bias'"):
         import_weights(path, tmp_path / "p", layout="specdec")
