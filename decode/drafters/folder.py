@@ -26,8 +26,8 @@ from ...policies.errors import InputError, SpecstopError
 from ...policies.files import staged_folder, write_atomic, write_json
 from ...policies.safe_loading import CARD_FILE, MAX_TEXT_BYTES, WEIGHTS_FILE, digest, read_files, read_signed_json
 from ..models.engine import pack_weights, packed_refusal
-from ..models.outputs import hidden_width
 from ..models.pair import Pair
+from ..models.view import hidden_width
 from .networks import KINDS, LayerNetwork, MedusaHeads, Shape
 
 DRAFTER_FILE = "drafter.json"

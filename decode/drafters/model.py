@@ -11,9 +11,9 @@ from torch import Tensor
 from ...policies.contract import Array
 from ..models.attention import Part, TreeRows
 from ..models.cuda import open_cache
-from ..models.outputs import check_rows, hidden_width
+from ..models.outputs import check_rows
 from ..models.pair import Pair
-from ..models.view import readable
+from ..models.view import hidden_width, readable
 from ..round_state import RoundState, Rows
 from .base import Drafter, Proposal
 

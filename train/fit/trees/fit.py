@@ -114,7 +114,7 @@ def fit_tree(
         }
     profile_record = profile.record(policy.cost_name)
     policy.metadata = TrainingMetadata(
-        rho=rate, acceptance=policy.rule.acceptance, profile=profile_record, prompts=prompts
+        rho=rate, acceptance=tuple(policy.rule.acceptance), profile=profile_record, prompts=prompts
     )
     return policy, files, metrics
 
