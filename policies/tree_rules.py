@@ -113,7 +113,7 @@ class Gain(StopPolicy):
         levels = append_level(state, step, self.power * step.features[:, :, 0])
         values = np.empty(step.alive.shape)
         kernels().node_gains(levels[-1], self.follow, self.verify, values)
-        return _keep_worth(values, step.alive, extend(self.draft_prices, values.shape[1])), levels
+        return _keep_worth(values, step.alive, extend(self.draft_prices, step.alive.shape[1])), levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
