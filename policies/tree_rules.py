@@ -101,10 +101,11 @@ class Gain(StopPolicy):
         numbers = {"step": step, "row": row, "verify": verify, "power": power, "follow": follow}
         step, row, verify, self.power, self.follow = (validate_number("gain", k, v, 0.0) for k, v in numbers.items())
         self.max_depth = validate_int("gain", "max_depth", max_depth)
-        self.draft_prices = tuple(draft_prices) or (step, step + row)
-        self.target_prices = prices = tuple(target_prices) or (0.0, verify)
+        self.draft_prices = tuple(draft_prices or (step, step + row))
+        self.target_prices = tuple(target_prices or (0.0, verify))
+        prices = np.array(self.target_prices)
         # The mean price of a node: how many will be verified, and thus which step of the table counts, is not known yet.
-        self.verify = (prices[-1] - prices[0]) / max(len(prices) - 1, 1)
+        self.verify = float(prices[-1] - prices[0]) / max(len(prices) - 1, 1)
         self.name = "gain" if draft_prices else f"gain:{step:g}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
@@ -112,7 +113,7 @@ class Gain(StopPolicy):
         levels = append_level(state, step, self.power * step.features[:, :, 0])
         values = np.empty(step.alive.shape)
         kernels().node_gains(levels[-1], self.follow, self.verify, values)
-        return _keep_worth(values, step.alive, extend(self.draft_prices, values.shape[1])), levels
+        return _keep_worth(values, step.alive, extend(self.draft_prices, step.alive.shape[1])), levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
