@@ -80,10 +80,14 @@ class PolicyFailure(PolicyError, TypeError):
         """The message with command line options, and the location."""
         return f"{self.command_line}, at {self.file}:{self.line}" if self.file else self.command_line
 
+    @property
+    def reason(self) -> str:
+        """The message without the name of the policy and the location."""
+        return self.command_line.removeprefix(f"{self.policy}: ")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the failure as JSON values."""
-        error = self.command_line.removeprefix(f"{self.policy}: ")
-        return {"failed": True, "policy": self.policy, "error": error, "file": self.file, "line": self.line}
+        return {"failed": True, "policy": self.policy, "error": self.reason, "file": self.file, "line": self.line}
 
 
 class TraceError(SpecstopError, ValueError):

@@ -86,9 +86,8 @@ def build_onnx(policy: LearnedPolicy) -> Any:
         )
     graph = _Graph(helper, numpy_helper)
     later = first = _scores(graph, head, first=False)
-    if not isinstance(head, TreesHead) or not np.array_equal(
-        *head.bounds
-    ):  # trees differ at depth 0 by their bounds only
+    # Trees differ at depth 0 by their bounds only.
+    if not isinstance(head, TreesHead) or not np.array_equal(*head.bounds):
         first = _scores(graph, head, first=True)
     maps = (policy.accept, policy.next, policy.next)
     for name, logits, column, calibrator in zip(OUTPUTS, (later, later, first), (0, 1, 1), maps, strict=True):

@@ -148,7 +148,7 @@ def show_bench(lines: list[BenchLine], title: str) -> None:
                 f"{PHASES.get(phase, phase)} {share:.0%}" for phase, share in line.shares.items() if share >= 0.005
             )
             if line.failure is None
-            else line.failure.text,
+            else line.failure.reason,
         )
         for line in lines
     ]

@@ -100,6 +100,7 @@ class ModelDrafter(Drafter):
     def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
         """Return what the draft reads of a stream: rows, after the backlog at depth 0."""
         if round.device_tokens is not None:  # a chain whose tokens the host does not know
+            self._texts[stream].fed += rows
             return Part(stream, round.device_tokens[stream, depth : depth + 1], 1)
         text, tokens = self._texts[stream], round.tokens[stream, rows].tolist()
         if depth == 0:

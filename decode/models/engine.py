@@ -116,12 +116,13 @@ class PackedLinear(nn.Module):
         # Plain attributes: neither is a parameter, so the module has no state to save.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS) if self.is_packed else weight
         self.bias = bias
+        self._product = torch.ops.mkldnn._linear_pointwise.default if self.is_packed else None
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., out]."""
-        if not self.is_packed:
+        if self._product is None:
             return functional.linear(input, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(input, self.weight, self.bias, "none", [], "")
+        out: Tensor = self._product(input, self.weight, self.bias, "none", [], "")
         return out
 
     __call__ = forward  # hooks, which nobody sets here, take longer than a small product

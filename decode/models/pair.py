@@ -231,11 +231,11 @@ def with_engine(pair: Pair, engine: str = "auto") -> Pair:
     A packed model is changed in place: it can no longer be saved, trained or used by itself. A compact one shares its weights
     with the original, some of which are moved: caches of the original that already exist cannot be used any more.
     """
-    names = choose_engine(pair.target, engine), "plain" if pair.draft is None else choose_engine(pair.draft, engine)
+    names = {role: choose_engine(model, engine) for role, model in pair.models.items()}
     hashes = tuple(map(model_hash, pair.models.values()))  # first, because packed weights are not parameters
-    target = speed_up(pair.target, names[0])
-    draft = None if pair.draft is None else speed_up(pair.draft, names[1])
-    return dataclasses.replace(pair, target=target, draft=draft, engines=names, hashes=hashes)
+    models: Any = {role: speed_up(model, names[role]) for role, model in pair.models.items()}
+    engines = names["target"], names.get("draft", "plain")
+    return dataclasses.replace(pair, **models, engines=engines, hashes=hashes)
 
 
 def check_dtype(name: str) -> torch.dtype:

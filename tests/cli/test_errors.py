@@ -176,7 +176,7 @@ BAD: dict[str, tuple[Arguments, str]] = {
         lambda p: [*p.train, "--profile", odd_profile(p, round_s=float("inf"))], "a number is not finite",
     ),
     "half a surrogate": (
-        lambda p: [*p.evaluate, "--profile", odd_profile(p, facts={"device": "\ud800"})], "half surrogates",
+        lambda p: [*p.evaluate, "--profile", odd_profile(p, facts={"device": "\ud800"})], "lone surrogates",
     ),
     "only a target": (lambda p: ["decode", "w7", "--target", p.target], "both --target and --draft"),
     "only a draft": (
@@ -223,7 +223,7 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "a full folder to evaluate": (lambda p: [*p.evaluate, "--out", p / "full"], "not empty"),
     "a full folder to resume": (lambda p: [*p.collect, "--out", p / "full", "--resume"], "it has no header.json"),
     "a profile in the way": (lambda p: [*p.profile, "--out", p / "profile.json"], "exists; choose another name"),
-    "a file for a folder": (lambda p: [*p.train, "--out", p / "profile.json"], "is a file"),
+    "a file for a folder": (lambda p: [*p.train, "--out", p / "profile.json"], "--out"),
     "no configuration": (lambda p: [*p.collect, "--config", p / "none.yaml"], "none.yaml does not exist"),
     "an unknown key in a configuration": (
         lambda p: [*p.collect, "--config", p / "typo.yaml"], "unknown option 'dpeth' (did you mean 'depth'?)",

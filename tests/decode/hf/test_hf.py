@@ -54,6 +54,8 @@ def test_the_draft_is_used(pair: Pair, prompt_ids: list[list[int]]) -> None:
     draft = copy.deepcopy(pair.target)
     handle = pair.target.register_forward_hook(lambda *_: calls.append(1))
     try:
+        ours(pair, prompt_ids[3:4], draft_model=draft, policy="fixed:5")  # models with a new hook are checked once
+        calls.clear()
         text = ours(pair, prompt_ids[3:4], draft_model=draft, policy="fixed:5")
     finally:
         handle.remove()

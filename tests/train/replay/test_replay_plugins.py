@@ -43,12 +43,12 @@ def arrays(traces: dict[float, Trace]) -> TraceArrays:
         ({"select": fail}, r"^mine: select\(\) failed: SystemExit: bye$"),
         ({"observe": fail}, r"^mine: observe\(\) failed: SystemExit: bye$"),
         ({"keep": lambda *args: 1 / 0}, r"^mine: keep\(\) failed: ZeroDivisionError: division by zero$"),
-        ({"keep": lambda self, step, state: None}, r"^mine: keep\(\) must return \(mask, state\), not NoneType$"),
+        ({"keep": lambda self, step, state: None}, r"^mine: keep\(\) must return \(mask, state\)"),
         (
             {"keep": lambda self, step, state: (step.alive[:1], state)},
-            r"^mine: keep\(\) must return shape \(8, 1\), not \(1, 1\)$",
+            r"^mine: keep\(\) must return .*\(8, 1\), not .*\(1, 1\)$",
         ),
-        ({"select": lambda self, tree, state: 3}, r"^mine: select\(\) must return a bool array, not int$"),
+        ({"select": lambda self, tree, state: 3}, r"^mine: select\(\) must return a bool array.*, not int$"),
     ],
 )
 def test_a_failure_is_one_line_that_names_the_policy(
