@@ -40,7 +40,7 @@ from specstop.decode import (
 )
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.hf.baseline import PLAIN, SETTINGS, Assisted
-from specstop.decode.models import view as view_module
+from specstop.decode.models import cache as cache_module
 from specstop.decode.models.attention import Part
 from specstop.decode.models.cuda import KEPT, open_cache
 from specstop.decode.profile import measure_profile
@@ -285,7 +285,7 @@ def flips(size: Size, bars: Bars) -> None:
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(model.config.vocab_size, (1, 16 + 4 * size.tokens), generator=generator).to(size.device)
     heads = {"float32 head": contextlib.nullcontext()}
-    heads["rounded head"] = mock.patch.object(view_module, "widen", lambda view: None)
+    heads["rounded head"] = mock.patch.object(cache_module, "widen", lambda view: None)
     for head, changed in heads.items():
         with changed:
             KEPT.clear()

@@ -2,6 +2,7 @@
 
     python benchmarks/replay.py --check
     python benchmarks/replay.py --pair pairs/a --out replay.json
+    python benchmarks/replay.py --ablation
 
 Without `--pair` the shipped pair is used. The last line is one JSON object; with `--check` the exit code is 1 where a bar
 falls short.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ablation import ablation
 from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
@@ -31,6 +33,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.train.fit.run import train
 from specstop.train.replay.bounds.static_tree import best_static_tree
+from specstop.train.replay.log import play
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
@@ -50,6 +53,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--temperature", type=float, nargs="+", help="temperatures to run at; a check needs two")
     parser.add_argument("--shape", nargs="+", default=["chain", TREE], help="chain, or trees; a check needs both")
+    parser.add_argument("--ablation", action="store_true", help="price the rounds without each refinement of the costs")
     options = parser.parse_args()
     temperatures = options.temperature or ([0.7] if options.quick else [0.0, 0.7])
     bars = Bars()
@@ -62,14 +66,14 @@ def main() -> int:
         for temperature in temperatures:
             for shape in options.shape:
                 tree = None if shape == "chain" else shape
-                live(pair, prompts, other, tokens, temperature, tree, Path(out), bars)
+                live(pair, prompts, other, tokens, temperature, tree, Path(out), bars, options.ablation)
     whole = len(temperatures) > 1 and len(options.shape) > 1 and len(prompts) >= 40
     return bars.finish(options, f"{len(prompts)} prompts of {tokens} tokens", whole)
 
 
 def live(
     pair: Pair, prompts: Sequence[Prompt], other: Sequence[Prompt], tokens: int, temperature: float, tree: str | None,
-    out: Path, bars: Bars,
+    out: Path, bars: Bars, ablate: bool = False,
 ) -> None:  # fmt: skip
     """Compare replay with the live loop: rounds, and tokens/s as ratios to plain decoding.
 
@@ -99,7 +103,8 @@ def live(
     )
     profile = calibration.profile().with_measured_decisions(decisions)
     rates = [sum(len(g.tokens) for g in texts) / sum(g.seconds for g in texts) for texts in found]
-    predicted = [replay(arrays, policy, profile).rate for policy in policies]
+    played = [play(arrays, policy, profile) for policy in policies]
+    predicted = [one.result.rate for one in played]
     worst, total, ties, wrong = 0.0, 0, 0, 0
     for policy, rate, texts, guess in zip(policies, rates, found, predicted, strict=True):
         miss = (rate / rates[0]) / (guess / predicted[0]) - 1
@@ -117,6 +122,9 @@ def live(
         worst <= 0.05,
         f"{worst:.1%} of {len(policies)} policies; within 5%",
     )
+    if ablate:
+        rounds = [one.rounds for one in played]
+        bars.figures[f"ablation, {at}"] = ablation(profile, rounds, arrays.prompt_tokens, rates)
     bars.add(
         f"rounds replayed as live, {at}",
         total,

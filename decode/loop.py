@@ -27,9 +27,8 @@ from .drift_monitor import make_monitor
 from .hooks import Hook, Timer
 from .model_source import ModelSource
 from .models.cache import CachedModel
-from .models.outputs import request_states
+from .models.outputs import hidden_widths
 from .models.pair import Pair
-from .models.view import hidden_width
 from .records import Generation, Round
 from .round_state import RoundState
 from .rounds import play_round
@@ -88,10 +87,7 @@ class Speculator:
         policy = policy.limited(self.topology.deepest)  # as replay limits it to the depth of a trace
         self._drafter, self._hooks = drafter or find_drafter(pair.drafter, pair), tuple(hooks)
         names = check_hidden((*policy.hidden, *hidden), policy.name)
-        widths = {
-            name: request_states(self._drafter, policy.name) if name == DRAFT_HIDDEN else hidden_width(pair.target)
-            for name in names
-        }
+        widths = hidden_widths(pair, names, self._drafter, policy.name, "use another policy")
         check_sizes(policy, widths)
         self._timer = Timer(pair.device)
         model_source = self._source = ModelSource(

@@ -73,7 +73,7 @@ class ModelSource:
         self.timer, self._hooks, self._open_source, self._size = timer, hooks, open_source, streams
         # Under rejection modes, what is sent must not depend on tokens drawn later. So policies select level by level, and
         # policies that trim also decide about candidates that end a text.
-        self.asks_ended, self.selects_levels = mode.hides and policy.trims, mode.hides and is_trimming(policy)
+        self.decides_ended, self.selects_levels = mode.hides and policy.trims, mode.hides and is_trimming(policy)
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._temperature = settings.temperature
         self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))

@@ -88,7 +88,7 @@ class RoundState:
         drawn: [S, N] bool, a candidate was drawn at the row.
         dropped: [S, N] bool, the policy excluded the candidate from verification.
         fed: [S, N] bool, the draft read the row, to draw below it.
-        asked: [S, N] bool, the policy decided whether to extend the row.
+        decided: [S, N] bool, the policy decided whether to extend the row.
         sent: [S, N] bool, rows that the target reads: row 0, and rows below it that were drawn and not dropped.
         on_path: [S, N] bool, the accepted path, including row 0. Not set for chains in replay, where `accepted` suffices.
         drafted, verified, decisions: [S] int64, candidates drawn, candidates sent, depths at which the policy was called.
@@ -138,7 +138,7 @@ class RoundState:
         self.topology, self.active, self.context, self.backlog, self.limit = topology, active, context, backlog, limit
         # One block [5, S, N], which the counting kernel takes as one argument.
         self._marks = np.zeros((5, len(active), len(topology)), dtype=bool)
-        self.drawn, self.dropped, self.fed, self.asked, self.on_path = self._marks
+        self.drawn, self.dropped, self.fed, self.decided, self.on_path = self._marks
         self.hit_limit = np.zeros(len(active), dtype=bool)
         self.seconds = np.zeros(len(active))
         self.levels: list[DraftScores | None] = []

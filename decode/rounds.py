@@ -22,12 +22,12 @@ class CandidateSource(Protocol):
 
     Attributes:
         timer: times the calls of the policy.
-        asks_ended: policies also decide about candidates that end a text (`verify.Verification.hides`).
+        decides_ended: policies also decide about candidates that end a text (`verify.Verification.hides`).
         selects_levels: policies select after each level, not once after drafting.
     """
 
     timer: Timer
-    asks_ended: bool
+    decides_ended: bool
     selects_levels: bool
 
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
@@ -88,14 +88,14 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
         if depth >= first:
             if not np.count_nonzero(alive):
                 break
-            round.asked[:, level] = alive
+            round.decided[:, level] = alive
             mark = timer.mark()
             kept = host.keep(source.step(round, depth, alive, host.history))
             timer.add("policy", mark)
             if host.trims and depth:  # the anchor is committed
                 round.dropped[:, level] = alive & ~kept
             alive = kept
-        feeding = _without_ended(round, alive, going) if source.asks_ended else alive
+        feeding = _without_ended(round, alive, going) if source.decides_ended else alive
         if (leaves := tree.leaves[depth]) is not None:
             feeding = feeding & ~leaves
         if not np.count_nonzero(feeding):
@@ -103,12 +103,12 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
         round.fed[:, level] = feeding
         drawn, going = source.grow(round, depth, feeding)
         # If decisions must not depend on tokens, a policy also decides about an end of text. It is removed before feeding.
-        alive = drawn if source.asks_ended else _without_ended(round, drawn, going)
+        alive = drawn if source.decides_ended else _without_ended(round, drawn, going)
         if selects and source.selects_levels:  # at once, as the selection must not depend on tokens drawn later
             _select(source, host, round, below)
             alive = alive & ~round.dropped[:, below]
     else:
-        if source.asks_ended:  # the deepest level is not fed, so ended texts were not removed from it above
+        if source.decides_ended:  # the deepest level is not fed, so ended texts were not removed from it above
             _without_ended(round, alive, going)
     if selects and not source.selects_levels:
         _select(source, host, round, slice(1, len(tree)))

@@ -42,7 +42,7 @@ def summarise(
 
     Args:
         needs, logits, drawn, temperature, sampled, scores: as there, tensors instead of arrays.
-        best: largest noisy scores, if they are known already.
+        best: largest noisy scores, if already computed.
 
     Raises:
         PolicyError: noisy scores are needed but missing.
@@ -115,8 +115,8 @@ def summarise_on_device(
     scores: Tensor | None = None, best: Best | None = None,
 ) -> RowSummary:  # fmt: skip
     """Summarise rows of logits by operations on their device and one copy to the host; see `summarise`."""
-    known, count = _best_array(needs, best), 0
-    if needs.noisy and known is None:
+    noisy_best, count = _best_array(needs, best), 0
+    if needs.noisy and noisy_best is None:
         if scores is None:
             raise PolicyError(NO_SCORES)
         # One more than siblings, because margins are to the best score that was not drawn.
@@ -128,7 +128,9 @@ def summarise_on_device(
     path = logprob[:, :1] if drawn.parent_path is None else logprob[:, :1] + drawn.parent_path[:, None]
     lead = np.full_like(path, np.inf) if drawn.lead is None else drawn.lead[:, None]
     numbers = np.concatenate([logprob, path, lead], 1)
-    return RowSummary(_padded(top, TOP), stats, _padded(noisy, max(count, 2)) if known is None else known, numbers)
+    return RowSummary(
+        _padded(top, TOP), stats, _padded(noisy, max(count, 2)) if noisy_best is None else noisy_best, numbers
+    )
 
 
 def _padded(values: Array, width: int) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ Points = tuple[tuple[int, float], ...]
 MAX_STREAMS = 4096
 """The largest batch that files and rules may name."""
 
+MAX_DEPTH, MAX_CONTEXT, MAX_S, MIN_CALL_S = 1024, 1e9, 1e6, 1e-9
+"""Limits of costs: nothing takes eleven days, and a verification takes time."""
+
 MIN_SHARE = 0.25
 """Extrapolated seconds are at least this share of the smallest measured ones: rates divide by seconds."""
 
@@ -24,16 +28,36 @@ PADDING_GAIN = 0.05
 """Padding must save this share of a verification. Of sizes that cost the same, the cheapest is merely the luckiest one."""
 
 
+def _check_range(name: str, values: ArrayLike, minimum: float = 0.0, maximum: float = MAX_S) -> None:
+    numbers = np.asarray(values, dtype=np.float64)
+    if not ((minimum <= numbers) & (numbers <= maximum)).all():
+        raise ValueError(f"{name}: expected numbers between {minimum:g} and {maximum:g}")
+
+
+def _check_points(name: str, points: Points, first: int, minimum: float = 0.0) -> None:
+    """Raise `ValueError` unless counts ascend from at least `first` and seconds are at least `minimum`."""
+    counts = [first - 1, *(count for count, _ in points)]
+    if counts[-1] >= 2**31 or any(high <= low for low, high in pairwise(counts)):
+        raise ValueError(f"{name}: expected ascending counts from {first} on")
+    _check_range(name, [seconds for _, seconds in points], minimum)
+
+
+def _check_contexts(low: CostTable | BatchTable, high: CostTable | BatchTable) -> None:
+    _check_range("context", [low.context, high.context], 0.0, MAX_CONTEXT)
+    if high.context != low.context and high.context < low.context + 1.0:
+        raise ValueError("high.context: expected that of low, or at least one token more")
+
+
 def interpolate(x: ArrayLike, xs: ArrayLike, ys: ArrayLike) -> Array:
     """Return y at `x`: linear between measured points, along the line through the first and the last one beyond them.
 
-    The line through the ends, since the slope between the last two points is mostly noise; it is held flat if it falls.
+    Beyond the ends, because the slope between the last two points is mostly noise; the line never falls.
     The result is at least `MIN_SHARE` of the smallest measured y.
 
     Args:
         x: [...] places.
         xs: [P] ascending.
-        ys: [P], or [2, ...] for two points, each of which broadcasts with `x`.
+        ys: [P], or [2, ...] for two points that broadcast with `x`.
     """
     x, xs, ys = (np.asarray(values, dtype=np.float64) for values in (x, xs, ys))
     span = xs[-1] - xs[0] or 1.0
@@ -76,6 +100,13 @@ class CostTable:
     later_draft_s: float | None = None
     tree_verify_s: Points = ()
 
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.verify_s) <= MAX_DEPTH + 1:
+            raise ValueError(f"verify_s: expected 1 to {MAX_DEPTH + 1} numbers")
+        _check_range("draft_s, draft_token_s, later_draft_s", [*self.draft_s, self.draft_token_s, self.later_s])
+        _check_range("verify_s", self.verify_s, MIN_CALL_S)
+        _check_points("tree_verify_s", self.tree_verify_s, 0, MIN_CALL_S)
+
     @property
     def later_s(self) -> float:
         """Seconds of a draft step after the first, of one row."""
@@ -114,14 +145,26 @@ class BatchTable:
 
     Attributes:
         context: tokens in the cache of each stream.
-        draft_s: (streams that draft, seconds) of a draft step.
+        draft_s: (streams that draft, seconds) of a draft step after the first.
         verify_s: by streams, (tokens of all streams, anchors included; seconds) of a round except drafting and decisions. A
             jump, as from padding to recorded sizes, is two adjacent points.
+        first_draft_s: of the first draft step, which runs on caches that the target has emptied; empty = as later ones.
     """
 
     context: float
     draft_s: Points
     verify_s: Mapping[int, Points]
+    first_draft_s: Points = ()
+
+    def __post_init__(self) -> None:
+        if not self.draft_s or not self.verify_s or not all(self.verify_s.values()):
+            raise ValueError("batch: expected at least one point in each curve")
+        if not all(1 <= size <= MAX_STREAMS for size in self.verify_s):
+            raise ValueError(f"batch.verify_s: expected batch sizes between 1 and {MAX_STREAMS}")
+        _check_points("batch.draft_s", self.draft_s, 1)
+        _check_points("batch.first_draft_s", self.first_draft_s, 1)
+        for size, points in self.verify_s.items():
+            _check_points("batch.verify_s", points, size, MIN_CALL_S)
 
     def rounds_s(self, streams: Array, tokens: Array) -> Array:
         """Return [n] seconds of rounds except drafting: interpolated between the curves of measured batch sizes."""
@@ -142,23 +185,22 @@ class BatchCosts:
     low: BatchTable
     high: BatchTable
 
-    @cached_property
+    def __post_init__(self) -> None:
+        _check_contexts(self.low, self.high)
+        counts = [
+            {n: [at for at, _ in points] for n, points in side.verify_s.items()} for side in (self.low, self.high)
+        ]
+        if counts[0] != counts[1]:
+            raise ValueError("batch.verify_s: both contexts need the same sizes and counts")
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The batch sizes whose verification was measured, ascending."""
         return tuple(sorted(self.low.verify_s))
 
-    def draft_s(self, streams: Array, context: ArrayLike) -> Array:
-        """Return the seconds of a draft step of so many streams, at least one."""
-        return self._at(context, along(self.low.draft_s, streams), along(self.high.draft_s, streams))
-
-    def verify_s(self, streams: Array, tokens: Array, context: ArrayLike) -> Array:
-        """Return the seconds of a round except drafting; arguments as of `Costs.verify_s`."""
-        count, sent = (values.ravel() for values in np.broadcast_arrays(streams, tokens))
-        shape = np.broadcast_shapes(streams.shape, tokens.shape)
-        return self._at(context, *(side.rounds_s(count, sent).reshape(shape) for side in (self.low, self.high)))
-
-    def _at(self, context: ArrayLike, low: Array, high: Array) -> Array:
-        return interpolate(context, (self.low.context, self.high.context), np.stack([low, high]))
+    def between(self, context: ArrayLike, of: Callable[[BatchTable], Array]) -> Array:
+        """Return what `of` takes from the tables, at a context length."""
+        return interpolate(context, (self.low.context, self.high.context), np.stack([of(self.low), of(self.high)]))
 
 
 @dataclass(frozen=True)
@@ -188,12 +230,20 @@ class Costs:
     batch: BatchCosts | None = None
     plain_outside_s: float | None = None
 
+    def __post_init__(self) -> None:
+        _check_contexts(self.low, self.high)
+        if len(self.low.verify_s) != len(self.high.verify_s):
+            raise ValueError("verify_s: both contexts need the same lengths")
+        outside = [self.step_s, self.round_s, self.plain_outside_s or 0.0, *(self.tree_outside_s or ())]
+        _check_range("step_s, round_s, prefill_s, outside", [*outside, *self.prefill_s])
+        _check_range("decision_s", list(self.decision_s.values()))
+
     @property
     def max_depth(self) -> int:
         """The deepest chain whose verification was measured."""
         return len(self.low.verify_s) - 1
 
-    def between(self, context: ArrayLike, of: Callable[[CostTable], Sequence[float] | Array]) -> Array:
+    def between(self, context: ArrayLike, of: Callable[[CostTable], float | Sequence[float] | Array]) -> Array:
         """Return what `of` takes from the tables, [n] seconds, at a context length."""
         tables = np.array([of(self.low), of(self.high)], dtype=np.float64)
         return interpolate(context, (self.low.context, self.high.context), tables)
@@ -256,15 +306,23 @@ class Costs:
         Arguments of this and the next two methods are numbers or arrays, which broadcast. Seconds include those outside the
         models. A profile without batches answers by its tables of a single stream: a token costs the same in every stream.
         """
-        cold = 0.0 if self.batch else self.between(context, lambda table: [table.draft_s[0]]) - self._later_s(context)
-        out: Array = np.where(np.asarray(streams) > 0, self.draft_s(streams, context) + cold, 0.0)
+        count = np.asarray(streams)
+        if self.batch:
+            seconds = self.batch.between(context, lambda table: along(table.first_draft_s or table.draft_s, count))
+        else:
+            first, later = (
+                self.between(context, of) for of in (lambda table: table.draft_s[0], lambda table: table.later_s)
+            )
+            seconds = self.draft_s(count, context) + first - later
+        out: Array = np.where(count > 0, seconds, 0.0)
         return out
 
     def draft_s(self, streams: ArrayLike, context: ArrayLike) -> Array:
         """Return the seconds of a later draft step by the streams that draft; 0 of none."""
         count = np.asarray(streams)
         if self.batch:
-            return np.where(count > 0, self.batch.draft_s(count, context), 0.0)
+            out: Array = self.batch.between(context, lambda table: along(table.draft_s, count)) * (count > 0)
+            return out
         most = int(count.max(initial=0))
         return self.between(context, lambda table: table.tree_draft(most)[count]) + self.step_s * count
 
@@ -276,17 +334,15 @@ class Costs:
             tokens: sent in all, the anchor of each stream included.
             context: tokens committed, the mean over streams.
         """
-        count, sent = np.asarray(streams), np.asarray(tokens)
+        count, sent = np.broadcast_arrays(streams, tokens)
         if self.batch:
-            return self.batch.verify_s(count, sent, context)
+            flat = count.ravel(), sent.ravel()
+            return self.batch.between(context, lambda table: table.rounds_s(*flat).reshape(count.shape))
         padded = np.arange(max(int(sent.max(initial=0)), self.max_depth + 1) + 1)
         padded[1 : self.max_depth + 2] = self._padded + 1  # the loop pads a single stream
         sent = np.where(count == 1, padded[sent], sent)
         calls = self.between(context, lambda table: along(tuple(enumerate(table.verify_s, 1)), sent))
         return calls + self.round_s
-
-    def _later_s(self, context: ArrayLike) -> Array:
-        return self.between(context, lambda table: [table.later_s])
 
     def batch_seconds(
         self, context: Array, drafted: Array, verified: Array, decisions: Array, decision: float

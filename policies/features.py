@@ -90,7 +90,7 @@ class Needs:
 
 NOISY, PROBABILITY = Needs(noisy=True), Needs(1, spread=True)  # log-sum-exp is computed relative to the largest logit
 SAMPLED, PATH = Needs(1, spread=True, sampled=True), Needs(1, spread=True, path=True)
-_NEEDS = {
+_NEEDS: Mapping[int, Needs] = {
     **dict.fromkeys((Code.ENTROPY, Code.TOKEN_PROBABILITY), PROBABILITY),
     **dict.fromkeys((Code.NOISY_MARGIN, Code.NOISY_SCORE, Code.NOISY_LEAD), NOISY),
     **{Code.PROBABILITY + rank: Needs(rank + 1, spread=True) for rank in range(TOP)},

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .costs import MAX_STREAMS, BatchCosts, BatchTable, Costs, CostTable
-from .entries import Entries
+from .costs import Costs
 from .errors import InputError
 from .estimate import check_measurements, decision_prices, estimate
 from .files import write_atomic
@@ -27,12 +26,11 @@ MARK = b'"kind": "profile"'
 
 MODEL_COSTS = tuple(field.name for field in dataclasses.fields(Costs) if field.name != "decision_s")
 
-SAME = 1e-6
+TOLERANCE = 1e-6
 """Relative difference of costs that another build of the same linear algebra may make."""
 
-MAX_DEPTH, MAX_CONTEXT, MAX_POINTS = 1024, 1e9, 4096
-MIN_CALL_S, MAX_S = 1e-9, 1e6
-"""Limits of what is read from a file: a model call takes time, and nothing takes eleven days."""
+MAX_NAME = 200
+"""Characters of the name of a verification mode."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Profile(Costs):
         shaping: Mapping[str, Any] | None = None,
         verification: str = "",
     ) -> Profile:
-        """Return the profile that measurements tell: the same one for the same measurements.
+        """Return the profile that is estimated from measurements; it depends on nothing else.
 
         Args:
             measurements: see `estimate`.
@@ -106,52 +104,55 @@ class Profile(Costs):
 
     @cached_property
     def _is_measured(self) -> bool:
-        """Whether the costs, decisions aside, are those that the measurements tell, and not edited or scaled since."""
+        """Whether the costs, decisions aside, are those of the measurements, and not edited or scaled since."""
         if not any(key.what == VERIFY for key in self.measurements.series):
             return False
-        estimated = self._with_costs(self.measurements.pooled)
-        mine, theirs = (_numbers([getattr(p, name) for name in MODEL_COSTS]) for p in (self, estimated))
-        return len(mine) == len(theirs) and bool(np.allclose(mine, theirs, rtol=SAME, atol=0.0))
+        mine, estimated = (list(_numbers(one._model_costs)) for one in (self, self._with(self.measurements.pooled)))
+        return len(mine) == len(estimated) and np.allclose(mine, estimated, rtol=TOLERANCE, atol=0.0)
+
+    @property
+    def _model_costs(self) -> dict[str, Any]:
+        """All costs but those of decisions, as JSON values."""
+        plain = self.to_dict()
+        return {name: plain[name] for name in MODEL_COSTS}
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of all costs but decisions and of the timings behind them: equal for copies of one measurement."""
-        plain = self.to_dict()
-        costs = {name: plain[name] for name in MODEL_COSTS}
-        return digest({"costs": costs, "measurements": self._of_models.to_list()})
+        return digest({"costs": self._model_costs, "measurements": self._of_models.to_list()})
 
-    def _with_costs(self, timings: Timings) -> Profile:
-        """Return this profile with the costs, decisions aside, that timings tell, at the same contexts."""
+    def _with(self, timings: Timings) -> Profile:
+        """Return this profile with the costs, decisions aside, that are estimated from timings at the same contexts."""
         costs = estimate(timings, (self.low.context, self.high.context), self.max_depth)
         return dataclasses.replace(self, **{**vars(costs), "decision_s": self.decision_s})
 
     def resampled(self, rng: np.random.Generator) -> Profile:
-        """Return a bootstrap draw: the costs that a draw of the measurements tells, estimated as these were.
+        """Return a bootstrap draw: the costs that a draw of the measurements gives, estimated as these were.
 
         Whole repetitions are drawn, for all costs at once: a slow phase affects all that was timed in it. Costs that were not
         measured, or edited or scaled since, stay as they are; a draw has no measurements.
         """
         if not self.measurements:
             return self
-        drawn = self.measurements.resampled(rng, self.noise.lasting if self.noise else 1)
-        costs = self._with_costs(drawn) if self._is_measured else self
+        drawn = self.measurements.resampled(rng, self.noise.block if self.noise else 1)
+        costs = self._with(drawn) if self._is_measured else self
         decision_s = {**self.decision_s, **decision_prices(drawn)}
         return dataclasses.replace(costs, decision_s=decision_s, measurements=Measurements())
 
     def same_costs(self, record: Mapping[str, Any]) -> bool:
         """Whether a profile's JSON form has the same costs, decisions aside."""
         try:
-            theirs = Profile.from_dict({**record, "decision_s": {}, "measurements": []}, "a record")
+            other = Profile.from_dict({**record, "decision_s": {}, "measurements": []}, "a record")
         except InputError:
             return False
-        return all(getattr(theirs, name) == getattr(self, name) for name in MODEL_COSTS)
+        return all(getattr(other, name) == getattr(self, name) for name in MODEL_COSTS)
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON, each series of its measurements on a line of its own."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if self.measurements:
             lines = ",\n".join(f"    {json.dumps(series)}" for series in self.measurements.to_list())
-            text = f'{text[:-2]},\n  "measurements": [\n{lines}\n  ]\n}}'  # in place of the closing brace
+            text = f'{text[:-2]},\n  "measurements": [\n{lines}\n  ]\n}}'  # instead of the closing brace
         write_atomic(path, text + "\n")
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,84 +178,40 @@ class Profile(Costs):
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any], where: str) -> Profile:
-        """Return the profile of its JSON form; raises `InputError` if an entry is missing or no time."""
+        """Return the profile of its JSON form; raises `InputError` if an entry is missing or out of range."""
+        from pydantic import ValidationError  # takes 0.1 s to import
+
+        names = {field.name for field in dataclasses.fields(Profile)} - {"measurements", "source"}
         try:
             check_values(raw)
-            entries = Entries(raw)
-            low, high = _both_contexts(entries, _read_table)
-            if len(low.verify_s) != len(high.verify_s):
-                raise ValueError("verify_s: both contexts need the same lengths")
-            prices = entries.part("decision_s")
-            prefill = entries.numbers("prefill_s", (2, 2), most=MAX_S)
-            tree = entries.numbers("tree_outside_s", (3, 3), most=MAX_S) if entries.has("tree_outside_s") else None
-            return Profile(
-                low,
-                high,
-                entries.number("step_s", most=MAX_S),
-                entries.number("round_s", most=MAX_S),
-                (prefill[0], prefill[1]),
-                {name: prices.number(name, MAX_S) for name in prices.values},
-                tree_outside_s=None if tree is None else (tree[0], tree[1], tree[2]),
-                batch=_read_batch(entries.part("batch")) if entries.has("batch") else None,
-                plain_outside_s=entries.number_or("plain_outside_s", None, MAX_S),
-                temperature=entries.number("temperature", most=LIMITS["temperature"].high),
-                facts=dict(entries.part("facts").values),
-                measurements=check_measurements(Measurements.from_list(raw.get("measurements", []))),
-                shaping=dict(entries.part("shaping").values) if entries.has("shaping") else {},
-                verification=entries.text("verification") if entries.has("verification") else "",
-            )
-        except (KeyError, ValueError) as error:
-            raise InputError(f"--profile: {where} lacks or mangles {error}; measure it again") from None
+            # From text, because strict validation of Python objects would not convert lists to tuples.
+            text = json.dumps({name: value for name, value in raw.items() if name in names})
+            profile: Profile = _validator().validate_json(text, strict=True)
+            if not 0.0 <= profile.temperature <= LIMITS["temperature"].high or len(profile.verification) > MAX_NAME:
+                raise ValueError("temperature or verification: out of range")
+            measurements = check_measurements(Measurements.from_list(raw.get("measurements", [])))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            reason = f"{place}: {first['msg']}".replace("Value error, ", "").removeprefix(": ")
+        except (ValueError, RecursionError) as error:
+            reason = str(error)
+        else:
+            return dataclasses.replace(profile, measurements=measurements)
+        raise InputError(f"--profile: {where} lacks or mangles {reason}; measure it again")
 
 
-def _both_contexts(raw: Entries, read: Any) -> Any:
-    """Return what `read` makes of the entries `low` and `high`, whose contexts are equal or at least a token apart."""
-    low, high = (read(raw.part(side)) for side in ("low", "high"))
-    if high.context != low.context and high.context < low.context + 1.0:
-        raise ValueError(f"{raw.part('high').named('context')}: expected that of low, or at least one token more")
-    return low, high
+@cache
+def _validator() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Profile)
 
 
-def _read_table(raw: Entries) -> CostTable:
-    one, two = raw.numbers("draft_s", (2, 2), most=MAX_S)
-    return CostTable(
-        raw.number("context", most=MAX_CONTEXT),
-        (one, two),
-        raw.number("draft_token_s", most=MAX_S),
-        raw.numbers("verify_s", (1, MAX_DEPTH + 1), MIN_CALL_S, MAX_S),
-        raw.number_or("later_draft_s", None, MAX_S),
-        raw.points("tree_verify_s", (0, MAX_POINTS), 0, MIN_CALL_S, MAX_S) if raw.has("tree_verify_s") else (),
-    )
-
-
-def _read_batch(raw: Entries) -> BatchCosts:
-    low, high = _both_contexts(raw, _read_batch_table)
-    counts = [{size: [n for n, _ in points] for size, points in side.verify_s.items()} for side in (low, high)]
-    if counts[0] != counts[1]:
-        raise ValueError(f"{raw.named('high')}.verify_s: both contexts need the same sizes")
-    return BatchCosts(low, high)
-
-
-def _read_batch_table(raw: Entries) -> BatchTable:
-    verify, sizes = raw.part("verify_s"), {}
-    for key in verify.values:
-        # `int` is slow for very long texts, and "04" would replace "4".
-        size = int(key) if isinstance(key, str) and len(key) < 9 and key.isascii() and key.isdecimal() else 0
-        if not 1 <= size <= MAX_STREAMS or key != str(size):
-            raise ValueError(f"{verify.place}: expected batch sizes between 1 and {MAX_STREAMS}, not {key[:40]!r}")
-        sizes[size] = verify.points(key, (1, MAX_POINTS), size, MIN_CALL_S, MAX_S)
-    if not sizes:
-        raise ValueError(f"{verify.place}: expected at least one batch size")
-    drafts = raw.points("draft_s", (1, MAX_STREAMS), 1, 0.0, MAX_S)
-    return BatchTable(raw.number("context", most=MAX_CONTEXT), drafts, dict(sorted(sizes.items())))
-
-
-def _numbers(values: Any) -> list[float]:
-    """Return the numbers in nested values, in order; None as -1, which is no cost."""
-    if dataclasses.is_dataclass(values):
-        values = dataclasses.astuple(values)  # type: ignore[arg-type]
-    if isinstance(values, Mapping):
-        values = [values[key] for key in sorted(values)]
-    if isinstance(values, list | tuple):
-        return [number for value in values for number in _numbers(value)]
-    return [-1.0 if values is None else float(values)]
+def _numbers(values: Any) -> Iterator[float]:
+    """Yield the numbers in nested JSON values; None as -1, which is no cost."""
+    if isinstance(values, dict | list):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _numbers(value)
+    else:
+        yield -1.0 if values is None else float(values)

@@ -25,7 +25,7 @@ from .errors import PolicyError
 from .features import feature
 from .files import staged_folder, write_atomic, write_json
 from .heads import build_head
-from .learned import ContinuationPolicy, LearnedPolicy, TrainingMetadata, TreeGain, build_rule, head_names
+from .learned import ContinuationPolicy, LearnedPolicy, TreeGain, build_rule, head_names
 from .rules import BatchRule, Continuation
 from .safe_loading import (
     CARD_FILE,
@@ -35,7 +35,7 @@ from .safe_loading import (
     read_files,
     read_signed_json,
 )
-from .training_metadata import sampling_text
+from .training_metadata import TrainingMetadata, sampling_text
 from .tree_rules import TreeRule
 
 POLICY_SCHEMA = 2

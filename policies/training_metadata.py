@@ -101,7 +101,7 @@ def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, An
         if not trained.covers(used.temperature):
             different.append(("temperature", trained.temperature, used.temperature))
         if filters[0] != filters[1]:
-            different.append(("filter", *filters))
+            different.append(("filter", filters[0], filters[1]))
     if used.verification and trained.verification != used.verification:
         different.append(("verification", trained.verification, used.verification))
     # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.

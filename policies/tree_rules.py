@@ -54,7 +54,7 @@ def node_values(levels: Sequence[Array] | None, tree: DraftTree) -> Array:
 
 def _keep_worth(values: Array, alive: Array, prices: Array) -> Array:
     """Return [S, N] bool, the n best of the values [S, N] float64 that are worth most above `prices` [N] of 1, 2, ..."""
-    kept = np.zeros_like(alive)
+    kept = np.empty_like(alive)
     kernels().keep_worth(values, alive, prices, kept)
     return kept
 
@@ -110,13 +110,15 @@ class Gain(StopPolicy):
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and store the paths' probabilities."""
         levels = append_level(state, step, self.power * step.features[:, :, 0])
-        values = self.follow * np.exp(levels[-1], dtype=np.float64) - self.verify
+        values = np.empty(step.alive.shape)
+        kernels().node_gains(levels[-1], self.follow, self.verify, values)
         return _keep_worth(values, step.alive, extend(self.draft_prices, values.shape[1])), levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
         table = extend(self.target_prices, tree.drawn.shape[1] + 1)
-        values = np.exp(node_values(state, tree), dtype=np.float64)
+        values = np.empty(tree.drawn.shape)
+        kernels().node_gains(node_values(state, tree), 1.0, 0.0, values)
         return _keep_worth(values, tree.drawn, table[1:] - table[0])  # the anchor is verified in any case
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:

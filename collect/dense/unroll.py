@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ...decode.models.cache import CachedModel
 from ...decode.models.engine import CompactModel
-from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
-from ...decode.models.view import token_bytes
+from ...decode.models.view import hidden_width, token_bytes
 from ...decode.settings import shaping_of
 from ...decode.topology import Topology, chain
 from ...decode.verify.sampling import MODEL_DEFAULTS, SamplingParams

@@ -28,7 +28,7 @@ from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.scripts import TWICE, BatchScript, shuffled
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, shown
-from ...policies.estimate import BATCH_DRAFTS, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
+from ...policies.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
 from ...policies.limits import check_limit, check_limits
 from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
@@ -148,7 +148,9 @@ class StepTimer:
         read, steps = sum(sent.backlog for sent in drafting), max((sent.drafted for sent in drafting), default=0) - 1
         # A draft that begins a text reads all of it.
         if drafting and not step.began:
-            add(BATCH_DRAFTS, (len(drafting), steps + 1), step.model_s)
+            add(BATCH_FIRST, (len(drafting),), step.first_s)
+            if steps:
+                add(BATCH_DRAFTS, (len(drafting), steps), later)
         if count == 1:
             add(VERIFY, (tokens,), rest)
             add(OUTSIDE, (tokens,), outside)

@@ -99,16 +99,15 @@ class ModelDrafter(Drafter):
 
     def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
         """Return what the draft reads of a stream: rows, after the backlog at depth 0."""
-        text = self._texts[stream]
+        if round.device_tokens is not None:  # a chain whose tokens the host does not know
+            self._texts[stream].fed += rows
+            return Part(stream, round.device_tokens[stream, depth : depth + 1], 1)
+        text, tokens = self._texts[stream], round.tokens[stream, rows].tolist()
         if depth == 0:
             text.round, text.fed = round, []
+            tokens = text.tokens[self._model.lengths[stream] :] + tokens
         fed = list(text.fed)
         text.fed += rows
-        if round.device_tokens is not None:  # a chain whose tokens the host does not know
-            return Part(stream, round.device_tokens[stream, depth : depth + 1], 1)
-        tokens = round.tokens[stream, rows].tolist()
-        if depth == 0:
-            tokens = text.tokens[self._model.lengths[stream] :] + tokens
         if len(rows) == 1 and len(fed) == depth:  # all fed rows are ancestors of this row
             return Part(stream, tokens, 1)
         return Part(stream, tokens, tree=TreeRows(round.topology, len(text.tokens), fed, rows))

@@ -408,7 +408,7 @@ class Drafting:
 class _Source:
     """`rounds.CandidateSource` of chains with the most likely tokens."""
 
-    asks_ended = selects_levels = False
+    decides_ended = selects_levels = False
 
     def __init__(self, drafting: Drafting, reader: FeatureReader, rows: Array, unread: Sequence[list[int]]) -> None:
         self.timer, self._drafting, self._reader, self._rows, self._unread = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -180,10 +180,20 @@ def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
     return shaping.with_processors([_processor_of_row(one, row) for one in shaping.processors])
 
 
+@dataclasses.dataclass
+class _AllowedInRow:
+    """A `prefix_allowed_tokens_fn` called with the batch index of a row instead of 0. A closure could not be copied."""
+
+    allowed: Callable[[int, Tensor], list[int]]
+    row: int
+
+    def __call__(self, _: int, ids: Tensor) -> list[int]:
+        return self.allowed(self.row, ids)
+
+
 def _processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+        return PrefixConstrainedLogitsProcessor(_AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1)
     if is_xgrammar(processor):
         return XGrammarProcessor(processor, row)
     if not isinstance(processor, STATELESS):

@@ -1,4 +1,4 @@
-"""Attention to the cache: masks, calls that read several streams, and kernels for grouped queries and long texts."""
+"""Attention to cached keys and values: masks, packed calls of several streams, buffers, and kernels for long texts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from ...policies.contract import Array
 from ..topology import Topology
@@ -238,6 +239,103 @@ def pack(
     last = max(lengths[part.stream] + len(part.tokens) for part in parts)
     rows_wanted = None if all_wanted else upload(wanted, device)
     return PackedCall(lines, upload(base, device), upload(relation, device), rows_wanted, last, is_full)
+
+
+class KVCache:
+    """Buffers of `capacity` slots for each of S streams.
+
+    Groups of `layers` layers share memory, so that a move is one operation for all.
+
+    Attributes:
+        lengths: Slots in use, by stream.
+        stream: Stream that a call reads.
+        call: The packed call that is read; None if it is one of `stream`.
+    """
+
+    def __init__(self, capacity: int, layers: int, streams: int = 1) -> None:
+        self.capacity, self._layers, self.streams = capacity, layers, streams
+        self.lengths = [0] * streams
+        self.stream = 0
+        self.call: PackedCall | None = None
+        self.shared: list[Tensor] = []  # each [layers, S, heads, capacity, width]
+        self._free: dict[Any, list[Tensor]] = {}
+
+    def allocate(self, kind: str, states: Tensor) -> Tensor:
+        """Return a buffer [S, heads, capacity, width] for a layer's states [1, heads, n, width] of a kind."""
+        _, heads, _, width = states.shape
+        free = self._free.setdefault((kind, heads, width, states.dtype, states.device), [])
+        if not free:
+            self.shared.append(states.new_zeros(self._layers, self.streams, heads, self.capacity, width))
+            # By index: in-place writes into views made by unpacking are refused outside of `no_grad`.
+            free.extend(self.shared[-1][layer] for layer in range(self._layers))
+        return free.pop()
+
+    def clear(self, stream: int) -> None:
+        """Overwrite a stream's states. Masked states have weight 0, but 0 times NaN is NaN."""
+        for shared in self.shared:
+            shared[:, stream].zero_()
+
+    def move(self, stream: int, slots: Sequence[int], to: int) -> None:
+        """Copy a stream's states in `slots`, ascending and none below `to`, to the slots from `to` on."""
+        for shared in self.shared:
+            states = shared[:, stream]
+            if len(slots) == 1:
+                states[:, :, to] = states[:, :, slots[0]]
+            else:  # source and destination may overlap
+                moved = states.index_select(2, upload(list(slots), shared.device))
+                states.narrow(2, to, len(slots)).copy_(moved)
+
+
+class KVLayer(CacheLayerMixin):
+    """Keys and values of one layer, written in place where the cache says."""
+
+    is_sliding = False  # all keys are kept; a window is part of the mask
+
+    def __init__(self, kv: KVCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kv = kv
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate buffers for the shape, dtype and device of the first states."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = self.kv.allocate("keys", key_states), self.kv.allocate("values", value_states)
+        self.is_initialized = True
+
+    def fill(self, stream: int, end: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Write states [1, heads, n, width] into the n slots of a stream before `end`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            assert buffer is not None
+            buffer[stream, :, end - states.shape[2] : end] = states[0]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states and return views of all that attention reads."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        kv, keys, values = self.kv, self.keys, self.values
+        assert keys is not None and values is not None
+        if kv.call is not None:
+            return kv.call.write(keys, values, key_states, value_states)
+        start, count = kv.lengths[kv.stream], key_states.shape[-2]
+        if kv.streams > 1:
+            keys, values = keys.narrow(0, kv.stream, 1), values.narrow(0, kv.stream, 1)
+        # The length is updated after all layers (`CachedModel.read`).
+        keys.narrow(2, start, count).copy_(key_states)
+        values.narrow(2, start, count).copy_(value_states)
+        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys with `query_length` more tokens, and their offset."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the slots in use."""
+        return self.kv.lengths[self.kv.stream]
+
+    def get_max_length(self) -> int:
+        """Return the capacity."""
+        return self.kv.capacity
 
 
 def grouped_attention(

@@ -5,23 +5,36 @@ One stream is read in slices of the buffers. Several streams are read by one pac
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ...policies.errors import InputError
-from .attention import LayerMasks, PackedCall, Part, attending_packed, backend_mask, causal, pack, split
-from .device import upload
-from .view import READS_ALL, ModelView, Reading, long_rope, scored_tokens
+from .attention import (
+    KVCache,
+    KVLayer,
+    LayerMasks,
+    PackedCall,
+    Part,
+    attending_packed,
+    backend_mask,
+    causal,
+    pack,
+    split,
+)
+from .device import upload, widen, without_cudnn
+from .view import READS_ALL, Guard, Reading, long_rope, open_view, scored_tokens
 
 _MAX_PACKED = 64
 """Maximum tokens of a stream in a packed call, which fills the rows of the other streams up to its length."""
@@ -64,103 +77,6 @@ class ReadPrompt:
         )
 
 
-class KVCache:
-    """Buffers of `capacity` slots for each of S streams.
-
-    Groups of `layers` layers share memory, so that a move is one operation for all.
-
-    Attributes:
-        lengths: Slots in use, by stream.
-        stream: Stream that a call reads.
-        call: The packed call that is read; None if it is one of `stream`.
-    """
-
-    def __init__(self, capacity: int, layers: int, streams: int = 1) -> None:
-        self.capacity, self._layers, self.streams = capacity, layers, streams
-        self.lengths = [0] * streams
-        self.stream = 0
-        self.call: PackedCall | None = None
-        self.shared: list[Tensor] = []  # each [layers, S, heads, capacity, width]
-        self._free: dict[Any, list[Tensor]] = {}
-
-    def allocate(self, kind: str, states: Tensor) -> Tensor:
-        """Return a buffer [S, heads, capacity, width] for a layer's states [1, heads, n, width] of a kind."""
-        _, heads, _, width = states.shape
-        free = self._free.setdefault((kind, heads, width, states.dtype, states.device), [])
-        if not free:
-            self.shared.append(states.new_zeros(self._layers, self.streams, heads, self.capacity, width))
-            # By index: in-place writes into views made by unpacking are refused outside of `no_grad`.
-            free.extend(self.shared[-1][layer] for layer in range(self._layers))
-        return free.pop()
-
-    def clear(self, stream: int) -> None:
-        """Overwrite a stream's states. Masked states have weight 0, but 0 times NaN is NaN."""
-        for shared in self.shared:
-            shared[:, stream].zero_()
-
-    def move(self, stream: int, slots: Sequence[int], to: int) -> None:
-        """Copy a stream's states in `slots`, ascending and none below `to`, to the slots from `to` on."""
-        for shared in self.shared:
-            states = shared[:, stream]
-            if len(slots) == 1:
-                states[:, :, to] = states[:, :, slots[0]]
-            else:  # source and destination may overlap
-                moved = states.index_select(2, upload(list(slots), shared.device))
-                states.narrow(2, to, len(slots)).copy_(moved)
-
-
-class KVLayer(CacheLayerMixin):
-    """Keys and values of one layer, written in place where the cache says."""
-
-    is_sliding = False  # all keys are kept; a window is part of the mask
-
-    def __init__(self, kv: KVCache) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kv = kv
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers for the shape, dtype and device of the first states."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self.kv.allocate("keys", key_states), self.kv.allocate("values", value_states)
-        self.is_initialized = True
-
-    def fill(self, stream: int, end: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Write states [1, heads, n, width] into the n slots of a stream before `end`."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            assert buffer is not None
-            buffer[stream, :, end - states.shape[2] : end] = states[0]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states and return views of all that attention reads."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        kv, keys, values = self.kv, self.keys, self.values
-        assert keys is not None and values is not None
-        if kv.call is not None:
-            return kv.call.write(keys, values, key_states, value_states)
-        start, count = kv.lengths[kv.stream], key_states.shape[-2]
-        if kv.streams > 1:
-            keys, values = keys.narrow(0, kv.stream, 1), values.narrow(0, kv.stream, 1)
-        # The length is updated after all layers (`CachedModel.read`).
-        keys.narrow(2, start, count).copy_(key_states)
-        values.narrow(2, start, count).copy_(value_states)
-        return keys.narrow(2, 0, start + count), values.narrow(2, 0, start + count)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys with `query_length` more tokens, and their offset."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the slots in use."""
-        return self.kv.lengths[self.kv.stream]
-
-    def get_max_length(self) -> int:
-        """Return the capacity."""
-        return self.kv.capacity
-
-
 class CachedModel:
     """A causal language model and the texts that it has read.
 
@@ -170,7 +86,7 @@ class CachedModel:
     of that text alone, token by token, no call contains texts on both sides of the boundary, and no round spans it.
 
     Args:
-        model: Model to call, through a view (see `view`).
+        model: Model to call, through a view (see `view`); kept as `original`.
         capacity: Slots of a stream.
         vocabulary: Width of the logits returned. Additional scores are cut. Tokens that the model does not know get -inf, and
             are read as its first token.
@@ -196,7 +112,7 @@ class CachedModel:
         reading: Reading = READS_ALL,
     ) -> None:
         self._device = torch.device(device or model.device)
-        self.view = ModelView(model, self._device)
+        self.original = model
         self.capacity, self.vocabulary, self.streams = capacity, vocabulary, streams
         self.states: Tensor | None = None
         self._min_packed = 2 if reading.side_by_side else sys.maxsize
@@ -219,14 +135,27 @@ class CachedModel:
         self._rope = long_rope(model)
         self._tokens = torch.zeros_like(self._position_at) if self._rope else None  # [S, capacity]
 
+    @cached_property
+    def _view(self) -> tuple[PreTrainedModel, Guard]:
+        view, guard = open_view(self.original)
+        if view is not self.original:
+            widen(view)
+        return view, guard
+
     @property
     def model(self) -> PreTrainedModel:
         """The view that is called."""
-        return self.view.model
+        return self._view[0]
 
     def refresh(self) -> None:
         """Use the current layers of the model; called before the first text of a run."""
-        self.view.refresh()
+        vars(self).pop("_view", None)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[PreTrainedModel]:
+        model, guard = self._view
+        with guard(), without_cudnn(self._device):
+            yield model
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -344,7 +273,7 @@ class CachedModel:
             InputError: The logits after the prompt's next token differ from the model's by more than rounding.
         """
         if not self.masked and (prompt.hidden.any() or prompt.offset.any()):
-            raise prompt.refusal(self.view.original)
+            raise prompt.refusal(self.original)
         self._kv.clear(stream)
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
@@ -371,7 +300,7 @@ class CachedModel:
 
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
-        with self.view.calling() as model:
+        with self._calling() as model:
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -462,7 +391,7 @@ class CachedModel:
         mask = self._additive(mask, call.query_positions() if self._windows else positions, key_positions)
         self._kv.call = call
         try:
-            with self.view.calling() as model, attending_packed(model, call):
+            with self._calling() as model, attending_packed(model, call):
                 rows = 0 if call.wanted is None else call.wanted
                 return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
         finally:
@@ -470,7 +399,7 @@ class CachedModel:
 
     def _additive(self, mask: Tensor, positions: Tensor, key_positions: Tensor) -> Any:
         """Return the additive mask for all layers, or one for each type (see `LayerMasks.apply`)."""
-        dtype = self.view.original.dtype
+        dtype = self.original.dtype
         return (
             self._windows.apply(mask, positions, key_positions, dtype) if self._windows else backend_mask(mask, dtype)
         )

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention import PackedCall, Part, pack
-from .cache import CachedModel, KVCache, KVLayer
+from .attention import KVCache, KVLayer, PackedCall, Part, pack
+from .cache import CachedModel
 from .device import Recorded, Recorder, filled_up
 from .placement import is_placed, warn_once
 from .view import READS_ALL, Reading, long_rope, state_key, token_bytes
@@ -60,17 +60,13 @@ class Memory:
     position_at: Tensor
     calls: dict[object, RecordedCall] = field(default_factory=dict)
 
-    @property
-    def slots(self) -> int:
-        """Slots of all streams."""
-        return self.kv.capacity * self.kv.streams
-
     def evict(self) -> None:
         """Remove the least recently used calls beyond `MAX_CALLS` and `RECORDED_SHARE`."""
-        limit = RECORDED_SHARE * device_bytes(self.position_at.device)
-        while len(self.calls) > MAX_CALLS or (
-            len(self.calls) > 1 and sum(call.size for call in self.calls.values()) > limit
-        ):
+        limit, sizes = (
+            RECORDED_SHARE * device_bytes(self.position_at.device),
+            [call.size for call in self.calls.values()],
+        )
+        while len(self.calls) > MAX_CALLS or (len(self.calls) > 1 and sum(sizes[-len(self.calls) :]) > limit):
             del self.calls[next(iter(self.calls))]
 
 
@@ -82,19 +78,20 @@ _KEEPING = threading.RLock()
 
 
 def _take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
-    """Remove and return the smallest kept memory of this kind and at least this size.
+    """Remove and return the smallest kept memory that fits, or free those that a new one replaces."""
 
-    If there is none, those that a new memory replaces are freed.
-    """
+    def fits(memory: Memory, larger: bool) -> bool:
+        sizes = ((memory.kv.capacity, capacity), (memory.kv.streams, streams))
+        same_kind = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
+        return same_kind and all(size >= needed if larger else size <= needed for size, needed in sizes)
+
     with _KEEPING:
         kept = KEPT.get(model, [])
-        similar = [one for one in kept if one.kind == kind and (one.kv.streams == 1) == (streams == 1)]
-        fitting = [one for one in similar if one.kv.capacity >= capacity and one.kv.streams >= streams]
-        if memory := min(fitting, key=lambda one: one.slots, default=None):
+        fitting = [memory for memory in kept if fits(memory, larger=True)]
+        if memory := min(fitting, key=lambda one: one.kv.capacity * one.kv.streams, default=None):
             kept.remove(memory)
         else:
-            larger = [one for one in similar if one.kv.capacity > capacity or one.kv.streams > streams]
-            kept[:] = [one for one in kept if one.kind[-1] == kind[-1] and (one not in similar or one in larger)]
+            kept[:] = [one for one in kept if one.kind[-1] == kind[-1] and not fits(one, larger=False)]
         return memory
 
 
@@ -104,8 +101,8 @@ def _keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
     if alive is not None and memory.calls:
         with _KEEPING:
             kept = KEPT.setdefault(alive, [])
-            limit = KEPT_SHARE * device_bytes(alive.device) / token_bytes(alive)
-            while len(kept) >= MAX_KEPT or sum(one.slots for one in kept) > limit:
+            slots = KEPT_SHARE * device_bytes(alive.device) / token_bytes(alive)
+            while len(kept) >= MAX_KEPT or sum(one.kv.capacity * one.kv.streams for one in kept) > slots:
                 del kept[0]
             kept.append(memory)
 
@@ -170,7 +167,7 @@ class CudaGraphModel(CachedModel):
     def refresh(self) -> None:
         """Use the current layers of the model, and discard the recordings if they have changed."""
         super().refresh()
-        state = _state(self.view.original)
+        state = _state(self.original)
         if state != self._memory.kind[-1]:
             self._memory.kind = (*self._memory.kind[:-1], state)
             self._memory.calls = {}
@@ -188,7 +185,8 @@ class CudaGraphModel(CachedModel):
         # Recordings do not contain the layouts of adopted prompts.
         if not memory.recorder.works or call.line.shape[1] > MAX_TOKENS or self._layouts:
             return super()._run_packed(call)
-        recorded = memory.calls[key] = memory.calls.pop(key, None) or RecordedCall(call=call.copy())
+        recorded = memory.calls.pop(key) if key in memory.calls else RecordedCall(call=call.copy())
+        memory.calls[key] = recorded
         for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
             fixed.copy_(new)
         logits, states = recorded.answer(memory.recorder, partial(super()._run_packed, recorded.call))

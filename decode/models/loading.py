@@ -1,7 +1,7 @@
 """Models, PEFT adapters and tokenizers from folders and hub names. Errors in their files are reported in one line.
 
-transformers builds whatever a config describes before it reads the files, and fills missing tensors with random numbers.
-Therefore sizes and memory are checked first, and the library's report on the tensors afterwards.
+transformers builds whatever a config describes before it reads the files, and fills tensors that these lack with random
+numbers. Therefore sizes and memory are checked first, and the library's report on the tensors afterwards.
 
 In float32 and float64, an adapter that changes weights is merged, so that every engine computes the adapted model. In half
 precision, rounding would lose small changes. The adapter's layers are then kept, and only engines that call them can be used.

@@ -16,17 +16,10 @@ from .view import hidden_width
 
 
 class FiniteRows(contextlib.AbstractContextManager[None]):
-    """Checks raw logits [..., V] by the end of its block: rows with a best score that is NaN or infinite are refused.
+    """Checks raw logits [..., V] of a `role` by the end of its block: `PairError` if a row's best score is NaN or infinite.
 
     Single tokens may be at -inf. On a device the result is copied meanwhile, so that a block that waits for the device waits
     once. On the CPU the constructor raises.
-
-    Args:
-        logits: Logits of the model.
-        role: `target` or `draft`, for the message.
-
-    Raises:
-        PairError: A row is broken. It replaces any error of the block.
     """
 
     def __init__(self, logits: Tensor, role: str = "target") -> None:
@@ -64,34 +57,31 @@ def broken(role: str) -> PairError:
     )
 
 
-def hidden_widths(pair: Pair, names: Sequence[str], drafter: object = None) -> dict[str, int]:
-    """Return the width of each of the hidden states to record, by its name in `features.hidden_states`.
+def hidden_widths(
+    pair: Pair,
+    names: Sequence[str],
+    drafter: object = None,
+    user: str = "--hidden",
+    instead: str = "leave the draft's states out",
+) -> dict[str, int]:
+    """Return the width of each of the hidden states that `user` reads, by its name in `features.hidden_states`.
 
-    The states of a drafter, which keeps them from now on, replace those of the draft model; `PolicyError` if it has none.
-    """
-    widths = {name: hidden_width(pair.target) for name in names}
-    if DRAFT_HIDDEN in widths:
-        widths[DRAFT_HIDDEN] = (
-            hidden_width(pair.draft_model)
-            if drafter is None
-            else request_states(drafter, "--hidden", "leave the draft's states out")
-        )
-    return widths
-
-
-def request_states(drafter: object, user: str, instead: str = "use another policy") -> int:
-    """Let a drafter keep its hidden states for `user` and return their width.
+    The states of a drafter, which keeps them from now on, replace those of the draft model.
 
     Raises:
-        PolicyError: It has none; the message ends with what to do `instead`.
+        PolicyError: The drafter has none; the message ends with what to do `instead`.
     """
-    keep_states = getattr(drafter, "keep_states", None)
-    if keep_states is None:
-        raise PolicyError(
-            f"{user}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra or "
-            f"layer, or {instead}"
-        )
-    return int(keep_states())
+    widths = {name: hidden_width(pair.target) for name in names}
+    if DRAFT_HIDDEN in widths and drafter is None:
+        widths[DRAFT_HIDDEN] = hidden_width(pair.draft_model)
+    elif DRAFT_HIDDEN in widths:
+        if (keep_states := getattr(drafter, "keep_states", None)) is None:
+            raise PolicyError(
+                f"{user}: reads {DRAFT_HIDDEN}, which {type(drafter).__name__} has not; draft with a model, medusa, hydra "
+                f"or layer, or {instead}"
+            )
+        widths[DRAFT_HIDDEN] = int(keep_states())
+    return widths
 
 
 def stored(states: Tensor) -> Tensor:

@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-
-from .device import widen, without_cudnn
 
 ENDLESS = 1 << 30
 """Maximum text length of a model without a limit on positions."""
@@ -60,7 +57,7 @@ def readable(model: PreTrainedModel) -> int:
 
 def state_key(model: PreTrainedModel) -> str:
     """Return a key of all that a model's calls depend on besides inputs and weights: config, hooks and adapters."""
-    layers = []
+    layers: list[tuple[Any, ...]] = []
     for module in model.modules():
         layers.append((*module._forward_hooks, *module._forward_pre_hooks))  # handle numbers, which are never reused
         if isinstance(getattr(module, "disable_adapters", None), bool):  # a layer of peft
@@ -206,37 +203,6 @@ def open_view(module: Any, owner: nn.Module | None = None) -> tuple[Any, Guard]:
         return _Copier().copy(module), contextlib.nullcontext
     except _NotViewableError:
         return module, lambda: _exclusive(module if owner is None else owner)
-
-
-class ModelView:
-    """View of a model for one decode loop."""
-
-    def __init__(self, original: PreTrainedModel, device: torch.device) -> None:
-        self.original, self._device = original, device
-        self._opened: tuple[PreTrainedModel, Guard] | None = None
-
-    def refresh(self) -> None:
-        """Discard the view, so that the next call uses the current layers and adapters of the model."""
-        self._opened = None
-
-    def _open(self) -> tuple[PreTrainedModel, Guard]:
-        if self._opened is None:
-            self._opened = open_view(self.original)
-            if self._opened[0] is not self.original:
-                widen(self._opened[0])
-        return self._opened
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model to call."""
-        return self._open()[0]
-
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[PreTrainedModel]:
-        """Return the model to call within the context."""
-        model, guard = self._open()
-        with guard(), without_cudnn(self._device):
-            yield model
 
 
 def layer_view(model: PreTrainedModel, layer: Any) -> Callable[[Tensor], Tensor]:

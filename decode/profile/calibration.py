@@ -1,7 +1,7 @@
-"""Calibration: texts decoded through the round loop, driven by scripts, to time the parts of a round.
+"""Calibration: texts decoded through the round loop by scripts, to time the parts of a round.
 
-Timings of isolated forwards miss a good part of what a round costs, so the loop runs as it is, on prompts that no prediction
-is made for, with a script in place of the policy: every length 0..K equally often, and plain decoding beside it.
+Timings of isolated forwards miss a good part of what a round costs. So the loop runs unchanged, on prompts without
+predictions, with a script instead of the policy: every length 0..K equally often, and plain decoding in turns with it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.estimate import (
     BATCH_DRAFTS,
+    BATCH_FIRST,
     BATCH_PLAIN,
     BATCH_VERIFY,
     FIRST,
@@ -46,20 +47,18 @@ from .decisions import decision_case, whole_rounds
 from .measuring import Case, Clock, Effort, Seconds, measure
 from .scripts import BatchScript, ChainScript, TreeScript
 
-NEW_TOKENS = 48
-"""Of a text: so few that a repetition is over within a second on a small pair."""
+NEW_TOKENS, PROBE_TOKENS, MIN_TOKENS = 48, 8, 16
+"""Tokens of a text, so few that a repetition is over within a second on a small pair; of texts that time a token; and the
+fewest for slow pairs."""
 
-PROBED, SHORTEST = 8, 16
-"""Tokens of the texts that tell how fast a pair is, and the fewest of others."""
-
-WARM_UPS = (0, 1)
+WARM_UP_KEYS = (0, 1)
 """Keys of the texts that warm up: together they draft nearly all lengths, each of which may have to be captured once."""
 
-SETTLING = 4
+SETTLING_ROUNDS = 4
 """Rounds of a batch after the prompts that are not timed: reading these empties the caches, and the first one took half as
 long again as the tenth."""
 
-MOST_WARM_UPS, MOST_TRIES = 12, 3
+MAX_WARM_UPS, MAX_TRIES = 12, 3
 """Repetitions that warm up a GPU at most: a call is recorded the second time that its shape comes, and a text has few."""
 
 
@@ -88,16 +87,16 @@ def measure_profile(
             a long context.
         depth: K, the longest chain timed.
         temperature: of the sampling.
-        policies: whose decisions are timed, features included.
-        new_tokens: decoded from each context; fewer where a pair is too slow for the budget.
+        policies: policies to time, features included.
+        new_tokens: decoded from each context; fewer if a pair is too slow for the budget.
         effort: how long to measure.
         facts: kept in the profile.
         progress: see `Progress`.
-        tree: a topology whose rounds are timed too.
-        clock: what the budget is counted by.
+        tree: a topology to time as well.
+        clock: counts the budget.
         shaping: what else changes the distribution that is sampled from; processing logits takes time, too.
-        batch: how many texts are decoded side by side, of each size whose rounds are timed too.
-        verification: the mode whose rounds are timed; `auto` = the fastest lossless one (`modes.resolve_mode`).
+        batch: batch sizes to time as well.
+        verification: the mode to time; `auto` = the fastest lossless one (`modes.resolve_mode`).
 
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
@@ -112,30 +111,32 @@ def measure_profile(
         verification=verification,
     )  # fmt: skip
     if effort.repetitions is None:
-        new_tokens = _affordable(calibration(new_tokens=min(PROBED, new_tokens)), new_tokens, effort, clock)
+        new_tokens = _affordable_tokens(
+            calibration(new_tokens=min(PROBE_TOKENS, new_tokens)), new_tokens, effort, clock
+        )
     run = calibration(new_tokens=new_tokens)
     # Of policies that share a `cost_name` the last is timed, for all.
     decisions = {p.cost_name: decision_case(pair, p, prompts, run.settings, None) for p in as_policies(policies)}
     cases = {**run.cases(), **run.warmed(decisions)}
-    return run.told(measure(cases, effort, clock=clock, progress=progress), facts)
+    return run.profile(facts, measure(cases, effort, clock=clock, progress=progress))
 
 
-def _affordable(probe: CalibrationRun, most: int, effort: Effort, clock: Clock) -> int:
-    """Return how many tokens a text may have, at most `most`, for the budget to hold the fewest repetitions."""
+def _affordable_tokens(probe: CalibrationRun, maximum: int, effort: Effort, clock: Clock) -> int:
+    """Return how many tokens a text may have for the budget to hold the fewest repetitions."""
     probe.play(0)  # what is set up once does not count
-    begun = clock()
+    begin = clock()
     probe.play(1)
-    a_token = (clock() - begun) / probe.settings.max_new_tokens
-    warm_ups = len(WARM_UPS) if probe.on_host else MOST_WARM_UPS
-    room = effort.budget_s / (effort.fewest + warm_ups)  # the warm-up comes out of it as well
-    return most if a_token * most <= room else min(most, max(SHORTEST, int(room / a_token)))
+    token_s = (clock() - begin) / probe.settings.max_new_tokens
+    warm_ups = len(WARM_UP_KEYS) if probe.on_host else MAX_WARM_UPS  # the warm-up is a part of the budget
+    text_s = effort.budget_s / (effort.fewest + warm_ups)
+    return maximum if token_s * maximum <= text_s else min(maximum, max(MIN_TOKENS, int(text_s / token_s)))
 
 
 class CalibrationRun:
     """Texts decoded to time the parts of a round: in turns of their own, or between those of a live comparison.
 
-    A shared machine changes its pace within minutes, and not equally for all sizes: what is compared with a prediction is
-    best timed in the same minutes as the profile that the prediction is made from.
+    A shared machine changes its pace within minutes, and not equally for all sizes. So a live comparison is timed in the
+    same minutes as the profile that predicts it.
 
     Args:
         pair, prompts, depth, temperature, new_tokens, tree, shaping, batch, verification: as of `measure_profile`.
@@ -159,11 +160,11 @@ class CalibrationRun:
         verification: str = "auto",
     ) -> None:
         check_limits(batch=max(batch, default=1))
-        shared: dict[str, Any] = {"ignore_eos": True, "shaping": shaping, "verification": verification}
-        self.settings = Settings(temperature, new_tokens, depth, **shared).for_pair(pair)
+        options: dict[str, Any] = {"ignore_eos": True, "shaping": shaping, "verification": verification}
+        self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
-        # After a drafting round a plain one runs on cold caches: plain decoding is timed as it occurs, on its own.
+        # After a drafting round a plain one runs on cold caches: plain decoding is timed in texts of its own.
         self._script, self._plain = (
             Speculator(pair, policy, self.settings) for policy in (ChainScript(depth), FixedLength(0))
         )
@@ -172,10 +173,10 @@ class CalibrationRun:
             speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
         self._tree = None
         if tree:
-            settings = Settings(temperature, new_tokens, tree=tree, **shared)
+            settings = Settings(temperature, new_tokens, tree=tree, **options)
             self._tree = Speculator(pair, TreeScript(settings.topology.deepest, settings.topology.width), settings)
         self._batches = {
-            # Batches end with fewer and fewer texts: between one and the smallest size costs are known by both.
+            # Batches end with fewer and fewer texts: between one and the smallest size costs are interpolated.
             size: [
                 Speculator(pair, policy, self.settings, batch=size)
                 for policy in (BatchScript(size, depth), FixedLength(0))
@@ -191,37 +192,23 @@ class CalibrationRun:
         return self.warmed({"rounds": self._rounds, **batches})
 
     def warmed(self, cases: Mapping[str, Case]) -> dict[str, Case]:
-        """Return cases whose warm-up goes on, in other rounds, until a GPU has recorded what they call for."""
-        return {name: partial(self._warm_or_time, case) for name, case in cases.items()}
+        """Return cases that are repeated while a GPU records calls: with other texts to warm up, else with the same."""
+        return {name: partial(self._repeat, case) for name, case in cases.items()}
 
-    def _warm_or_time(self, case: Case, number: int) -> Seconds:
-        """Time a case, or at number 0 warm it up."""
-        if number:
-            return self._time(case, number)
-        case(0)
-        counts = [len(side) for side in self._contexts]
-        for more in range(1, 1 if self.on_host else MOST_WARM_UPS):
-            before = Recorded.fresh
-            case(more)
-            if Recorded.fresh == before:
+    def _repeat(self, case: Case, number: int) -> Seconds:
+        lengths = [len(side) for side in self._contexts]
+        tries = 1 if self.on_host else MAX_TRIES if number else MAX_WARM_UPS
+        seconds: Seconds = {}
+        for turn in range(tries):
+            for side, length in zip(self._contexts, lengths, strict=True):
+                del side[length:]
+            before, seconds = Recorded.fresh, case(number or turn)
+            if Recorded.fresh == before and (number or turn):
                 break
-        self._cut_contexts(counts)
-        return {}
-
-    def _time(self, case: Case, number: int) -> Seconds:
-        """Time a case, and again if a GPU has recorded calls meanwhile."""
-        counts, seconds = [len(side) for side in self._contexts], dict[Key, Sequence[float]]()
-        for _ in range(1 if self.on_host else MOST_TRIES):
-            self._cut_contexts(counts)
-            before, seconds = Recorded.fresh, dict(case(number))
-            if Recorded.fresh == before:
-                break
-        return seconds
-
-    def _cut_contexts(self, counts: Sequence[int]) -> None:
-        """Forget all contexts of timed rounds but the first ones on each side."""
-        for side, count in zip(self._contexts, counts, strict=True):
-            del side[count:]
+        if not number:
+            for side, length in zip(self._contexts, lengths, strict=True):
+                del side[length:]
+        return seconds if number else {}
 
     def play(self, number: int) -> None:
         """Time all cases once, for `profile`; number 0 only warms up."""
@@ -229,24 +216,25 @@ class CalibrationRun:
         if number:
             self._timed.append(seconds)
 
-    def profile(self, facts: Mapping[str, Any] | None = None) -> Profile:
-        """Return the profile of the texts timed so far, at least one after the warm-up; `facts` are kept in it."""
-        return self.told(collected(self._timed), facts)
+    def profile(self, facts: Mapping[str, Any] | None = None, measurements: Measurements | None = None) -> Profile:
+        """Return the profile of the measurements of the cases.
 
-    def told(self, measurements: Measurements, facts: Mapping[str, Any] | None = None) -> Profile:
-        """Return the profile that the measurements of its cases tell."""
+        Args:
+            facts: kept in the profile.
+            measurements: default: those of `play`, which was called at least once after the warm-up.
+        """
         short, long = (statistics.fmean(side) if side else 0.0 for side in self._contexts)
-        made = Profile.measured(
-            measurements, (short, long), self.settings.max_depth, self.settings.temperature,
+        profile = Profile.measured(
+            measurements or collected(self._timed), (short, long), self.settings.max_depth, self.settings.temperature,
             shaping=self.settings.shaping.to_dict(), verification=self._script.mode.name,
         )  # fmt: skip
-        noise = made.noise.to_dict() if made.noise else {}
-        return dataclasses.replace(made, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
+        noise = profile.noise.to_dict() if profile.noise else {}
+        return dataclasses.replace(profile, facts={**(facts or {}), **noise, "rounds": sum(map(len, self._contexts))})
 
     def _rounds(self, number: int) -> Seconds:
-        """Decode texts of chains and of trees at each context: in one case, since one is compared with the other."""
+        """Decode texts of chains and of trees at each context: in one case, since they are compared."""
         timed: dict[Key, list[float]] = defaultdict(list)
-        for key in (number,) if number else WARM_UPS:
+        for key in (number,) if number else WARM_UP_KEYS:
             for context, side, tokens in zip(self._contexts, CONTEXTS, self._texts(key), strict=True):
                 scripted, plain = self._script.generate(tokens, key), self._plain.generate(tokens, key)
                 tree = self._tree.generate(tokens, key) if self._tree else None
@@ -256,15 +244,15 @@ class CalibrationRun:
         return timed
 
     def _batch(self, size: int, number: int) -> Seconds:
-        """Decode as many texts side by side as a batch has, at each context, scripted and plain."""
+        """Decode texts side by side at each context, scripted and plain."""
         timed: dict[Key, list[float]] = defaultdict(list)
         texts = [self._texts(number * size + at) for at in range(size)]  # each stream another text
         for context, side, prompts in zip(self._contexts, CONTEXTS, zip(*texts, strict=True), strict=True):
             requests = [Request(prompt, number) for prompt in prompts]
             scripted, plain = (whole_rounds(run.run(requests)) for run in self._batches[size])
-            for parts in scripted[min(SETTLING, len(scripted) // 4) :]:
+            for parts in scripted[min(SETTLING_ROUNDS, len(scripted) // 4) :]:
                 _add_batch_round(timed, side, parts)
-            for parts in plain[min(SETTLING, len(plain) // 4) :]:
+            for parts in plain[min(SETTLING_ROUNDS, len(plain) // 4) :]:
                 timed[Key(BATCH_PLAIN, side, (size,))].append(sum(r.verify_s + r.outside_s for r in parts))
             if number:
                 context.extend(sum(r.context for r in parts) / size for parts in scripted)
@@ -295,7 +283,7 @@ def _add_text(
     timed[Key(PLAIN, side)].extend(r.verify_s for r in whole)
     timed[Key(PLAIN_OUTSIDE, side)].extend(r.outside_s for r in whole)
     for r in tree.rounds[1:] if tree else ():
-        if r.verified and not r.cut:  # of none: plain decoding, timed on its own
+        if r.verified and not r.cut:  # of none: plain decoding, timed in other texts
             timed[Key(TREE_VERIFY, side, (r.verified,))].append(r.verify_s)
             timed[Key(TREE_OUTSIDE, side, (r.drafted,))].append(r.outside_s)
 
@@ -305,10 +293,11 @@ def _add_batch_round(timed: dict[Key, list[float]], side: str, parts: Sequence[R
     sent = len(parts) + sum(r.verified for r in parts)
     timed[Key(BATCH_VERIFY, side, (len(parts), sent))].append(sum(r.verify_s + r.outside_s for r in parts))
     drafting = [r for r in parts if r.drafted]
-    # Steps are timed together: they tell a price only if all drafts went equally deep and none had its whole text to read.
+    # Steps are timed together: they give a price only if all drafts went equally deep and none had its whole text to read.
     if drafting and len({r.drafted for r in drafting}) == 1 and not any(r.backlog == r.context for r in drafting):
-        seconds = sum(r.first_draft_s + r.draft_s for r in parts)
-        timed[Key(BATCH_DRAFTS, side, (len(drafting), drafting[0].drafted))].append(seconds)
+        timed[Key(BATCH_FIRST, side, (len(drafting),))].append(sum(r.first_draft_s for r in parts))
+        if steps := drafting[0].drafted - 1:
+            timed[Key(BATCH_DRAFTS, side, (len(drafting), steps))].append(sum(r.draft_s for r in parts))
 
 
 def two_lengths(readable: int, prompts: Sequence[Sequence[int]], new_tokens: int) -> tuple[int, int]:

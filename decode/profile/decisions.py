@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -32,16 +31,13 @@ from ..topology import Topology, chain
 from .measuring import Case, Effort, Seconds, measure
 
 EFFORT = Effort(repetitions=8)
-"""Texts, or stretches of time, that decisions are timed in by default."""
+"""Texts, or sets of `ROUNDS` rounds without models, by default."""
 
-ROUNDS = 10
-"""Rounds without models in a stretch of time."""
-
-CALLS = 3
-"""Decisions in a round without models, where the policy goes as deep."""
+ROUNDS, CALLS = 10, 3
+"""Rounds without models in a repetition, and decisions in each, if the policy goes as deep."""
 
 HIDDEN = 1024
-"""Width of hidden states whose width is unknown."""
+"""Width of hidden states if it is unknown."""
 
 SCRATCH = 1536
 """Rows of the matrix whose product clears the caches."""
@@ -52,19 +48,18 @@ def decision_case(
 ) -> Case:
     """Return the case of a policy's decisions in the live loop.
 
-    About one text, or where the policy decides nothing about one, about as many as the profile's largest batch.
+    About one text, or if the policy decides nothing about one, about as many as the profile's largest batch.
     """
     streams = largest_batch(profile) if 1 in policy.unasked else 1
     speculator = Speculator(pair, policy, settings.for_policy(policy), profile, batch=streams)
 
     def case(number: int) -> Seconds:
         seconds: dict[Key, list[float]] = defaultdict(list)
-        texts = speculator.run(
-            [Request(prompts[(number * streams + at) % len(prompts)], number) for at in range(streams)]
-        )
+        requests = [Request(prompts[(number * streams + at) % len(prompts)], number) for at in range(streams)]
+        texts = speculator.run(requests)
         if failure := next((text.failure for text in texts if text.failure is not None), None):
             raise failure
-        # A text by itself is asked about in the round that ends it as in any other.
+        # For a single text, the round that ends it has the usual decisions.
         for parts in whole_rounds(texts) if streams > 1 else [[r] for r in texts[0].rounds]:
             if calls := max(r.decisions for r in parts):
                 # Each stream's record has its share.
@@ -93,7 +88,7 @@ def loop_decisions(
 
     Args:
         pair: target and draft.
-        policies: whose decisions are timed.
+        policies: to time.
         prompts: token ids.
         settings: of the texts.
         profile: if given, the time that a policy takes to observe each round is a part of its price.
@@ -105,16 +100,15 @@ def loop_decisions(
 
 
 def largest_batch(profile: Profile | None) -> int:
-    """Return the most streams that the profile has costs of."""
+    """Return the largest batch size in a profile, 1 without one."""
     return profile.batch.sizes[-1] if profile and profile.batch else 1
 
 
 def is_asked(policy: StopPolicy, profile: Profile | None = None) -> bool:
     """Whether a policy decides anything in batches of up to the largest one of a profile."""
-    # One whose first decision comes at its last depth, such as a fixed length, is never called.
-    return policy.first < policy.max_depth and any(
-        n not in policy.unasked for n in range(1, largest_batch(profile) + 1)
-    )
+    # A policy whose first decision is at its last depth, such as a fixed length, is never called.
+    sizes = range(1, largest_batch(profile) + 1)
+    return policy.first < policy.max_depth and any(size not in policy.unasked for size in sizes)
 
 
 def add_decisions(
@@ -124,7 +118,7 @@ def add_decisions(
     widths: Mapping[str, int] | None = None,
     tree: Topology | None = None,
 ) -> Profile:
-    """Return the profile with the decisions of `policies` measured here, where it does not have them yet.
+    """Return the profile with the decisions of `policies` measured on this machine, if it does not have them yet.
 
     Arguments as of `measure_decision`.
     """
@@ -138,9 +132,9 @@ def add_decisions(
 
 
 def device_of(profile: Profile) -> torch.device:
-    """Return the device that a profile was measured on: what a decision costs depends on where the logits lie.
+    """Return the device that a profile was measured on: what a decision costs depends on where the logits are.
 
-    The CPU, with a warning, if this machine lacks it.
+    If this machine lacks it, a warning is issued and the CPU is returned.
     """
     name = profile.facts.get("device", "cpu")
     for number in range(torch.cuda.device_count()):
@@ -168,17 +162,17 @@ def measure_decision(
     matrix product before each decision clears the processor's caches as a model call does.
 
     Args:
-        policy: timed.
+        policy: to time.
         vocabulary: tokens of the pair.
         temperature: of the sampling.
-        device: where logits lie.
+        device: device of the logits.
         widths: see above.
-        profile: what rounds cost, which a policy may hear of; None = nothing.
+        profile: prices the rounds that the policy observes, if given.
         tree: that a typical round of it drafts; None = a chain.
     """
-    alone = _RoundWithoutModels(policy, vocabulary, temperature, device, widths, profile, tree)
-    key = Key(DECISIONS, policy.cost_name, (alone.calls,))
-    return measure({policy.cost_name: lambda number: {key: [alone.play() for _ in range(ROUNDS)]}}, EFFORT)
+    round = _RoundWithoutModels(policy, vocabulary, temperature, device, widths, profile, tree)
+    key = Key(DECISIONS, policy.cost_name, (round.calls,))
+    return measure({policy.cost_name: lambda number: {key: [round.play() for _ in range(ROUNDS)]}}, EFFORT)
 
 
 class _RoundWithoutModels:
@@ -192,27 +186,26 @@ class _RoundWithoutModels:
         device: torch.device | str,
         widths: Mapping[str, int] | None,
         profile: Profile | None,
-        tree: Topology | None = None,
+        tree: Topology | None,
     ) -> None:
         if tree is None or tree.deepest <= policy.first:  # a tree without decisions
             tree = chain(policy.first + min(CALLS, max(policy.max_depth - policy.first, 1)))
-        self._tree = tree
+        self._tree, self._first, self._vocabulary = tree, policy.first, vocabulary
         self.calls = min(CALLS, tree.deepest - policy.first)
-        self._policy, self._vocabulary = policy, vocabulary
         sizes = {**dict.fromkeys(policy.hidden, HIDDEN), **(widths or {}), **getattr(policy, "sizes", {})}
         self._generator = torch.Generator().manual_seed(0)
         self._scratch = torch.ones(SCRATCH, SCRATCH, device=device)
-        self._rows = max(sum(map(bool, tree.children[level[0] : level[-1] + 1])) for level in tree.levels)
-        self._hidden = {
-            name: self._random(1 if name == TARGET_HIDDEN else self._rows, sizes[name]) for name in policy.hidden
-        }
+        self._fed = [
+            [row for row in level if tree.children[row]] for level in tree.levels
+        ]  # rows with children, by depth
+        self._rows = max(map(len, self._fed))
+        rows = {DRAFT_HIDDEN: self._rows, TARGET_HIDDEN: 1}
+        self._hidden = {name: self._random(rows[name], sizes[name]) for name in policy.hidden}
         self._reader = FeatureReader(policy, tree, temperature, sizes)
-        # As in the live loop, a round is priced only for policies that read its seconds.
+        # As in the live loop, a round is priced, and its outcome passed, only for policies that read them.
         reads_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
         self._host = PolicyHost(policy, profile=profile if reads_seconds else None)
         self._host.start(np.arange(1))
-        self._all = [np.ones((1, len(level)), dtype=bool) for level in tree.levels]
-        # The live loop skips outcomes for policies that do not observe them.
         self._observes = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
         self._timer = Timer(self._scratch.device)
 
@@ -221,44 +214,40 @@ class _RoundWithoutModels:
 
     def play(self) -> float:
         """Return the seconds of the policy in a round."""
-        first, timer = self._policy.first, self._timer
+        host, reader, timer, last = self._host, self._reader, self._timer, self._first + self.calls
         self._logits = 3.0 * self._random(self._rows, self._vocabulary)
-        round = self._round(first + self.calls)
+        round = self._round(last)
         timer.restart()
-        self._reader.begin(round)
-        for depth in range(1, first):  # not timed: paths lead through it
-            self._reader.drawn(depth, self._scores(depth))
-            if self._reader.has_unread_path:
-                self._reader.read()
-        for depth in range(first, first + self.calls):
+        reader.begin(round)
+        for depth in range(last):
+            if depth:
+                reader.drawn(depth, self._scores(depth))
+            if depth < self._first:
+                if reader.has_unread_path:
+                    reader.read()
+                continue
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T
-            if depth:
-                self._reader.drawn(depth, self._scores(depth))
-            with self._timed():
-                self._host.keep(self._reader.step(depth, self._all[depth], self._host.history))
-        if self._host.selects:
-            tree = round.draft_tree()
-            with self._timed():
-                self._host.select(tree)
+            alive = np.ones((1, len(self._tree.levels[depth])), dtype=bool)
+            mark = timer.mark()
+            host.keep(reader.step(depth, alive, host.history))
+            timer.add("policy", mark)
+        tree = round.draft_tree() if host.selects else None
+        mark = timer.mark()
+        if tree is not None:
+            host.select(tree)
         if self._observes:
-            with self._timed():
-                self._host.finished(round)
+            host.finished(round)
+        timer.add("policy", mark)
         return sum(timer.laps["policy"])
 
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        mark = self._timer.mark()
-        yield
-        self._timer.add("policy", mark)
-
     def _scores(self, depth: int) -> DraftScores:
-        """Return what the tokens of a depth were drawn from."""
-        tree = self._tree
-        fed = [row for row in tree.levels[depth - 1] if tree.children[row]]
+        """Return the scores from which the tokens of a depth are drawn."""
+        fed = self._fed[depth - 1]
         logits, states = self._logits[: len(fed)], self._hidden.get(DRAFT_HIDDEN)
         states = None if states is None else states[: len(fed)]
-        return DraftScores([(0, fed)], [len(tree.children[row]) for row in fed], logits, scores=logits, states=states)
+        counts = [len(self._tree.children[row]) for row in fed]
+        return DraftScores([(0, fed)], counts, logits, scores=logits, states=states)
 
     def _round(self, depth: int) -> RoundState:
         """Return a round that drafted the tree down to `depth`, with half of the depths accepted."""

@@ -1,7 +1,7 @@
 """Timing several things in turns until the machine is quiet or the budget is spent.
 
-A shared machine changes its pace within seconds, and not equally for all that runs on it. So what will be compared is timed
-in turns, one repetition of all of it after the other. What is quiet rests, what is noisy is timed again.
+A shared machine changes its pace within seconds, and not equally for all programs. So what will be compared is timed in
+turns, one repetition of all of it after the other. Quiet cases rest, noisy ones are timed again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Seconds = Mapping[Key, Sequence[float]]
 """Timings of one repetition, by what was timed."""
 
 Case = Callable[[int], Seconds]
-"""Something to time, called with the number of the repetition; 0 warms up, and its timings are dropped."""
+"""Times something; called with the number of the repetition. Number 0 warms up, and its timings are dropped."""
 
 Clock = Callable[[], float]
 
 BUDGET_S = 90.0
 MIN_QUIET = 10
-"""Repetitions from which on timings that agree are enough."""
+"""Repetitions that suffice if they agree."""
 
-JUDGED = 20
+JUDGED_EACH = 20
 """Repetitions from which on not each is followed by a judgement, which takes longer the more there are."""
 
 MIN_REPETITIONS = 3
-"""Repetitions that are made however long they take."""
+"""Repetitions that are always made, however long they take."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Effort:
     """How long to measure.
 
     Attributes:
-        budget_s: no repetition begins that would end later, after the first `MIN_REPETITIONS`.
+        budget_s: after `MIN_REPETITIONS`, no repetition begins that would end later.
         fewest: repetitions from which on a quiet case rests.
-        repetitions: exactly so many, however noisy and long; None = as noise and budget say.
+        repetitions: exact number, regardless of noise and budget; None = as they require.
     """
 
     budget_s: float = BUDGET_S
@@ -54,7 +54,7 @@ class Effort:
         """Whether a case has been timed often enough, the budget aside."""
         if self.repetitions is not None:
             return len(timed) >= self.repetitions
-        if len(timed) < self.fewest or len(timed) % (1 + len(timed) // JUDGED):
+        if len(timed) < self.fewest or len(timed) % (1 + len(timed) // JUDGED_EACH):
             return False
         noise = judge(collected(timed))
         return noise is None or not noise.is_noisy
@@ -70,35 +70,34 @@ def measure(
     """Time every case in turns, the order of the turns changing from repetition to repetition.
 
     Args:
-        cases: by name; what is compared within the same moments belongs into one case.
+        cases: by name; what must be compared within the same moments belongs into one case.
         effort: how long.
         clock: seconds, for the budget.
-        progress: see `Progress`; the total grows where the machine is noisy.
+        progress: see `Progress`; the total grows if the machine is noisy.
 
     Returns:
         All timings of all cases, without those of the warm-up.
     """
-    effort, names = effort or Effort(), list(cases)
-    is_fixed, begun = effort.repetitions is not None, clock()
-    least = (1 + (effort.repetitions or effort.fewest)) * len(names)  # with the warm-up, which may take minutes too
-    done = number = 0
-    progress("profile", done, least)
-    for name in names:
-        cases[name](0)
-        done += 1
-        progress("profile", done, least)
-    timed: dict[str, list[Seconds]] = {name: [] for name in names}
-    while noisy := [name for name in names if not effort.is_enough(timed[name])]:
-        number, last = number + 1, clock()
-        total = least if is_fixed else max(least, done + len(noisy) + 1)
-        for turn in range(len(noisy)):
-            name = noisy[(turn + number) % len(noisy)]
-            timed[name].append(cases[name](number))
+    effort, begin, done, number = effort or Effort(), clock(), 0, 0
+    planned = (1 + (effort.repetitions or effort.fewest)) * len(cases)  # with the warm-up, which may take minutes too
+    timed: dict[str, list[Seconds]] = {name: [] for name in cases}
+    progress("profile", done, planned)
+    turns = list(cases)
+    while turns:
+        last = clock()
+        for at in range(len(turns)):
+            name = turns[(at + number) % len(turns)]
+            seconds = cases[name](number)
+            if number:
+                timed[name].append(seconds)
             done += 1
-            progress("profile", done, total)
-        # The next repetition is assumed to last as long as this one.
-        if not is_fixed and number >= MIN_REPETITIONS and 2 * clock() - last > begun + effort.budget_s:
-            break
-    if not is_fixed:
+            progress("profile", done, planned)
+        number, turns = number + 1, [name for name in cases if not effort.is_enough(timed[name])]
+        if effort.repetitions is None:
+            planned = max(planned, done + len(turns))
+            # The next repetition is assumed to last as long as this one.
+            if number > MIN_REPETITIONS and 2 * clock() - last > begin + effort.budget_s:
+                break
+    if effort.repetitions is None:
         progress("profile", done, done)
     return Measurements({key: series for parts in timed.values() for key, series in collected(parts).series.items()})

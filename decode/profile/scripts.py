@@ -1,4 +1,4 @@
-"""Policies that drive calibration texts by a script, whatever the text is: chains, batches and trees."""
+"""Policies that follow a script, whatever the text is, to time rounds of all sizes: chains, batches and trees."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ TWICE = 2
 """Times in a row that a length comes: a size that comes again, as half of them do, is a little cheaper."""
 
 BATCH_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 16, 24, 32)
-"""Depths that rounds of a batch are drafted to, as far as the profile goes, besides its last one."""
+"""Depths of rounds of a batch, besides the last one of the profile."""
 
-PATHS = 3
-"""One of so many rounds of trees is a single path."""
+PATH_EVERY, FULL_EVERY, FULL_RUN = 3, 6, 4
+"""Of rounds of trees one in 3 is a single path, and one in 6 runs of 4 rounds is of full trees, as of a static tree."""
 
-WHOLES, RUN = 6, 4
-"""One of so many runs of rounds is of whole trees, and the rounds of a run: a static tree comes after its like."""
-
-GOES_ON, WHOLE = 5, 1.25
-"""One of so many levels is the last one; and the power of the number of nodes of which a random share is verified."""
+END_EVERY, SIZE_POWER = 5, 1.25
+"""One in 5 levels of a tree is the last one; and the power of the number of nodes of which a random share is verified."""
 
 
 class Script(StopPolicy):
@@ -49,14 +46,14 @@ def _rounds(state: State) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=256)
 def shuffled(cards: int, key: int, deck: int) -> list[int]:
-    """Return a deck of cards in an order of its own for each key and deck, the same in every process."""
+    """Return a permutation of 0..cards - 1 that depends on the key and the deck, the same in every process."""
     return random.Random(f"{key} {deck}").sample(range(cards), cards)
 
 
 class ChainScript(Script):
     """Drafts lengths from a shuffled deck of 0..K, each twice in a row.
 
-    The length is looked up at the end of the round before: what runs between model calls cools the caches they are timed on.
+    The length is looked up at the end of the round before: work between model calls cools the caches they are timed on.
     """
 
     def __init__(self, depth: int) -> None:
@@ -64,7 +61,7 @@ class ChainScript(Script):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams in their first round."""
-        return self._dealt(super().start(streams, keys))
+        return self._with_lengths(super().start(streams, keys))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep up to the length on the card."""
@@ -72,9 +69,9 @@ class ChainScript(Script):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Turn to the next card."""
-        return self._dealt(super().observe(outcome, state[:2]))
+        return self._with_lengths(super().observe(outcome, state[:2]))
 
-    def _dealt(self, state: State) -> State:
+    def _with_lengths(self, state: State) -> State:
         places = [(key, *divmod(number // TWICE, self.max_depth + 1)) for key, number in _rounds(state)]
         return *state, np.array([[shuffled(self.max_depth + 1, key, deck)[place]] for key, deck, place in places])
 
@@ -82,9 +79,9 @@ class ChainScript(Script):
 class BatchScript(Script):
     """Lets some streams draft, all equally deep, up and down an ordered deck, each card twice; which streams rotates.
 
-    Caches hold less of the target the longer ago it was read, so a verification takes longer after longer rounds. Rounds come
-    in the order of what they draft, each among its like, as with a policy that drafts so much: in shuffled order a batch of
-    four took 9% longer for one draft a text.
+    Caches hold less of the target the longer ago it was read, so a verification takes longer after longer rounds. The deck
+    is ordered by what rounds draft, so each follows similar ones, as with a policy: in shuffled order a batch of four took
+    9% longer for one draft a text.
     """
 
     def __init__(self, streams: int, depth: int) -> None:
@@ -106,7 +103,7 @@ class BatchScript(Script):
 
 
 def card_at(cards: int, key: int, number: int) -> int:
-    """Return the card of a round on the way up and down an ordered deck; where it begins changes with the key."""
+    """Return the card of a round on the way up and down an ordered deck; the start depends on the key."""
     period = max(2 * (cards - 1), 1)
     lap, place = divmod(key, period)
     at = (shuffled(period, lap, cards)[place] + number // TWICE) % period
@@ -114,7 +111,7 @@ def card_at(cards: int, key: int, number: int) -> int:
 
 
 class TreeScript(Script):
-    """Extends and verifies branches at random: some rounds are a single path, some the whole tree.
+    """Extends and verifies branches at random: some rounds are a single path, some the full tree.
 
     Others extend at most 1, 2, 4, ... branches of a depth, each equally often, and verify a number of nodes whose logarithm
     is uniform.
@@ -122,43 +119,43 @@ class TreeScript(Script):
 
     name = "random-tree"
 
-    def __init__(self, depth: int, widest: int) -> None:
-        self.max_depth, self.first, self._widest = depth, min(1, depth), widest
+    def __init__(self, depth: int, width: int) -> None:
+        self.max_depth, self.first, self._width = depth, min(1, depth), width
 
-    def _width(self, depth: int, key: int, number: int) -> int:
+    def _branches(self, depth: int, key: int, number: int) -> int:
         """Return how many branches of a depth a round extends."""
-        if is_whole(key, number):
-            return self._widest
-        wide = 0 if _is_path(key, number) else _toss(key, number) % (1 + self._widest.bit_length())
-        return 2**wide if _toss(key, number, depth) % GOES_ON else 0
+        if is_full(key, number):
+            return self._width
+        power = 0 if _is_path(key, number) else _random_bits(key, number) % (1 + self._width.bit_length())
+        return 2**power if _random_bits(key, number, depth) % END_EVERY else 0
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the first branches, up to the round's width, or none."""
-        widths = np.array([[self._width(step.depth, *stream)] for stream in _rounds(state)])
+        widths = np.array([[self._branches(step.depth, *stream)] for stream in _rounds(state)])
         return step.alive & (step.alive.cumsum(1) <= widths), state
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Verify the first nodes, a random number of them or all; or the first one of each depth."""
         rounds = _rounds(state)
-        most = [
-            [count if is_whole(*stream) else int((1 + count) ** (WHOLE * _toss(*stream, -1) / 2**64))]
+        sizes = [
+            [count if is_full(*stream) else int((1 + count) ** (SIZE_POWER * _random_bits(*stream, -1) / 2**64))]
             for count, stream in zip(tree.drawn.sum(1).tolist(), rounds, strict=True)
         ]
         paths = np.array([[_is_path(*stream)] for stream in rounds])
         deeper = np.diff(tree.depth, prepend=0) > 0
-        return tree.drawn & np.where(paths, deeper, tree.drawn.cumsum(1) <= np.array(most))
+        return tree.drawn & np.where(paths, deeper, tree.drawn.cumsum(1) <= np.array(sizes))
 
 
 def _is_path(key: int, number: int) -> bool:
-    return _toss(key, number, -2) % PATHS == 0 and not is_whole(key, number)
+    return _random_bits(key, number, -2) % PATH_EVERY == 0 and not is_full(key, number)
 
 
-def is_whole(key: int, number: int) -> bool:
-    """Whether a round is of the whole tree. Dealt, not tossed: of few texts none might have had one."""
-    return (number // RUN - max(key - 1, 0)) % WHOLES == 0
+def is_full(key: int, number: int) -> bool:
+    """Whether a round is of the full tree: at fixed rounds, because few texts might not have a random one."""
+    return (number // FULL_RUN - max(key - 1, 0)) % FULL_EVERY == 0
 
 
-def _toss(*numbers: int) -> int:
+def _random_bits(*numbers: int) -> int:
     """Return 64 mixed bits, the same for the same numbers; a last number of -1 or -2 is no depth."""
     mixed = 0
     for number in numbers:

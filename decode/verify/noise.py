@@ -45,7 +45,8 @@ def uniform_at(key: int | Tensor, position: Tensor, index: Tensor) -> Tensor:
     row = mix(mix(position * signed(GOLDEN) + 1) ^ key)  # + 1, because `mix` maps 0 to 0
     bits = mix_in_place(row + (index + 1) * signed(GOLDEN))
     bits = bits.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)  # a signed shift copies the sign bit
-    return bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)  # 0 has no logarithm
+    uniforms: Tensor = bits.double().mul_(2.0**-53).clamp_min_(2.0**-54)  # 0 has no logarithm
+    return uniforms
 
 
 def gumbel(key: int | Tensor, position: Tensor, vocabulary: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -65,6 +65,8 @@ class CopiedProcessor(PerText):
 
     _prompt: int
     _copies: dict[tuple[int, ...], LogitsProcessor]  # by the generated tokens of their last call
+    _stateless: LogitsProcessor
+    _values: Any
 
     def __init__(self, processor: LogitsProcessor, has_state: bool, batch: int = 1) -> None:
         self.name, self._has_state, self._batch = type(processor).__name__, has_state, batch

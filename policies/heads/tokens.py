@@ -96,8 +96,8 @@ class TokenHead(Head):
             table = np.ascontiguousarray(t["table"][:, known].transpose(1, 2, 0))
             strides = hashed.strides[:0] if first else hashed.strides
             places = np.array(ids, dtype=np.int64)[known]
-            crosses = hashed.columns, hashed.edges, strides, cross_table
-            return self.bounds[first], odds, weights, bias, places, table, *crosses
+            cross_terms = hashed.columns, hashed.edges, strides, cross_table
+            return self.bounds[first], odds, weights, bias, places, table, *cross_terms
 
         self._arguments = arguments(False), arguments(True)
 

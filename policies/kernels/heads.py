@@ -142,10 +142,10 @@ def score_tokens(
     features: Any, depth: int, bounds: Any, odds: Any, weights: Any, bias: Any, ids: Any, tables: Any, columns: Any,
     edges: Any, strides: Any, hashed: Any, out: Any,
 ) -> None:  # fmt: skip
-    """Add up the bias [K + 1, 2] of the depth, the weighted columns, and the weights of tokens and crosses.
+    """Add up the bias [K + 1, 2] of the depth, the weighted columns, and the weights of tokens and cross_terms.
 
     `weights` [F', 2] are those of the columns; `tables` [I, V, 2] those of the token features `ids` [I] (0 outside); `hashed`
-    [C, B, 2] those of the crosses with `columns`, `edges` and `strides` of `HashedFeatures`; no strides = no crosses.
+    [C, B, 2] those of the cross_terms with `columns`, `edges` and `strides` of `HashedFeatures`; no strides = no cross_terms.
     """
     size, start = hashed.shape[1], bias[min(depth, bias.shape[0] - 1)]
     x, values = np.empty(weights.shape[0]), np.empty(columns.shape[0], dtype=np.int64)

@@ -245,6 +245,14 @@ def keep_worth(values: Any, alive: Any, prices: Any, kept: Any) -> None:
             kept[s, order[i]] = i < count and alive[s, order[i]]
 
 
+@kernel("void(f4[:,::1], f8, f8, f8[:,::1])")
+def node_gains(logs: Any, follow: float, price: float, out: Any) -> None:
+    """Write follow e^log - price of the log-probabilities of paths [S, N]; faster than in numpy for a few nodes."""
+    for s in range(out.shape[0]):
+        for n in range(out.shape[1]):
+            out[s, n] = follow * np.exp(np.float64(logs[s, n])) - price
+
+
 @kernel("void(f4[:,::1], i8[::1], b1[:,::1], f8, f4[:,::1])")
 def value_nodes(levels: Any, parent: Any, drawn: Any, guess: float, out: Any) -> None:
     """Write the log-probability of the path to each node [S, N], at most its parent's; -infinity if not drawn.

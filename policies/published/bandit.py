@@ -28,15 +28,16 @@ DRAFT_COST = 0.1  # seconds of a drafted token as a share of a round, if there i
 TINY = 1e-30  # replaces 0 in a denominator
 
 
-@kernel("void(b1[::1], i8[::1], i8[::1], f8[::1], f8, i8[::1], f8[:,::1], f8[:,:,::1])")
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], i8[::1], f8[::1], i8[::1], f8[:,::1], f8[:,:,::1])")
 def add_reward(
-    counts: Any, accepted: Any, drafted: Any, seconds: Any, draft_cost: float, choice: Any, pulls: Any, sums: Any
+    active: Any, cut: Any, drafted: Any, verified: Any, accepted: Any, seconds: Any, choice: Any, pulls: Any, sums: Any
 ) -> None:
-    """Add the rounds that count [S] to the sums of the arm that decided them; see `BanditState`."""
+    """Add the rounds [S] to the sums of the arm that decided them; see `BanditState`."""
     for s in range(choice.shape[0]):
-        if counts[s]:
+        # A round of which no drafted token was verified says nothing about the arm.
+        if active[s] and not cut[s] and (verified[s] > 0 or drafted[s] == 0):
             t = accepted[s] + 1.0
-            spent = seconds[s] if seconds[s] > 0.0 else 1.0 + draft_cost * drafted[s]
+            spent = seconds[s] if seconds[s] > 0.0 else 1.0 + DRAFT_COST * drafted[s]
             pulls[s, choice[s]] += 1.0
             for i, value in enumerate((t, spent, t * t, t * spent, spent * spent)):
                 sums[s, choice[s], i] += value
@@ -161,9 +162,8 @@ class Bandit(StopPolicy):
                 part = replace(outcome, active=outcome.active & (state.choice == index))
                 states[index] = self.parts[index].observe(part, state.arms[index])
         choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
-        # A round of which no drafted token was verified says nothing about the arm.
-        counts = outcome.active & ~outcome.cut & ((outcome.verified > 0) | (outcome.drafted == 0))
-        add_reward(counts, outcome.accepted, outcome.drafted, outcome.seconds, DRAFT_COST, choice, pulls, sums)
+        tokens = outcome.drafted, outcome.verified, outcome.accepted
+        add_reward(outcome.active, outcome.cut, *tokens, outcome.seconds, choice, pulls, sums)
         normals = np.empty((len(choice), 0))
         if self.kind == "thompson":  # numbered by the rounds that count, so that replay equals the live loop
             normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.parts))

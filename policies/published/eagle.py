@@ -25,12 +25,12 @@ from .. import (
 
 @kernel("void(f4[:,::1], b1[:,::1], i8, b1[:,::1])")
 def keep_best(values: Any, alive: Any, count: int, kept: Any) -> None:
-    """Mark the `count` largest values [S, N] of each stream, of equal ones the first; `kept` is all False."""
+    """Write which of the values [S, N] are the `count` largest of their stream, of equal ones the first."""
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(values.shape[0]):
         argsort_desc(values[s], order)
-        for i in range(min(count, order.shape[0])):
-            kept[s, order[i]] = alive[s, order[i]]
+        for i in range(order.shape[0]):
+            kept[s, order[i]] = i < count and alive[s, order[i]]
 
 
 @kernel_part
@@ -72,13 +72,13 @@ class Eagle(StopPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the best branches, and store the paths' probabilities."""
-        levels, kept = append_level(state, step, step.features[:, :, 0]), np.zeros_like(step.alive)
+        levels, kept = append_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
         keep_best(levels[-1], step.alive, self.top, kept)
         return kept, levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the likeliest nodes."""
-        kept = np.zeros_like(tree.drawn)
+        kept = np.empty_like(tree.drawn)
         keep_best(node_values(state, tree), tree.drawn, self.nodes, kept)
         return kept
 

@@ -180,4 +180,4 @@ class Roc(StopPolicy):
         probs, labels = np.concatenate((state.probs, more), 1), np.concatenate((state.labels, more > 0.0), 1)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
         fit_threshold(*known, self.weight, self.samples, state.seen, threshold, probs, labels, count)
-        return RocState(threshold, np.full_like(state.seen, np.inf), probs, labels, count)
+        return RocState(threshold, np.full(state.seen.shape, np.inf, np.float32), probs, labels, count)

@@ -176,7 +176,7 @@ BAD: dict[str, tuple[Arguments, str]] = {
         lambda p: [*p.train, "--profile", odd_profile(p, round_s=float("inf"))], "a number is not finite",
     ),
     "half a surrogate": (
-        lambda p: [*p.evaluate, "--profile", odd_profile(p, facts={"device": "\ud800"})], "half surrogates",
+        lambda p: [*p.evaluate, "--profile", odd_profile(p, facts={"device": "\ud800"})], "lone surrogates",
     ),
     "only a target": (lambda p: ["decode", "w7", "--target", p.target], "both --target and --draft"),
     "only a draft": (

@@ -35,9 +35,10 @@ from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.heads import build_head
-from specstop.policies.learned import LearnedPolicy, TrainingMetadata
+from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
+from specstop.policies.training_metadata import TrainingMetadata
 
 NEW = 20
 

@@ -44,7 +44,7 @@ class Wandering(StopPolicy):
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    monkeypatch.setattr(cuda_module, "LEAST_SEEN", 16)
+    monkeypatch.setattr(cuda_module, "MIN_SLOTS", 16)
     for module in (model_source, drafters_module):
         monkeypatch.setattr(module, "open_cache", functools.partial(CudaGraphModel, recorder=recorder))
     return simulate_graphs(monkeypatch)

@@ -27,7 +27,7 @@ def test_what_is_below_a_dropped_candidate_is_not_sent() -> None:
 
 
 def test_decisions_are_counted_by_depth_and_steps_by_row() -> None:
-    round = round_of("2,2", 2, asked=[[0, 1, 2], [1]], fed=[[0, 1, 2], [0]])
+    round = round_of("2,2", 2, decided=[[0, 1, 2], [1]], fed=[[0, 1, 2], [0]])
     assert round.decisions.tolist() == [2, 1]
     assert round.steps.tolist() == [[1, 2], [1, 0]]
     assert round.fed_by_step is round.steps

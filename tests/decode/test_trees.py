@@ -238,7 +238,7 @@ def test_a_window_may_end_inside_the_tree(kind: str) -> None:
 def test_a_chain_is_kept_without_moving_anything(some: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Tree(some, chain(5), 6)
     made.read(list(range(6)))
-    monkeypatch.setattr("specstop.decode.models.cache.KVCache.move", lambda *_: pytest.fail("moved"))
+    monkeypatch.setattr("specstop.decode.models.attention.KVCache.move", lambda *_: pytest.fail("moved"))
     made.cached.keep(6, [6, 7, 8])
     assert made.cached.length == 9
 

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
-from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, Shape, output_scale, scale_output
-from ...decode.models.outputs import hidden_width
+from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHeads, Shape, output_scale, scale_output
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
+from ...decode.models.view import hidden_width
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
@@ -170,7 +169,7 @@ def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
 def _fitted(
     pair: Pair, kind: str, depth: int, texts: Texts, held_out: Texts, folder: Path, seed: int, options: FitOptions,
     progress: Progress,
-) -> nn.Module:  # fmt: skip
+) -> MedusaHeads | LayerNetwork:  # fmt: skip
     """Return the network with the least held-out loss. The caller's torch random state is left as it was."""
     epochs = options.epochs or EPOCHS[kind]
     # Whoever calls may be in inference mode, whose tensors take no gradients.
@@ -181,7 +180,7 @@ def _fitted(
         data = TextsDataModule(texts, held_out, options.batch_size or BATCH, seed)
         state = best_epoch(module, data, options, folder, epochs, Report(f"train {kind}", progress, epochs))
     module.load_state_dict(state)
-    fitted: nn.Module = network.cpu().requires_grad_(False).eval()
+    fitted: MedusaHeads | LayerNetwork = network.cpu().requires_grad_(False).eval()
     return fitted
 
 

@@ -176,9 +176,9 @@ def _measured_share(profile: Profile, batch: int) -> Profile:
 
     def share(context: float) -> CostTable:
         tokens = batch * (np.arange(profile.max_depth + 1) + 1)  # [K + 1] of all requests, anchors included
-        draft = float(profile.draft_s(batch, context)) / batch
+        first, later = (float(of(batch, context)) / batch for of in (profile.first_draft_s, profile.draft_s))
         verify = profile.verify_s(batch, tokens, context) / batch
-        return CostTable(context, (draft, draft), 0.0, tuple(verify.tolist()))
+        return CostTable(context, (first, first), 0.0, tuple(verify.tolist()), later)
 
     low, high = (share(table.context) for table in (profile.low, profile.high))
     # Seconds outside the models are in those of batches already.

@@ -30,10 +30,11 @@ from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
 from ...policies.heads import build_head
 from ...policies.heads.layers import HARD_FEATURES
-from ...policies.learned import LearnedPolicy, TrainingMetadata
+from ...policies.learned import LearnedPolicy
 from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
 from ...policies.storage import MAX_DEPTH, save_policy
+from ...policies.training_metadata import TrainingMetadata
 from .state_dicts import find_weights, named, read_state
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import MAX_DEPTH, MedusaHeads, Shape
-from ...decode.models.outputs import hidden_width
 from ...decode.models.pair import Pair
+from ...decode.models.view import hidden_width
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir

@@ -42,7 +42,7 @@ class TraceSource:
         self.arrays, self.policy, self.queues = arrays, policy, queues
         # As the live loop does under that verification; under `match` trimming may depend on anything.
         hides = arrays.header.given_text and MODES[arrays.header.verification].hides
-        self.asks_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
+        self.decides_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
         self.topology = arrays.tree.limited(policy.max_depth)
         layout = Layout(policy.features)
         self._names, self._width = layout.history, len(layout.names)

@@ -13,8 +13,8 @@ from small_drafters import DRAFTERS, new_round, proposed, small_drafter
 from specstop.decode.drafters.ctc import Prefixes, collapsed_length, first_positions
 from specstop.decode.drafters.networks import LayerNetwork
 from specstop.decode.loop import Speculator
-from specstop.decode.models.outputs import hidden_width
 from specstop.decode.models.pair import Pair
+from specstop.decode.models.view import hidden_width
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.topology import chain, parse_tree

@@ -16,8 +16,9 @@ from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as draft
 from specstop.decode.loop import Speculator
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import speed_up
-from specstop.decode.models.outputs import hidden_width, seen, stored
+from specstop.decode.models.outputs import seen, stored
 from specstop.decode.models.pair import Pair
+from specstop.decode.models.view import hidden_width
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key

@@ -26,7 +26,7 @@ def known_clock(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     def timed_read(self: CachedModel, tokens: torch.Tensor, *args: object, **more: object) -> torch.Tensor:
         count = tokens.shape[1]
-        if self.view.original is pair.target:
+        if self.original is pair.target:
             now[0] += TARGET + ROW * count + now[1] * self.length
         else:
             now[0] += DRAFT + (SECOND if count > 1 else 0.0) + FURTHER * max(0, count - 2)

@@ -43,7 +43,7 @@ def clock(pair: Pair, patched: pytest.MonkeyPatch) -> list[float]:
 
     def tick(self: CachedModel, parts: Sequence[Part]) -> None:
         tokens = sum(len(part.tokens) for part in parts)
-        target = self.view.original is pair.target
+        target = self.original is pair.target
         now[0] += TARGET + STREAM * len(parts) + TOKEN * tokens if target else DRAFT + DRAFT_TOKEN * tokens
 
     def timed_packed(self: CachedModel, parts: Sequence[Part]) -> Tensor:

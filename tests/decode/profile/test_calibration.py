@@ -33,9 +33,9 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.device import Recorded
 from specstop.decode.models.pair import Pair
 from specstop.decode.profile import CalibrationRun, measure_profile
-from specstop.decode.profile.calibration import _affordable
+from specstop.decode.profile.calibration import _affordable_tokens
 from specstop.decode.profile.measuring import Effort
-from specstop.decode.profile.scripts import TWICE, ChainScript, TreeScript, is_whole
+from specstop.decode.profile.scripts import TWICE, ChainScript, TreeScript, is_full
 from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
@@ -228,7 +228,7 @@ def test_whole_trees_are_timed_one_after_the_other(pair: Pair) -> None:
         total += len(sizes)
         wholes.append(sizes.count(6))
     assert all(a + b for a, b in pairwise(wholes)), "of any two texts in a row one has whole trees"
-    assert all(is_whole(key, 4 * (key - 1)) for key in (1, 2, 3)), "the first ones early, which may be all there are"
+    assert all(is_full(key, 4 * (key - 1)) for key in (1, 2, 3)), "the first ones early, which may be all there are"
     assert len(again) / total > 0.1 and sum(again) / len(again) > 2 * len(again) / total
 
 
@@ -262,7 +262,7 @@ def test_a_gpu_is_warmed_up_until_calls_are_played(pair: Pair, monkeypatch: pyte
         for number in (0, 1):
             run.cases()["rounds"](number)
         assert numbers == expected
-        assert len(run._contexts[0]) == 2, "those of more warm-ups and of what is timed again are forgotten"
+        assert len(run._contexts[0]) == 1, "only timed texts count"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -275,4 +275,7 @@ def test_the_budget_allows_for_the_warm_up(pair: Pair, monkeypatch: pytest.Monke
         now[0] += 4.0  # half a second a token
 
     monkeypatch.setattr(probe, "play", play)
-    assert _affordable(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[0]) == {"cpu": 44, "cuda": 24}[device]
+    assert (
+        _affordable_tokens(probe, 48, Effort(budget_s=264.0, fewest=10), lambda: now[0])
+        == {"cpu": 44, "cuda": 24}[device]
+    )

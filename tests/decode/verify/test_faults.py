@@ -128,7 +128,7 @@ def test_trimming_that_spares_what_ends_a_text(monkeypatch: Patch) -> None:
 
     def spares(self: ModelSource, *args: Any, **more: Any) -> None:
         shipped(self, *args, **more)
-        self.asks_ended = False
+        self.decides_ended = False
 
     monkeypatch.setattr(ModelSource, "__init__", spares)
     assert prove(case).distance > SEEN

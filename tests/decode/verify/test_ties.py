@@ -17,7 +17,9 @@ from specstop.decode.verify.modes import Draw, Match, best_tokens
 def draw(rows: torch.Tensor, width: int) -> Draw:
     """Return the greedy candidates below as many roots as there are rows, one per stream."""
     round_state = SimpleNamespace(topology=parse_tree(str(width)), choices=[SimpleNamespace(greedy=True)] * len(rows))
-    return Match().draw(cast(Any, round_state), [(stream, [0]) for stream in range(len(rows))], rows)
+    drawn = Match().draw(cast(Any, round_state), [(stream, [0]) for stream in range(len(rows))], rows)
+    tokens = drawn.tokens if isinstance(drawn.tokens, list) else drawn.tokens[:, None].tolist()
+    return drawn._replace(tokens=tokens)
 
 
 def tied_rows() -> torch.Tensor:

@@ -114,9 +114,9 @@ def test_costs_scatter_in_draws_as_students_t_does(repetitions: int) -> None:
 def test_a_phase_of_several_repetitions_is_drawn_in_one_piece() -> None:
     """Slow for 5 repetitions of 10: draws of single ones would take the phases for luck that evens out."""
     slow = measured(lambda repetition: 1.0 + (repetition % 10 < 5), 40)
-    assert slow.noise is not None and slow.noise.lasting >= 3
+    assert slow.noise is not None and slow.noise.block >= 3
     mixed = measured(lambda repetition: 1.0 + (repetition % 2), 40)
-    assert mixed.noise is not None and mixed.noise.lasting == 1
+    assert mixed.noise is not None and mixed.noise.block == 1
     scatter = [
         np.std([p.resampled(np.random.default_rng(seed)).low.verify_s[0] for seed in range(100)]) for p in (slow, mixed)
     ]

@@ -89,7 +89,7 @@ def test_a_rule_for_one_text_decides_nothing_in_batches_where_that_loses(
     save_policy(settled, tmp_path / "p")
     assert load_policy_folder(tmp_path / "p").unasked == settled.unasked
     drafts = ", ".join(f"{size} (drafts {length})" for size, length in lengths)
-    assert f"| batches that are not asked about | {drafts} |" in (tmp_path / "p" / "README.md").read_text()
+    assert f"| batches without decisions | {drafts} |" in (tmp_path / "p" / "README.md").read_text()
     free = timed.with_decisions({policy.cost_name: 0.0})
     never = policy.with_rule(Derived([2.0] * 4, 1))  # drafts one token always
     best = int(np.argmax([batch_rate(FixedLength(k), [Part(held)], free, 4) for k in range(DEPTH + 1)]))

@@ -11,8 +11,9 @@ from ....policies.contract import StopPolicy
 from ....policies.display import Progress, silent
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
-from ....policies.learned import TrainingMetadata, TreeGain
+from ....policies.learned import TreeGain
 from ....policies.profile import Profile
+from ....policies.training_metadata import TrainingMetadata
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits
 from ...heads.fitting import FitTask, fitter
@@ -113,7 +114,7 @@ def fit_tree(
         }
     profile_record = profile.record(policy.cost_name)
     policy.metadata = TrainingMetadata(
-        rho=rate, acceptance=policy.rule.acceptance, profile=profile_record, prompts=prompts
+        rho=rate, acceptance=tuple(policy.rule.acceptance), profile=profile_record, prompts=prompts
     )
     return policy, files, metrics
 

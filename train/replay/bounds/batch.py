@@ -71,9 +71,11 @@ def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, f
     def table(context: float) -> CostTable:
         verify = profile.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
         share = float(np.where(pairs, verify / streams[:, None], np.inf).min())
-        draft = float((profile.draft_s(streams, context) / streams).min())
+        first, later = (
+            float((of(streams, context) / streams).min()) for of in (profile.first_draft_s, profile.draft_s)
+        )
         sent = tuple(share + price * (n + 1) for n in range(depth + 1))
-        return CostTable(context, (draft, draft), 0.0, sent)  # a backlog is read for nothing
+        return CostTable(context, (first, first), 0.0, sent, later)  # a backlog is read for nothing
 
     low, high = (table(context) for context in contexts)
     return Profile(low, high, 0.0, 0.0, profile.prefill_s)
