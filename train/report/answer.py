@@ -205,10 +205,10 @@ def doubts(lines: Sequence[Line], below_bound: Sequence[str], profile: Profile) 
         if line.oracle_share.value > 1.0 + ROUNDING and line.name not in below_bound
     ]
     noise = profile.noise
-    if noise is not None and noise.is_noisy:
-        name, least, _, most = noise.worst
-        if most > SPREAD * least:
-            reasons.append(f"timings of {name} in the profile differ by a factor of {most / least:.0f}")
+    if noise is not None and 1.0 + noise.phases > SPREAD:
+        reasons.append(
+            f"the slowest repetition of the profile took {1.0 + noise.phases:.1f} times as long as the fastest"
+        )
     return tuple(reasons)
 
 

@@ -183,15 +183,14 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     """Take the modelled time of a policy apart."""
     rounds = played.rounds
     decided = float(rounds.decision_seconds(profile).sum())
-    # Costs add up: with calls and decisions for nothing, what is left is outside the models; verification follows likewise.
-    outside = float(rounds.seconds(scaled(profile, 0.0, 0.0, 0.0)).sum())
-    verify = float(rounds.seconds(scaled(profile, draft=0.0, decision=0.0)).sum()) - outside
     every = float(rounds.seconds(profile).sum())
+    # Costs add up, so that doubling one of them adds what it is.
+    draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - every
+    verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - every
     prompt = float(prompt_seconds(profile, arrays.prompt_tokens).sum())
-    parts = (every - decided - outside - verify, verify, decided, outside, prompt)
+    parts = (draft, verify, decided, every - decided - draft - verify, prompt)
     scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
-    draft, verify, decided, outside, prompt = (scale * part for part in parts)
-    return TimeShare(name, draft, verify, decided, outside, prompt, scale * (every + sum(parts[4:])))
+    return TimeShare(name, *(scale * part for part in parts), scale * (every + prompt))
 
 
 def by_group(
