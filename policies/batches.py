@@ -106,6 +106,7 @@ class LinearCosts:
         return 1.0 + self.token * (np.asarray(tokens, dtype=np.float64) - 1.0)
 
 
+@dataclass(eq=False)
 class CostGrid:
     """Seconds of the steps of a batch as float64 tables, which grow with the batches.
 
@@ -119,8 +120,12 @@ class CostGrid:
         verify: [R, T] of a verification by streams and tokens in all, anchors included.
     """
 
-    def __init__(self, costs: Costs | LinearCosts, context: float, decision: float = 0.0) -> None:
-        self.costs, self.context, self.decision = costs, context, decision
+    costs: Costs | LinearCosts
+    context: float
+    decision: float = 0.0
+
+    def __post_init__(self) -> None:
+        # No fields: a digest of a policy must not depend on how far the tables have grown.
         self.drafts, self.verify = np.zeros((2, 0)), np.zeros((0, 0))
 
     @staticmethod

@@ -121,9 +121,11 @@ class Bandit(StopPolicy):
 
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy with each arm limited; see `StopPolicy.limited`."""
+        if self.max_depth <= depth:
+            return self
         other = copy.copy(self)
         other.parts = tuple(arm.limited(depth) for arm in self.parts)
-        other.max_depth = min(self.max_depth, depth)
+        other.max_depth = depth
         return other
 
     def start(self, streams: int, keys: Array) -> State:

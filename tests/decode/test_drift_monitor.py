@@ -136,23 +136,17 @@ def test_a_plugin_that_misbehaves_is_named_once_and_replaced(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("exits in keep", "keep() failed: SystemExit: 0"),
-        ("exits in start", "start() failed: SystemExit: 0"),
-        ("exits in observe", "observe() failed: SystemExit: 0"),
-        ("exits in select", "select() failed: SystemExit: 0"),
-        ("nothing", "keep() must return (mask, state), not NoneType"),
-        ("numbers for truth", "keep() must return a bool array, not int64"),
-        ("a tensor", "keep() must return a bool array, not Tensor"),
+        *((f"exits in {method}", f"{method}.*SystemExit") for method in ("keep", "start", "observe", "select")),
+        ("nothing", "keep.*None"),
+        ("numbers for truth", "keep.*bool.*int64"),
+        ("a tensor", "keep.*bool.*Tensor"),
     ],
 )
 def test_the_warning_says_which_method_failed_and_why(
     pair: Pair, prompt_ids: list[list[int]], name: str, why: str
 ) -> None:
-    with pytest.warns(SpecstopWarning) as seen:
+    with pytest.warns(SpecstopWarning, match=rf"policy plugin failed .*{why}.*\.py:.*fixed:4"):
         Speculator(pair, broken(name), Settings(0.0, NEW, 4)).generate(prompt_ids[3])
-    (told,) = (str(w.message) for w in seen)
-    assert told.startswith(f"policy plugin failed ({why}, at ") and ".py:" in told
-    assert "fixed:4" in told
 
 
 @pytest.mark.parametrize("by_signal", [True, False])

@@ -1,4 +1,4 @@
-"""Interpolation and fits against closed forms."""
+"""Interpolation and fits against closed-form formulas."""
 
 from __future__ import annotations
 

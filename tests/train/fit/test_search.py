@@ -163,7 +163,7 @@ def test_a_budget_holds_for_ranges_too() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (SearchOptions(0), "tune: expected 1 trial or more"),
+        (SearchOptions(0), "tune: .*trials"),
         (SearchOptions(1, ("forest",)), "head: expected some of logistic"),
         (SearchOptions(1, rules=("never",)), "rule: expected derived"),
         (SearchOptions(1, specs=("confidence?threshold",)), "expected key=value after the question mark"),
