@@ -216,11 +216,10 @@ def price_rounds(profile: Profile) -> None:
             fed = np.stack([k > 0, 2 * k, 0 * k], 1)
             seconds.append(profile.round_seconds(0 * k + context, k, k[::-1], 1 + 9 * k, k, price, fed))
     seconds.append(np.array([*profile.low.tree_draft(20), *profile.high.tree_verify(20)]))
-    if profile.batch is not None:
-        streams, fed = np.arange(1, 40), np.arange(1, 40)[:, None] // np.array([1, 2, 5])
-        for context in (1.0, 20.0, 4096.0):
-            contexts = context + 0.0 * streams
-            seconds.append(profile.batch.round_s(contexts, streams, 3 * streams, fed, 9 * streams, streams // 2))
+    streams = np.arange(40)
+    for context in (1.0, 20.0, 4096.0):
+        seconds += [profile.first_draft_s(streams, context), profile.draft_s(streams, context)]
+        seconds += [profile.verify_s(streams, tokens * streams, context) for tokens in (1, 3, 9)]
     for values in seconds:
         assert (np.isfinite(values) & (values >= 0)).all(), f"seconds of {values.tolist()}"
 

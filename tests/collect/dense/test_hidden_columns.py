@@ -278,7 +278,7 @@ def test_a_policy_that_fails_ends_the_collection(pair: Pair, prompts: list[Promp
         def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
             raise RuntimeError("now")
 
-    with pytest.warns(match="failed"), pytest.raises(PolicyFailure, match="failed: .*now"):
+    with pytest.warns(match="failed"), pytest.raises(PolicyFailure, match=r"failed: .*now"):
         run(pair, prompts, tmp_path, hidden=(), collector="live", policy=Fails(0.4, DEPTH), shards=3)
 
 

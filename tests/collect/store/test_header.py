@@ -74,7 +74,7 @@ def test_a_field_out_of_range_is_refused_by_its_name(changes: dict[str, object])
 def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     for name in ("temperature", "explore", "seed"):
         text = json.dumps({**RAW, name: "here"}).replace('"here"', number)
-        with pytest.raises(TraceError, match="finite|valid integer|range"):
+        with pytest.raises(TraceError, match=r"finite|valid integer|range"):
             Header.from_json(text, "here")
 
 

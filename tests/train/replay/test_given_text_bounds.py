@@ -68,5 +68,5 @@ def test_the_oracle_bound_is_the_best_of_all_lengths_on_every_draw(mode: str, tr
 def test_a_tree_policy_that_leaves_drawn_tokens_out_is_refused_by_name() -> None:
     case = Case("rejection", "2,1", partial(ByTokens, 3), "mixed", 1, True, new=4)
     arrays, _ = drawn_traces(case, next(text for text in case.texts() if len(text) > 2))
-    with pytest.raises(PolicyError, match="gain.* rejection; use match"):
+    with pytest.raises(PolicyError, match=r"gain.* rejection; use match"):
         replay(arrays, Gain(max_depth=2), profile(arrays.tree))

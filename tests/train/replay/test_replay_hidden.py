@@ -223,7 +223,7 @@ def test_what_a_trace_does_not_hold_is_refused(
         replay(few, ReadsDraftStates(), profile)
     policy = ReadsDraftStates()
     policy.sizes = {"draft_hidden": 8}  # type: ignore[attr-defined]
-    with pytest.raises(PolicyError, match="draft_hidden of 8 .*16"):
+    with pytest.raises(PolicyError, match=r"draft_hidden of 8 .*16"):
         replay(trace_arrays(collected(None, 0.7)), policy, profile)
 
 

@@ -87,12 +87,12 @@ def test_every_interval_has_a_verdict(ratio: Ratio, count: int, parts: dict[str,
 
 def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
     top = policy("x", "learned", 1.7, Ratio(1.1, 1.05, 1.2))
-    quiet = Noise(10, 0.1, 0.0, 0.0, 0.0, 1, ("verifications of 3 tokens", 1e-3, 1e-3, 13e-3))
-    busy = replace(quiet, spread=0.9)
+    quiet = Noise(10, 0.1, 0.0, 0.0, 0.0, 1)
+    busy = replace(quiet, phases=12.0)
     for below, share, noise, word in (
         (["x"], 0.5, quiet, "faster than the oracle bound"),
         ([], 1.2, quiet, "at most 1 is possible"),
-        ([], 0.5, busy, "factor of 13"),
+        ([], 0.5, busy, "13.0 times"),
         ([], 0.5, quiet, ""),
     ):
         lines = [*FIXED, replace(top, oracle_share=Ratio(share, share, share))]
