@@ -313,7 +313,7 @@ class Costs:
             first, later = (
                 self.between(context, of) for of in (lambda table: table.draft_s[0], lambda table: table.later_s)
             )
-            seconds = self.draft_s(count, context) + first - later
+            seconds = np.maximum(self.draft_s(count, context) + first - later, MIN_SHARE * first)
         out: Array = np.where(count > 0, seconds, 0.0)
         return out
 
