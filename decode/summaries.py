@@ -22,7 +22,7 @@ from ..policies.features import NO_SCORES, TOP, Columns, DrawnTokens, Needs, Row
 from .models.device import Recorded, Recorder, filled_up, fused, upload
 
 MIN_LOGIT = -87.0
-"""Logits of masked tokens relative to the largest, as in `kernels.rows`: its exponential is a normal float32."""
+"""Logits of masked tokens relative to the largest, as in `policies.kernels.features`: its exponential is a normal float32."""
 
 BLOCKS, LONG_ROW = 1024, 1 << 14
 """Blocks of a long row in the search for its largest values, and the length from which a row is long."""

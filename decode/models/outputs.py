@@ -64,7 +64,7 @@ def hidden_widths(
     user: str = "--hidden",
     instead: str = "leave the draft's states out",
 ) -> dict[str, int]:
-    """Return the width of each of the hidden states that `user` reads, by its name in `features.hidden_states`.
+    """Return the width of each of the hidden states that `user` reads, by its name in `features.HIDDEN_STATES`.
 
     The states of a drafter, which keeps them from now on, replace those of the draft model.
 

@@ -48,7 +48,7 @@ def compare_live(
     """Set measured beside predicted, both as ratios to the first policy.
 
     Args:
-        generations: of `decode.compare.alternate.run_alternating`.
+        generations: of `decode.benchmark.run_alternating`.
         policies: the same.
         arrays: the traces of exactly those prompts; where replay is exact in law alone, rather those of more.
         profile: of this machine.

@@ -94,7 +94,7 @@ def train(
         profile: what rounds cost; the derived rule is solved for it.
         head: a kind of head, see `fitting.FITTERS`.
         out: the policy folder to write; None keeps the policy in memory.
-        rule: "gain" for trees (`trees.run.train_tree`), "batch" for batches (`policies.joint.survival`); else "derived"
+        rule: "gain" for trees (`trees.run.train_tree`), "batch" for batches (`policies.batch_rules`); else "derived"
             (look-ahead, no threshold), "survival", "step" or "any"; by default the one that the head was published with
             (`head_specs.HEAD_SPECS`), or the derived one.
         threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
