@@ -171,7 +171,7 @@ BAD: dict[str, tuple[Arguments, str]] = {
     "a target in a pickle": (
         lambda p: ["decode", "w7", "--target", pickled_target(p), "--draft", p.draft], "a pickle of more than tensors",
     ),
-    "negative seconds": (lambda p: ["info", odd_profile(p, step_s=-1e-3)], "step_s: expected a number between 0 and 1e+06"),
+    "negative seconds": (lambda p: ["info", odd_profile(p, step_s=-1e-3)], "step_s"),
     "endless seconds": (
         lambda p: [*p.train, "--profile", odd_profile(p, round_s=float("inf"))], "a number is not finite",
     ),

@@ -199,10 +199,7 @@ BAD: dict[str, tuple[list[object], str]] = {
     "verification": (["--verification", "mach"], "did you mean 'match'"),
     "block of a tree": (["--verification", "block", "--tree", "2,2", "--temperature", 1], "block: expected a chain"),
     "drafter": (["--drafter", "modle"], "two such as suffix+model, not 'modle' (did you mean 'model'?)"),
-    "drafter-path": (
-        ["--drafter", "medusa"],
-        "ctc-released:PATH, layer:PATH, two such as suffix+model, not 'medusa'\n",
-    ),
+    "drafter-path": (["--drafter", "medusa"], "layer:PATH, or two such as suffix+model, not 'medusa'"),
     "batch": (["--batch", "0"], "--batch: expected"),
     "top-k": (["--top-k", -1], "--top-k: expected"),
     "top-p": (["--top-p", 1.5], "--top-p: expected"),

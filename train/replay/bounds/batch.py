@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from ....policies.contract import Array
-from ....policies.costs import CostTable
+from ....policies.costs import MIN_CALL_S, CostTable
 from ....policies.profile import Profile
 from ..traces.arrays import TraceArrays
 from .oracle import oracle_seconds
@@ -40,9 +40,8 @@ def batch_bound(arrays: TraceArrays, profile: Profile, batch: int) -> Tensor:
     depth = min(arrays.depth, profile.max_depth)
     prices = _prices(profile, batch, 0.5 * sum(contexts), depth)
     shares = [_shares(profile, batch, price, contexts, depth) for price in prices]
-    # At a high price rounds would cost nothing but their tokens: no time is below 0.
-    found = [oracle_seconds(arrays, one) for one in shares if min(one.low.verify_s[0], one.high.verify_s[0]) > 0]
-    return max(found, key=lambda seconds: float(seconds.sum()))
+    bounds = [oracle_seconds(arrays, one) for one in shares if one is not None]
+    return max(bounds, key=lambda seconds: float(seconds.sum()))
 
 
 def _prices(profile: Profile, batch: int, context: float, depth: int) -> list[float]:
@@ -62,20 +61,22 @@ def _sent(profile: Profile, batch: int, depth: int) -> Array:
     return np.array(sorted({n for n in corners if n <= most} | set(range(1, batch + 1)) | {most}))
 
 
-def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, float], depth: int) -> Profile:
-    """Return what each stream pays at least of a round: as of streams alone, at a price a token."""
+def _shares(profile: Profile, batch: int, price: float, contexts: tuple[float, float], depth: int) -> Profile | None:
+    """Return the minimum costs of a round for each stream at a price a token; None if a verification would cost nothing."""
     streams = np.arange(1, batch + 1)
     tokens = _sent(profile, batch, depth)
     pairs = tokens[None] >= streams[:, None]  # each stream sends its anchor at least
 
-    def table(context: float) -> CostTable:
+    def table(context: float) -> CostTable | None:
         verify = profile.verify_s(streams[:, None], tokens[None], context) - price * tokens[None]
         share = float(np.where(pairs, verify / streams[:, None], np.inf).min())
+        if share + price <= 0.0:
+            return None
         first, later = (
             float((of(streams, context) / streams).min()) for of in (profile.first_draft_s, profile.draft_s)
         )
-        sent = tuple(share + price * (n + 1) for n in range(depth + 1))
+        sent = tuple(max(share + price * (n + 1), MIN_CALL_S) for n in range(depth + 1))
         return CostTable(context, (first, first), 0.0, sent, later)  # a backlog is read for nothing
 
     low, high = (table(context) for context in contexts)
-    return Profile(low, high, 0.0, 0.0, profile.prefill_s)
+    return Profile(low, high, 0.0, 0.0, profile.prefill_s) if low and high else None
