@@ -300,7 +300,8 @@ class CachedModel:
 
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
-        with self._calling() as model:
+        model, guard = self._view
+        with guard(), without_cudnn(self._device):
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -155,15 +155,16 @@ _cudnn_users: list[bool] = []
 """For each thread inside `without_cudnn`, the setting before the first one."""
 
 
-@contextlib.contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Disable attention by cuDNN on a GPU: it plans each new shape for up to half a second.
 
     The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
     """
-    if device.type != "cuda":
-        yield
-        return
+    return _without_cudnn() if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
     with _CUDNN_LOCK:
         _cudnn_users.append(_cudnn_users[0] if _cudnn_users else torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -37,6 +37,9 @@ _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the len
 _ROWS = 16
 """Number of rows for which oneDNN chooses the order; measured best or equal for 1 to 24."""
 
+_SMALL = 100_000
+"""Elements of a weight below which it is not reordered: a call of oneDNN takes 10 us, a small product of few rows less."""
+
 
 def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
     """Return the engine for a model; `auto` is the fastest that can run it.
@@ -112,7 +115,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.is_packed = not packed_refusal(weight.device, weight.dtype)
+        self.is_packed = weight.numel() >= _SMALL and not packed_refusal(weight.device, weight.dtype)
         # Plain attributes: neither is a parameter, so the module has no state to save.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS) if self.is_packed else weight
         self.bias = bias
@@ -258,6 +261,8 @@ class CompactModel(nn.Module):
         self._scaling = float(inner.rotary_emb.attention_scaling)
         self._wide = can_widen(self.device, self.dtype)
         self._grouped = self.device.type == "cuda"
+        self._rotations = torch.empty(0)  # on a CPU, by position
+        self._triangle = torch.empty(0, 0)  # additive masks of up to `_ROWS` tokens after texts, which are parts of it
         self.eval()
 
     def get_input_embeddings(self) -> Any:
@@ -292,8 +297,8 @@ class CompactModel(nn.Module):
         count, start = input_ids.shape[1], past_key_values.get_seq_length()
         # `is_causal` starts at the first key, so a prefix needs a mask.
         if attention_mask is None and count > 1 and start:
-            attention_mask = backend_mask(causal(start, count, input_ids.device), self.dtype)
-        cos, sin = (part.to(self.dtype) for part in _rotation(position_ids, self._frequencies, self._scaling))
+            attention_mask = self._causal(start, count)
+        cos, sin = self._angles(position_ids)
         x = functional.embedding(input_ids, self._embed)
         states, more = [], x
         for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
@@ -309,6 +314,26 @@ class CompactModel(nn.Module):
         read = last[:, rows] if output_hidden_states else last
         logits = wide_linear(read, self._head.weight, self._head.bias) if self._wide else self._head(read)
         return SimpleNamespace(logits=logits, hidden_states=(*states, last) if output_hidden_states else None)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return cosine and sine [B, n, 1, width] of positions [B, n]."""
+        if self.device.type != "cpu":
+            return tuple(part.to(self.dtype) for part in _rotation(positions, self._frequencies, self._scaling))
+        rotations, end = self._rotations, int(positions.max()) + 1
+        if end > len(rotations):
+            both = _rotation(torch.arange(2 * end)[None], self._frequencies, self._scaling)
+            rotations = self._rotations = torch.stack(both, 2)[0].to(self.dtype)
+        return rotations[positions].unbind(2)
+
+    def _causal(self, start: int, count: int) -> Tensor:
+        """Return the additive causal mask [1, 1, n, start + n] of n tokens after `start` earlier ones."""
+        if count > _ROWS or self.device.type != "cpu":
+            return backend_mask(causal(start, count, self.device), self.dtype)
+        triangle = self._triangle
+        if start > (before := triangle.shape[1] - _ROWS):
+            before = 2 * start
+            triangle = self._triangle = backend_mask(causal(before, _ROWS, self.device), self.dtype)[0, 0]
+        return triangle[None, None, :count, before - start : before + count]
 
     def _attend(self, layer: _Layer, kv: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Return [B, n, H] from the projections [B, n, .]."""

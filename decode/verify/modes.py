@@ -199,7 +199,8 @@ class Typical(Verification):
         p = torch.softmax(sampled.double(), -1)
         index = {row: at for at, row in enumerate(sent)}
         parents = [index[max(tree.parent[row], 0)] for row in sent]
-        entropy, prob = download(torch.special.entr(p).sum(-1), p[parents, [tokens[row] for row in sent]])
+        at, chosen = upload([parents, [tokens[row] for row in sent]], p.device)
+        entropy, prob = download(torch.special.entr(p).sum(-1), p[at, chosen])
         log_prob = {0: 0.0}  # by row, of the path to it, if all its candidates are accepted
         for row, parent, chance in zip(sent[1:], parents[1:], prob[1:], strict=True):  # parents precede children
             threshold = min(self.epsilon, self.delta * math.exp(-entropy[parent]))
@@ -240,8 +241,15 @@ class Rejection(Verification):
 
     def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
         """See `Verification.accept_one`. Accepts x with probability min(1, p(x) / q(x)), else p becomes norm((p - q)+)."""
-        probs = dict(zip(sent, torch.softmax(sampled.double(), -1), strict=True))
+        all_probs = torch.softmax(sampled.double(), -1)
+        probs = dict(zip(sent, all_probs, strict=True))
         choices, numbers, path = choices_of(round, stream), round.numbers(stream), [0]
+        ratios: dict[int, float] = {}  # by row of a chain, for all of which the host waits once
+        if round.topology.is_chain and len(sent) > 1:
+            at, chosen = upload([range(len(sent) - 1), round.tokens[stream, sent[1:]].tolist()], sampled.device)
+            q_rows = torch.stack([round.draft_probs[stream, row] for row in sent[:-1]])
+            (values,) = download(all_probs[at, chosen] / q_rows[at, chosen])
+            ratios = dict(zip(sent[1:], values, strict=True))
         while True:
             row = path[-1]
             p, siblings = probs[row], round.drawn_below(stream, row)
@@ -251,7 +259,8 @@ class Rejection(Verification):
                 assert q is not None
                 # A candidate that was not sent is skipped, but its later siblings were drawn without its token.
                 if child in probs:
-                    if choices.accept(min(1.0, checked(float(p[token] / q[token]))), numbers[child]):
+                    chance = ratios[child] if child in ratios else float(p[token] / q[token])
+                    if choices.accept(min(1.0, checked(chance)), numbers[child]):
                         path.append(child)
                         break
                     p = residual(p, q)
