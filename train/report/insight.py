@@ -188,9 +188,9 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     draft = float(rounds.seconds(scaled(profile, draft=2.0)).sum()) - every
     verify = float(rounds.seconds(scaled(profile, verify=2.0)).sum()) - every
     prompt = float(prompt_seconds(profile, arrays.prompt_tokens).sum())
-    parts = (draft, verify, decided, every - decided - draft - verify, prompt)
+    parts = (draft, verify, decided, every - decided - draft - verify, prompt, every + prompt)
     scale = 1e3 / max(int(arrays.text_tokens.sum()), 1)
-    return TimeShare(name, *(scale * part for part in parts), scale * (every + prompt))
+    return TimeShare(name, *(scale * part for part in parts))
 
 
 def by_group(
