@@ -209,14 +209,15 @@ def pack(
         device: Device of the model.
         round_up: Rounds T, n, W and R up. The last token is then repeated in the same slot, which changes nothing.
     """
-    total, count = sum(len(part.tokens) for part in parts), round_up(max(len(part.tokens) for part in parts))
-    width = round_up(max(len(part.tokens) + (len(part.tree.before) if part.tree else 0) for part in parts))
+    sizes = [len(part.tokens) for part in parts]
+    total, count = sum(sizes), round_up(max(sizes))
+    width = round_up(max(n + (len(part.tree.before) if part.tree else 0) for n, part in zip(sizes, parts, strict=True)))
     line = np.zeros((5, round_up(total)), dtype=np.int64)
     base, relation = np.zeros(rows, dtype=np.int64), np.zeros((rows, count, width), dtype=bool)
     wanted: list[int] = []
     end = 0
-    for part in parts:
-        first, size, start, tree = end, len(part.tokens), lengths[part.stream], part.tree
+    for part, size in zip(parts, sizes, strict=True):
+        first, start, tree = end, lengths[part.stream], part.tree
         end += size
         slots = np.arange(start, start + size)
         sees = np.tri(size, dtype=bool) if tree is None else tree.relation()
@@ -236,7 +237,7 @@ def pack(
     lines = upload(line, device)
     if on_device := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # then all are tensors
         lines[0] = torch.cat([*on_device, on_device[-1][-1:].expand(line.shape[1] - total)])
-    last = max(lengths[part.stream] + len(part.tokens) for part in parts)
+    last = max(lengths[part.stream] + size for part, size in zip(parts, sizes, strict=True))
     rows_wanted = None if all_wanted else upload(wanted, device)
     return PackedCall(lines, upload(base, device), upload(relation, device), rows_wanted, last, is_full)
 

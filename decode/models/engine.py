@@ -38,7 +38,7 @@ _ROWS = 16
 """Number of rows for which oneDNN chooses the order; measured best or equal for 1 to 24."""
 
 _SMALL = 100_000
-"""Elements of a weight below which it is not reordered: a call of oneDNN takes 10 us, a small product of few rows less."""
+"""Elements of a weight with an axis below 256 up to which it is not reordered: a call of oneDNN takes 10 us, more than it."""
 
 
 def choose_engine(model: PreTrainedModel, engine: str = "auto") -> str:
@@ -115,7 +115,8 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.is_packed = weight.numel() >= _SMALL and not packed_refusal(weight.device, weight.dtype)
+        is_small = min(weight.shape) < 256 and weight.numel() <= _SMALL
+        self.is_packed = not is_small and not packed_refusal(weight.device, weight.dtype)
         # Plain attributes: neither is a parameter, so the module has no state to save.
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS) if self.is_packed else weight
         self.bias = bias
