@@ -37,6 +37,9 @@ _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the len
 _ROWS = 16
 """Number of rows for which oneDNN chooses the order; measured best or equal for 1 to 24."""
 
+_TABLE = 1 << 14
+"""Positions whose rotations are kept on a CPU."""
+
 _SMALL = 100_000
 """Elements of a weight with an axis below 256 up to which it is not reordered: a call of oneDNN takes 10 us, more than it."""
 
@@ -262,6 +265,7 @@ class CompactModel(nn.Module):
         self._scaling = float(inner.rotary_emb.attention_scaling)
         self._wide = can_widen(self.device, self.dtype)
         self._grouped = self.device.type == "cuda"
+        self._has_tables = self.device.type == "cpu"  # recorded calls cannot look up how long a table has to be
         self._rotations = torch.empty(0)  # on a CPU, by position
         self._triangle = torch.empty(0, 0)  # additive masks of up to `_ROWS` tokens after texts, which are parts of it
         self.eval()
@@ -318,17 +322,17 @@ class CompactModel(nn.Module):
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return cosine and sine [B, n, 1, width] of positions [B, n]."""
-        if self.device.type != "cpu":
+        rotations, end = self._rotations, int(positions.max()) + 1 if self._has_tables else 0
+        if not self._has_tables or end > _TABLE:
             return tuple(part.to(self.dtype) for part in _rotation(positions, self._frequencies, self._scaling))
-        rotations, end = self._rotations, int(positions.max()) + 1
         if end > len(rotations):
-            both = _rotation(torch.arange(2 * end)[None], self._frequencies, self._scaling)
+            both = _rotation(torch.arange(2 * end, device=self.device)[None], self._frequencies, self._scaling)
             rotations = self._rotations = torch.stack(both, 2)[0].to(self.dtype)
         return rotations[positions].unbind(2)
 
     def _causal(self, start: int, count: int) -> Tensor:
         """Return the additive causal mask [1, 1, n, start + n] of n tokens after `start` earlier ones."""
-        if count > _ROWS or self.device.type != "cpu":
+        if count > _ROWS or not self._has_tables:
             return backend_mask(causal(start, count, self.device), self.dtype)
         triangle = self._triangle
         if start > (before := triangle.shape[1] - _ROWS):
