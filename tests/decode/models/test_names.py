@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from specstop.decode.models import loading
@@ -82,7 +83,7 @@ def test_a_name_that_no_repository_has_is_refused(tmp_path: Path, monkeypatch: p
 
 def test_a_hub_that_is_switched_off_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loading, "is_offline_mode", lambda: True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(PairError, match="HF_HUB_OFFLINE"):
         load_pair("someone/thing")
 
