@@ -114,11 +114,8 @@ def gpu_profile(profile: Profile) -> Profile:
     """Return the costs of a GPU; decisions, and what the loop does outside the models, as on this machine's processor."""
     verify = tuple([VERIFY_S] * (DEPTH + 1))
     draft = DRAFT_SHARE * VERIFY_S
-    rows = ((1, draft), (FLAT, draft), (FLAT + 1, 1.5 * draft))
     nodes = ((0, VERIFY_S), (FLAT, VERIFY_S), (FLAT + 1, 1.5 * VERIFY_S), (2 * FLAT, 2.0 * VERIFY_S))
-    sides = [
-        CostTable(side.context, (draft, draft), 0.0, verify, draft, rows, nodes) for side in (profile.low, profile.high)
-    ]
+    sides = [CostTable(side.context, (draft, draft), 0.0, verify, draft, nodes) for side in (profile.low, profile.high)]
     return replace(profile, low=sides[0], high=sides[1], prefill_s=(VERIFY_S, 0.0))
 
 
