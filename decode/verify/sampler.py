@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from transformers.generation import logits_process as library
 
 from ...policies.errors import InputError
 from .grammar import GrammarMask
+from .processors import PerText
+from .sampling import SamplingParams
 
 _WARPERS = (
     library.TopHLogitsWarper,
@@ -92,6 +95,41 @@ class Sampler:
             else:
                 logits = processor(ids, logits)
         return logits
+
+
+class BatchSampler:
+    """Samplers of a batch of texts. Texts with prompts of one length share a sampler if no processor depends on the text.
+
+    Args:
+        params, temperature, eos, device: see `SamplingParams.build`.
+        prompts: token ids of each prompt.
+    """
+
+    def __init__(
+        self, params: SamplingParams, temperature: float, prompts: Sequence[Sequence[int]], eos: Sequence[int],
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        per_text = any(isinstance(processor, PerText) for processor in params.processors)
+        reads_prompt = any(name.startswith("encoder_") for name in params.options)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            key = (row,) if per_text else tuple(prompt) if reads_prompt else (len(prompt),)
+            groups.setdefault(key, []).append(row)
+        self._parts = [
+            (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
+            for rows in groups.values()
+        ]
+        self.constrained = self._parts[0][1].constrained
+
+    def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
+        """Return [B, V] processed logits, one row per text; see `Sampler`."""
+        if not self._parts[0][1].reads_prefix:
+            return self._parts[0][1](logits, prefixes)
+        texts = cache(prefixes)
+        out = torch.empty_like(logits)
+        for rows, sampler in self._parts:
+            out[rows] = sampler(logits[rows], lambda rows=rows: [texts()[row] for row in rows])  # type: ignore[misc]
+        return out
 
 
 def require_token(scores: Tensor) -> None:
