@@ -58,7 +58,7 @@ def test_a_decision_is_timed_without_a_model(ticking: list[float]) -> None:
         TEST_POLICIES["reads-history"],
         TEST_POLICIES["adaptive"],
     ):
-        assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(1.5 * TICK, rel=0.4)
+        assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(4 * TICK / 3)
     slow = OnTheClock(DEPTH, ticking)
     assert price(measure_decision(slow, VOCABULARY, 0.7), slow) > 5e-5
 
@@ -93,7 +93,7 @@ class _FromDepth(StopPolicy):
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_a_decision_is_timed_where_the_policy_is_first_asked(first: int) -> None:
     policy = _FromDepth(first)
-    assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(1.5 * TICK, rel=0.4)
+    assert price(measure_decision(policy, VOCABULARY, 0.7), policy) == pytest.approx(4 * TICK / 3)
 
 
 def test_only_missing_decisions_are_measured(profile: Profile) -> None:
