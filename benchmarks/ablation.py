@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 from specstop.policies.costs import CostTable
-from specstop.policies.estimate import LATER, PLAIN, fit_line
-from specstop.policies.measurements import DECISIONS, VERIFY, Key, Measurements, Series, groups
+from specstop.policies.measurements import DECISIONS, LATER, PLAIN, VERIFY, Key, Measurements, Series, fit_line, groups
 from specstop.policies.profile import Profile
 from specstop.train.replay.log import Rounds
 from torch import Tensor

@@ -41,9 +41,8 @@ from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import SpecstopError
-from specstop.policies.estimate import decision_prices
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.measurements import Measurements
+from specstop.policies.measurements import Measurements, decision_prices
 from specstop.policies.profile import Profile
 from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.run import train

@@ -14,10 +14,19 @@ import numpy as np
 
 from .costs import Costs
 from .errors import InputError
-from .estimate import check_measurements, decision_prices, estimate
 from .files import write_atomic
 from .limits import LIMITS
-from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge
+from .measurements import (
+    DECISIONS,
+    VERIFY,
+    Measurements,
+    Noise,
+    Timings,
+    check_measurements,
+    decision_prices,
+    estimate,
+    judge,
+)
 from .safe_loading import check_values, digest, read_json
 
 PROFILE_SCHEMA = 1
@@ -90,7 +99,7 @@ class Profile(Costs):
         """Return this profile with the decisions of more policies, priced by their timings, which are kept."""
         timed = more.where(lambda key: key.what == DECISIONS)
         priced = self.with_decisions(decision_prices(timed.pooled))
-        return dataclasses.replace(priced, measurements=priced.measurements.with_series(timed))
+        return dataclasses.replace(priced, measurements=Measurements({**priced.measurements.series, **timed.series}))
 
     @property
     def _of_models(self) -> Measurements:

@@ -6,8 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 from specstop.policies.costs import CostTable
-from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PLAIN_OUTSIDE, PREFILL
-from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, collected
+from specstop.policies.measurements import (
+    CONTEXTS,
+    DECISIONS,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PLAIN,
+    PLAIN_OUTSIDE,
+    PREFILL,
+    VERIFY,
+    Key,
+    collected,
+)
 from specstop.policies.profile import Profile
 
 PROMPTS = (10, 40)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from specstop.decode.profile.measuring import Seconds
-from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL
-from specstop.policies.measurements import CONTEXTS, VERIFY, Key, Measurements
+from specstop.policies.measurements import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key, Measurements
 from specstop.policies.profile import Profile
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7

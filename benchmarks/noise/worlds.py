@@ -7,8 +7,7 @@ from collections import defaultdict
 import intervals as worlds
 import numpy as np
 from specstop.decode.profile.measuring import Case, Effort, Seconds, measure
-from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL
-from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key
+from specstop.policies.measurements import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key
 from specstop.policies.profile import Profile
 
 from .machines import Disturbance, Machine

@@ -28,10 +28,22 @@ from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.scripts import TWICE, BatchScript, shuffled
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, shown
-from ...policies.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
 from ...policies.limits import check_limit, check_limits
-from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
+from ...policies.measurements import (
+    BATCH_DRAFTS,
+    BATCH_FIRST,
+    BATCH_VERIFY,
+    CONTEXTS,
+    DECISIONS,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PREFILL,
+    VERIFY,
+    Key,
+    Measurements,
+)
 from ...policies.profile import Profile
 from .through_vllm import start_vllm
 

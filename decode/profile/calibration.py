@@ -17,11 +17,14 @@ from typing import Any
 from ...policies.arguments import check_token_ids
 from ...policies.display import Progress, shown
 from ...policies.errors import InputError
-from ...policies.estimate import (
+from ...policies.fixed import FixedLength
+from ...policies.limits import check_limit, check_limits
+from ...policies.measurements import (
     BATCH_DRAFTS,
     BATCH_FIRST,
     BATCH_PLAIN,
     BATCH_VERIFY,
+    CONTEXTS,
     FIRST,
     LATER,
     OUTSIDE,
@@ -30,10 +33,11 @@ from ...policies.estimate import (
     PREFILL,
     TREE_OUTSIDE,
     TREE_VERIFY,
+    VERIFY,
+    Key,
+    Measurements,
+    collected,
 )
-from ...policies.fixed import FixedLength
-from ...policies.limits import check_limit, check_limits
-from ...policies.measurements import CONTEXTS, VERIFY, Key, Measurements, collected
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
 from ..drafters.spec import warn_depth_limited

@@ -39,9 +39,8 @@ from specstop.decode.profile.scripts import TWICE, ChainScript, TreeScript, is_f
 from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
-from specstop.policies.estimate import PLAIN, TREE_VERIFY
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import VERIFY
+from specstop.policies.measurements import PLAIN, TREE_VERIFY, VERIFY
 from specstop.policies.profile import Profile
 
 THRICE = Effort(repetitions=3)

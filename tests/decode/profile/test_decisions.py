@@ -13,9 +13,8 @@ from specstop.decode.profile import add_decisions, is_asked, loop_decisions, mea
 from specstop.decode.profile.scripts import ChainScript
 from specstop.decode.topology import parse_tree
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from specstop.policies.estimate import decision_prices
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import Measurements
+from specstop.policies.measurements import Measurements, decision_prices
 from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 

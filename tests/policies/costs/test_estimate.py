@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from specstop.policies.costs import MIN_SHARE, along, interpolate
-from specstop.policies.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, VERIFY, estimate, fit_curves, fit_line
-from specstop.policies.measurements import Key, Timings
+from specstop.policies.measurements import (
+    BATCH_DRAFTS,
+    BATCH_FIRST,
+    BATCH_VERIFY,
+    VERIFY,
+    Key,
+    Timings,
+    estimate,
+    fit_curves,
+    fit_line,
+)
 
 SECONDS = st.floats(1e-6, 1.0)
 

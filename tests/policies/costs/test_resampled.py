@@ -11,8 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.estimate import FIRST, LATER, OUTSIDE, PLAIN, PREFILL
-from specstop.policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements, collected
+from specstop.policies.measurements import (
+    CONTEXTS,
+    DECISIONS,
+    FIRST,
+    LATER,
+    OUTSIDE,
+    PLAIN,
+    PREFILL,
+    VERIFY,
+    Key,
+    Measurements,
+    collected,
+)
 from specstop.policies.profile import Profile
 
 DEPTH, REPETITIONS = 3, 12
