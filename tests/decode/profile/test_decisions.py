@@ -108,8 +108,13 @@ def test_only_missing_decisions_are_measured(profile: Profile) -> None:
 
 def test_the_price_of_decisions_is_found_again(pair: Pair, clock: list[float]) -> None:
     policy = OnTheClock(DEPTH, clock)
-    found = price(loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, DEPTH, ignore_eos=True)), policy)
-    assert 5e-5 < found < 2.5e-4
+    timed = loop_decisions(pair, [policy], PROMPTS, Settings(0.0, 40, DEPTH, ignore_eos=True))
+    rounds = {key.counts[0]: len(seconds) for key, seconds in timed.pooled.items()}  # by number of decisions
+    for key, seconds in timed.pooled.items():
+        assert seconds == pytest.approx(2e-4 + 5e-5 * key.counts[0], abs=EXACT)
+    total = sum(count * (2e-4 + 5e-5 * calls) for calls, count in rounds.items())
+    decisions = sum(count * calls for calls, count in rounds.items())
+    assert len(rounds) > 1 and price(timed, policy) == pytest.approx(total / decisions, abs=EXACT)
 
 
 def test_one_count_of_decisions_is_priced_by_the_decision(pair: Pair, clock: list[float]) -> None:
