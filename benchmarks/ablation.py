@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 from specstop.policies.costs import CostTable
-from specstop.policies.measurements import DECISIONS, LATER, PLAIN, VERIFY, Key, Measurements, Series, fit_line, groups
+from specstop.policies.measurements import DECISIONS, LATER, VERIFY, Key, Measurements, Series, fit_line, groups
 from specstop.policies.profile import Profile
 from specstop.train.replay.log import Rounds
 from torch import Tensor
@@ -35,11 +35,6 @@ def clipped(key: Key, series: Series, most: float = 3.0) -> Series:
     """Return timings of at most `most` times their median."""
     limit = int(most * np.median([n for ns in series for n in ns]))
     return tuple(tuple(min(n, limit) for n in ns) for ns in series)
-
-
-def without_plain_texts(key: Key, series: Series) -> Series | None:
-    """Drop what was timed in texts of plain decoding."""
-    return None if key.what == PLAIN else series
 
 
 def second_step(profile: Profile) -> Variant:
@@ -69,8 +64,6 @@ def variants(profile: Profile) -> dict[str, Variant]:
     changed = {
         "as they are": profile,
         "- second context": replace(profile, high=replace(profile.low, context=profile.high.context)),
-        "- plain decoding timed in its own texts": estimated(profile, without_plain_texts),
-        "- price outside the models of plain rounds": replace(profile, plain_outside_s=None),
         "- price outside the models by token": replace(profile, step_s=0.0, round_s=mean_outside),
         "- first draft step": tables(profile, lambda t: replace(t, draft_s=(t.later_s, t.later_s))),
         "- backlog": tables(profile, lambda t: replace(t, draft_s=(t.draft_s[0],) * 2, draft_token_s=0.0)),

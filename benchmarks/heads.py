@@ -328,7 +328,6 @@ def _machines(
         round_s=0.0,
         prefill_s=(0.0, 0.0),
         tree_outside_s=None,
-        plain_outside_s=None,
     )
     training, left_out, arrays = sides
     found = {}

@@ -216,7 +216,6 @@ class Costs:
         tree_outside_s: outside the models in a round of a tree: (per round, per draft step, per drafted token); None = as
             in a chain, where each step drafts one.
         batch: what texts decoded side by side cost; None = not measured.
-        plain_outside_s: outside the models in a round without drafts and decisions; None = as in any other.
     """
 
     low: CostTable
@@ -228,14 +227,13 @@ class Costs:
     _: KW_ONLY
     tree_outside_s: tuple[float, float, float] | None = None
     batch: BatchCosts | None = None
-    plain_outside_s: float | None = None
 
     def __post_init__(self) -> None:
         _check_contexts(self.low, self.high)
         if len(self.low.verify_s) != len(self.high.verify_s):
             raise ValueError("verify_s: both contexts need the same lengths")
-        outside = [self.step_s, self.round_s, self.plain_outside_s or 0.0, *(self.tree_outside_s or ())]
-        _check_range("step_s, round_s, prefill_s, outside", [*outside, *self.prefill_s])
+        seconds = [self.step_s, self.round_s, *self.prefill_s, *(self.tree_outside_s or ())]
+        _check_range("step_s, round_s, prefill_s, tree_outside_s", seconds)
         _check_range("decision_s", list(self.decision_s.values()))
 
     @property
@@ -294,8 +292,6 @@ class Costs:
         else:
             per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
             outside = per_round + per_step * (fed > 0).sum(1) + per_token * drafted
-        if self.plain_outside_s is not None:
-            outside = np.where((drafted == 0) & (decisions == 0), self.plain_outside_s, outside)
         calls = self.between(context, lambda table: table.calls_s(drafted, verified, backlog, fed))
         out: Array = calls + outside + decision * decisions
         return out

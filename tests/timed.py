@@ -12,8 +12,6 @@ from specstop.policies.measurements import (
     FIRST,
     LATER,
     OUTSIDE,
-    PLAIN,
-    PLAIN_OUTSIDE,
     PREFILL,
     VERIFY,
     Key,
@@ -69,9 +67,7 @@ def timed_profile(
 
 def _of_rounds(costs: Profile, table: CostTable, side: str) -> dict[Key, float]:
     """Return the seconds of the parts of rounds at one context."""
-    found = {Key(PLAIN, side): table.verify_s[0]}
-    if costs.plain_outside_s is not None:
-        found[Key(PLAIN_OUTSIDE, side)] = costs.plain_outside_s
+    found: dict[Key, float] = {}
     for count, seconds in enumerate(table.verify_s):
         found[Key(VERIFY, side, (count,))] = seconds
         found[Key(OUTSIDE, side, (count,))] = costs.round_s + costs.step_s * count

@@ -298,11 +298,6 @@ def _profile(path: Path) -> dict[str, Any]:
         },
         **(_batch_facts(profile, profile.batch) if profile.batch else {}),
         "framework overhead, ms a round": profile.round_s * 1e3,
-        **(
-            {}
-            if profile.plain_outside_s is None
-            else {"framework overhead, ms a round of plain decoding": profile.plain_outside_s * 1e3}
-        ),
         "framework overhead, ms a drafted token": profile.step_s * 1e3,
         **{f"decision of {name}, us": profile.decision(name) * 1e6 for name in profile.decision_s},
         **dict(profile.facts),

@@ -103,7 +103,7 @@ def build_profiles(folder: Path) -> None:
         for at, table in enumerate((plain.low, plain.high))
     )
     low, high = sides
-    more = {"tree_outside_s": (2e-4, 3e-5, 4e-6), "plain_outside_s": 1.5e-4}
+    more = {"tree_outside_s": (2e-4, 3e-5, 4e-6)}
     dataclasses.replace(plain, low=low, high=high, **more).save(folder / "trees.json")
     profile = json.loads((folder / "plain.json").read_text(encoding="utf-8"))
     verify = {

@@ -167,7 +167,6 @@ def batch_profile(profile: Profile, batch: int) -> Profile:
         step_s=profile.step_s / batch,
         round_s=profile.round_s / batch,
         tree_outside_s=None,  # engines draft chains
-        plain_outside_s=None if profile.plain_outside_s is None else profile.plain_outside_s / batch,
     )
 
 
@@ -182,9 +181,7 @@ def _measured_share(profile: Profile, batch: int) -> Profile:
 
     low, high = (share(table.context) for table in (profile.low, profile.high))
     # Seconds outside the models are in those of batches already.
-    return dataclasses.replace(
-        profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None, plain_outside_s=None
-    )
+    return dataclasses.replace(profile, low=low, high=high, step_s=0.0, round_s=0.0, tree_outside_s=None)
 
 
 def _risen(points: Points, rows: int, known: int, seconds: float) -> float:

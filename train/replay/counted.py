@@ -24,14 +24,12 @@ class Kinds:
 
     Attributes:
         drafted, verified, backlog: tokens.
-        asked: 1 where the policy was asked and nothing was drafted, which costs more around the models than plain decoding.
         fed: [C, K] of trees, tokens read at each draft step; None for chains.
     """
 
     drafted: Array
     verified: Array
     backlog: Array
-    asked: Array
     fed: Array | None
 
     def seconds(self, profile: Profile, counts: Values) -> Values:
@@ -48,10 +46,11 @@ class Kinds:
         rounds, context = counts[:, 0], counts[:, 1]
         # Also of kinds that are counted below 0: both their rounds and their contexts are negative, the mean is not.
         mean = np.divide(context, rounds, out=np.zeros_like(context), where=rounds != 0)
-        spent: Values = rounds * profile.round_seconds(
-            mean, self.drafted, self.verified, self.backlog, self.asked, 0.0, self.fed
+        decisions = np.zeros_like(self.drafted)
+        seconds: Values = profile.round_seconds(
+            mean, self.drafted, self.verified, self.backlog, decisions, 0.0, self.fed
         )
-        return spent
+        return rounds * seconds
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Counted:
     Attributes:
         kinds: C of them.
         counts: [S, 2, C], see `Kinds.seconds`.
-        decisions: [S, 2], times the policy was asked, and rounds in which it was.
+        decisions: [S], calls of the policy.
     """
 
     kinds: Kinds
@@ -80,24 +79,21 @@ def count_rounds(rounds: Rounds, sequences: int) -> Counted:
     fed = None if rounds.fed is None else rounds.fed.numpy()
     beyond = np.maximum(backlog - LONG, 0) * (drafted > 0)  # nothing is read where nothing is drafted
     short = np.where(drafted > 0, np.minimum(backlog, LONG), 1)
-    idle = (drafted == 0) & (decisions > 0)
-    rows = np.column_stack([drafted, verified, short, idle, *([] if fed is None else [fed])])
+    rows = np.column_stack([drafted, verified, short, *([] if fed is None else [fed])])
     # Where nothing is drafted no backlog is read: `short` makes one kind of them.
     found, kind = np.unique(rows, axis=0, return_inverse=True)
     # With backlog b > 2: cost(b) = cost(2) + (b - 2) (cost(3) - cost(2)). What the two kinds draft and send cancels; they
     # feed a token, or no first step would be priced.
     one_more = np.zeros((2, found.shape[1]), dtype=np.int64)
-    one_more[:, 0], one_more[:, 2], one_more[:, 4:5] = 1, [LONG + 1, LONG], 1
+    one_more[:, 0], one_more[:, 2], one_more[:, 3:4] = 1, [LONG + 1, LONG], 1
     found = np.concatenate([found, one_more])
     sums = np.zeros((2, sequences, len(found)))
     for at, value in enumerate((np.ones_like(context), context)):
         np.add.at(sums[at], (sequence, kind.ravel()), value)  # numpy 2.0 keeps the axis in `kind`
         extra = np.bincount(sequence, value * beyond, sequences)
         sums[at, :, -2], sums[at, :, -1] = extra, -extra  # in the order of `one_more`
-    # What a `Price` is multiplied with: `each` by the times asked, `opening` by the rounds in which it was.
-    asked: Array = np.stack([np.bincount(sequence, times, sequences) for times in (decisions, decisions > 0)], 1)
-    kinds = Kinds(found[:, 0], found[:, 1], found[:, 2], found[:, 3], None if fed is None else found[:, 4:])
-    return Counted(kinds, sums.transpose(1, 0, 2), asked)
+    kinds = Kinds(found[:, 0], found[:, 1], found[:, 2], None if fed is None else found[:, 3:])
+    return Counted(kinds, sums.transpose(1, 0, 2), np.bincount(sequence, decisions, sequences))
 
 
 def joined(kinds: Sequence[Kinds]) -> tuple[Kinds, list[int]]:
@@ -106,6 +102,6 @@ def joined(kinds: Sequence[Kinds]) -> tuple[Kinds, list[int]]:
     deepest = max((fed.shape[1] for fed in feeds), default=0)
     wide = [np.pad(fed, ((0, 0), (0, deepest - fed.shape[1]))) for fed in feeds]
     begins = np.cumsum([0, *(len(one.drafted) for one in kinds[:-1])]).tolist()
-    columns = ([one.drafted, one.verified, one.backlog, one.asked] for one in kinds)
-    drafted, verified, backlog, asked = map(np.concatenate, zip(*columns, strict=True))
-    return Kinds(drafted, verified, backlog, asked, np.concatenate(wide) if wide else None), begins
+    columns = ([one.drafted, one.verified, one.backlog] for one in kinds)
+    drafted, verified, backlog = map(np.concatenate, zip(*columns, strict=True))
+    return Kinds(drafted, verified, backlog, np.concatenate(wide) if wide else None), begins

@@ -127,7 +127,7 @@ class Priced:
                 some = [self._counted[at] for at in places]
                 rounds = self._total(np.concatenate([one.counts for one in some], 2))
                 self._groups.append((places, *joined([one.kinds for one in some]), rounds))
-        self._asked = self._total(np.stack([one.decisions for one in self._counted], 2))
+        self._decisions = self._total(np.stack([one.decisions for one in self._counted], 1))
         tokens = self._tokens.double().numpy()
         self._read = self._total(np.stack([tokens > 0, tokens], 1))
 
@@ -196,5 +196,5 @@ class Priced:
     def _decided(self, profile: Profile, rows: slice) -> Values:
         """Return [rows, P] seconds of decisions."""
         prices = np.array([profile.decision(rounds.cost_name) for rounds in self._replays])
-        total: Values = prices * self._asked[rows, 0]
+        total: Values = prices * self._decisions[rows]
         return total

@@ -40,7 +40,7 @@ from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import PLAIN, TREE_VERIFY, VERIFY
+from specstop.policies.measurements import TREE_VERIFY, VERIFY
 from specstop.policies.profile import Profile
 
 THRICE = Effort(repetitions=3)
@@ -83,7 +83,6 @@ def test_known_costs_are_found_again(known: Profile) -> None:
         assert table.verify_s == pytest.approx([TARGET + ROW * (k + 1) for k in range(DEPTH + 1)], rel=EXACT)
     assert profile.step_s == pytest.approx(STEP, rel=1e-4)
     assert profile.round_s == pytest.approx(ROUND + STEP, rel=1e-4)
-    assert profile.plain_outside_s == pytest.approx(ROUND + STEP, rel=1e-4)
     assert profile.prefill_s == pytest.approx((TARGET + STEP, ROW), rel=1e-4)
     assert profile.facts["spread"] == pytest.approx(0.0, abs=1e-9)
     assert 12 < profile.low.context < profile.high.context < 128
@@ -236,7 +235,7 @@ def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
     run = CalibrationRun(pair, PROMPTS, depth=2, temperature=0.0, new_tokens=20, tree="2,1", batch=(2,))
     cases = run.cases()
     assert list(cases) == ["rounds", "batch 1", "batch 2"]
-    assert {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY}
+    assert {key.what for key in cases["rounds"](1)} >= {VERIFY, TREE_VERIFY}
 
 
 def test_a_gpu_is_warmed_up_until_calls_are_played(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,19 +60,6 @@ def test_a_round_costs_the_sum_of_its_parts(profile: Profile, context: float, co
     assert seconds(profile, context, *counts) == pytest.approx(slow_seconds(profile, context, *counts), rel=EXACT)
 
 
-def test_a_round_that_drafts_and_asks_nothing_has_less_around_it(profile: Profile) -> None:
-    plain = dataclasses.replace(profile, plain_outside_s=profile.round_s / 4)
-    saved = 0.75 * profile.round_s
-    assert seconds(plain, 30.0, 0, 0, 1, 0) == pytest.approx(seconds(profile, 30.0, 0, 0, 1, 0) - saved, rel=EXACT)
-    for counts in ((0, 0, 1, 1), (1, 0, 1, 0), (3, 3, 1, 2)):
-        assert seconds(plain, 30.0, *counts) == seconds(profile, 30.0, *counts)
-    fed = np.zeros((1, 3), dtype=np.int64)
-    some = [np.array([n]) for n in (30, 0, 0, 1, 0)]
-    for made in (plain, profile):
-        tree = made.round_seconds(*some, 0.0, fed)
-        assert tree.item() == pytest.approx(seconds(made, 30.0, 0, 0, 1, 0), rel=EXACT)
-
-
 def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None:
     assert profile.padded() == (0, 1, 2, 3, 5, 5, 6)
     assert profile.padded() == tuple(slow_padded(profile, n) for n in range(7))
@@ -84,9 +71,7 @@ def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None
     near = dataclasses.replace(profile.low, verify_s=(5.0, 4.9, 4.8))
     assert dataclasses.replace(profile, low=near, high=near).padded() == (0, 1, 2), "as much as measurements differ"
     steep = dataclasses.replace(profile.low, verify_s=(5.0, 4.0, 3.0))
-    assert dataclasses.replace(profile, low=steep, high=steep).padded() == (0, 2, 2), (
-        "plain decoding, timed on its own, stays"
-    )
+    assert dataclasses.replace(profile, low=steep, high=steep).padded() == (0, 2, 2), "plain decoding is never padded"
 
 
 def test_rounds_of_many_streams_are_those_of_each(profile: Profile) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from specstop.collect.prompts.read import Prompt
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace
 from specstop.decode.models.pair import Pair
-from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Key, collected
 from specstop.policies.profile import Profile
@@ -112,35 +110,6 @@ def test_changes_are_made_to_every_draw_and_some_texts_can_be_taken(chains: Trac
     texts = replays[0].rounds.of_texts(draws.drawn[1], chains.prompt_tokens)[at]
     assert part[2, 0] == pytest.approx(float(few.total(texts)[2]), rel=EXACT)
     assert priced.seconds(change=twice)[1, 0] == spent[1, 0], "the replays of all texts are as they were"
-
-
-class Unwilling(StopPolicy):
-    """Drafts a token in every other round, and is asked in each."""
-
-    name, max_depth, first = "unwilling", 1, 0
-
-    def start(self, streams: int, keys: Array) -> State:
-        return np.zeros(streams, dtype=np.int64)
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        return step.alive & (state % 2 == 0)[:, None], state
-
-    def observe(self, outcome: RoundOutcome, state: State) -> State:
-        return state + 1
-
-
-def test_a_round_that_was_asked_about_and_drafts_nothing_is_no_plain_one(
-    chains: TraceArrays, full_profile: Profile
-) -> None:
-    profile = dataclasses.replace(full_profile, plain_outside_s=full_profile.round_s / 4, decision_s={"unwilling": 0.0})
-    played = play(chains, Unwilling(), profile)
-    priced = Priced(Resamples(chains.prompt_ids), Draws(profile), [played.rounds], chains.prompt_tokens)
-    expected = float(played.rounds.of_texts(profile, chains.prompt_tokens).sum())
-    assert priced.seconds()[0, 0] == pytest.approx(expected, rel=EXACT)
-    plain = dataclasses.replace(played.rounds, decisions=torch.zeros_like(played.rounds.decisions))
-    assert float(plain.of_texts(profile, chains.prompt_tokens).sum()) < 0.99 * expected
-    free = played.rounds.seconds(profile) - played.rounds.bare_seconds(profile)
-    assert float(free[played.rounds.drafted == 0].abs().max()) == 0.0
 
 
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
