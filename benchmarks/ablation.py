@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 from specstop.policies.costs import CostTable
-from specstop.policies.measurements import DECISIONS, LATER, VERIFY, Key, Measurements, Series, fit_line, groups
+from specstop.policies.measurements import DECISIONS, LATER, VERIFY, Measurements, Series, fit_line, groups
 from specstop.policies.profile import Profile
 from specstop.train.replay.log import Rounds
 from torch import Tensor
@@ -24,14 +24,13 @@ def tables(profile: Profile, change: Callable[[CostTable], CostTable]) -> Profil
     return replace(profile, low=change(profile.low), high=change(profile.high))
 
 
-def estimated(profile: Profile, change: Callable[[Key, Series], Series | None]) -> Profile:
-    """Return the profile of changed series; None drops a series."""
-    changed = {key: change(key, series) for key, series in profile.measurements.series.items()}
-    measurements = Measurements({key: series for key, series in changed.items() if series is not None})
+def estimated(profile: Profile, change: Callable[[Series], Series]) -> Profile:
+    """Return the profile that is estimated from changed series."""
+    measurements = Measurements({key: change(series) for key, series in profile.measurements.series.items()})
     return Profile.measured(measurements, (profile.low.context, profile.high.context), profile.max_depth)
 
 
-def clipped(key: Key, series: Series, most: float = 3.0) -> Series:
+def clipped(series: Series, most: float = 3.0) -> Series:
     """Return timings of at most `most` times their median."""
     limit = int(most * np.median([n for ns in series for n in ns]))
     return tuple(tuple(min(n, limit) for n in ns) for ns in series)

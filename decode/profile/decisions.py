@@ -104,11 +104,15 @@ def largest_batch(profile: Profile | None) -> int:
     return profile.batch.sizes[-1] if profile and profile.batch else 1
 
 
-def is_asked(policy: StopPolicy, profile: Profile | None = None) -> bool:
-    """Whether a policy decides anything in batches of up to the largest one of a profile."""
-    # A policy whose first decision is at its last depth, such as a fixed length, is never called.
-    sizes = range(1, largest_batch(profile) + 1)
-    return policy.first < policy.max_depth and any(size not in policy.unasked for size in sizes)
+def missing_decisions(profile: Profile, policies: Sequence[StopPolicy]) -> dict[str, StopPolicy]:
+    """Return by `cost_name` the policies that decide something in batches of the profile, which has no price of it."""
+
+    def decides(policy: StopPolicy) -> bool:
+        # A policy whose first decision is at its last depth, such as a fixed length, is never called.
+        sizes = range(1, largest_batch(profile) + 1)
+        return policy.first < policy.max_depth and any(size not in policy.unasked for size in sizes)
+
+    return {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and decides(p)}
 
 
 def add_decisions(
@@ -124,8 +128,7 @@ def add_decisions(
     """
     for policy in policies:
         validate_policy(policy)
-    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, profile)}
-    for policy in missing.values():
+    for policy in missing_decisions(profile, policies).values():
         timed = measure_decision(policy, vocabulary, profile.temperature, device_of(profile), widths, profile, tree)
         profile = profile.with_measured_decisions(timed)
     return profile

@@ -25,7 +25,7 @@ import torch
 
 from ...collect.pair_options import pair_options
 from ...collect.schema import Header
-from ...decode.profile import device_of, is_asked, measure_decision
+from ...decode.profile import device_of, measure_decision, missing_decisions
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
@@ -76,8 +76,7 @@ def with_prices(
         InputError: the profile that a policy was trained for is mangled.
     """
     known, lacking = profile, []
-    missing = {p.cost_name: p for p in policies if p.cost_name not in profile.decision_s and is_asked(p, profile)}
-    for name, policy in missing.items():
+    for name, policy in missing_decisions(profile, policies).items():
         trained, record = _of_training(policy, known), {}
         if trained is not None:
             timed = trained.measurements

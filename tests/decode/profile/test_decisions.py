@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import VOCABULARY
@@ -9,7 +11,7 @@ from contract_policies import TEST_POLICIES
 from known_costs import DEPTH, EXACT, PROMPTS, TICK, known_clock, ticking_clock
 from specstop.decode.loop import Settings
 from specstop.decode.models.pair import Pair
-from specstop.decode.profile import add_decisions, is_asked, loop_decisions, measure_decision
+from specstop.decode.profile import add_decisions, loop_decisions, measure_decision, missing_decisions
 from specstop.decode.profile.scripts import ChainScript
 from specstop.decode.topology import parse_tree
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
@@ -153,7 +155,8 @@ def test_decisions_about_trees_are_priced_in_rounds_of_the_tree(ticking: list[fl
     assert chains < found
 
 
-def test_who_is_never_asked_has_no_price(profile: Profile) -> None:
+def test_a_policy_that_is_never_called_has_no_price(profile: Profile) -> None:
     load = load_policy("load?table=1:3,4:1")
-    assert not is_asked(load) and not is_asked(FixedLength(2)) and is_asked(Confidence(0.4))
+    unpriced = dataclasses.replace(profile, decision_s={})
+    assert list(missing_decisions(unpriced, [load, FixedLength(2), Confidence(0.4)])) == ["confidence"]
     assert add_decisions(profile, [load], VOCABULARY) == profile
