@@ -357,9 +357,9 @@ class Costs:
         """
         depth = self.max_depth if depth is None else depth
         k = np.arange(depth + 1)
-        asked = np.maximum(np.minimum(k, depth - 1) - first + 1, 0)
+        decisions = np.maximum(np.minimum(k, depth - 1) - first + 1, 0)
         one = np.ones_like(k)
-        return self.round_seconds(one * context, k, k, one, asked, decision)
+        return self.round_seconds(one * context, k, k, one, decisions, decision)
 
     def prefill_seconds(self, length: ArrayLike) -> Array:
         """Return [S] float64 seconds to read prompts of `length` [S] tokens with the target."""
