@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..policies.batches import CostGrid
+from ..policies.batch_rules import CostGrid
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.fixed import FixedLength

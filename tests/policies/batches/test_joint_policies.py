@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
-from specstop.policies.batch_rules import BatchPolicy, BatchStop, for_batches
-from specstop.policies.batches import Batches, CostGrid, LinearCosts
+from specstop.policies.batch_rules import Batches, BatchPolicy, BatchStop, CostGrid, LinearCosts, for_batches
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.batches import best_budgets, draft_on
@@ -279,7 +278,6 @@ def test_plain_decoding_is_left_only_for_what_is_expected_to_beat_it() -> None:
             policy.start(4, np.arange(4)),
         )  # fmt: skip
         assert kept.all() == drafts and kept.any() == drafts
-        assert policy._may_pay(Batches.of(np.zeros(4, dtype=np.int64), np.arange(4))) == drafts
 
 
 def begun(policy: BatchStop, streams: int = 4) -> int:
