@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from .arguments import validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State
-from .costs import Costs
+from .costs import MAX_S, Costs, CostTable
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
 from .learned import LearnedPolicy
@@ -95,23 +94,15 @@ def _batches_of(batch_bytes: bytes, key_bytes: bytes) -> Batches:
     return Batches(order, starts, int(np.diff(starts).max(initial=0)))
 
 
-@dataclass(frozen=True)
-class LinearCosts:
-    """Costs in units of a target call of one token, used without a profile."""
+def linear_costs(draft: float = 0.1, token: float = 0.01) -> Costs:
+    """Return costs in units of a target call of one token, for use without a profile.
 
-    draft: float = 0.1  # of a draft step
-    token: float = 0.01  # of each token beyond the first, as a share of a draft step, or of a verification
-
-    def draft_s(self, streams: ArrayLike, context: float) -> Array:
-        """Return the seconds of a draft step."""
-        count = np.asarray(streams, dtype=np.float64)
-        return np.where(count > 0, self.draft * (1.0 + self.token * (count - 1.0)), 0.0)
-
-    first_draft_s = draft_s
-
-    def verify_s(self, streams: ArrayLike, tokens: ArrayLike, context: float) -> Array:
-        """Return the seconds of a verification of so many tokens in all, anchors included."""
-        return 1.0 + self.token * (np.asarray(tokens, dtype=np.float64) - 1.0)
+    Args:
+        draft: of a draft step.
+        token: of each token beyond the first, as a share of a draft step, or of a verification.
+    """
+    table = CostTable(0.0, (draft, draft), 0.0, (1.0, 1.0 + token))
+    return Costs(table, table, 0.0, 0.0, (0.0, 0.0))
 
 
 @dataclass(eq=False)
@@ -119,57 +110,54 @@ class CostGrid:
     """Seconds of the steps of a batch as float64 tables, which grow with the batches.
 
     Args:
-        costs: of the steps: of a profile, or `LinearCosts`.
-        context: tokens in the cache.
+        costs: of the steps, such as a profile.
         decision: seconds of a decision, one for each draft step.
+        context: tokens in the cache; None = midway between the contexts of `costs`.
 
     Attributes:
         drafts: [2, R] of the first and each later draft step of a round, by streams.
         verify: [R, T] of a verification by streams and tokens in all, anchors included.
     """
 
-    costs: Costs | LinearCosts
-    context: float
+    costs: Costs
     decision: float = 0.0
+    context: float | None = None
 
     def __post_init__(self) -> None:
         # No fields: a digest of a policy must not depend on how far the tables have grown.
         self.drafts, self.verify = np.zeros((2, 0)), np.zeros((0, 0))
 
     @staticmethod
-    def of_profile(profile: Profile, decision: float = 0.0) -> CostGrid:
-        """Return the costs of a profile, midway between its two contexts."""
-        return CostGrid(profile, 0.5 * (profile.low.context + profile.high.context), decision)
-
-    @staticmethod
     def of_options(owner: str, profile: str | Path | Profile, draft: float, token: float) -> CostGrid:
-        """Return the costs that the options of a policy name: a profile or its path, or `LinearCosts` if that is empty.
+        """Return the costs that the options of a policy name: a profile or its path, or `linear_costs` if that is empty.
 
         Raises:
             PolicyError: there is no such profile.
         """
         if not profile:
-            draft, token = (validate_number(owner, k, v, 0.0) for k, v in (("draft", draft), ("token", token)))
-            return CostGrid(LinearCosts(draft, token), 0.0)
+            numbers = {"draft": draft, "token": token}
+            return CostGrid(linear_costs(*(validate_number(owner, k, v, 0.0, MAX_S - 1.0) for k, v in numbers.items())))
         try:
-            return CostGrid.of_profile(profile if isinstance(profile, Profile) else Profile.load(str(profile)))
+            return CostGrid(profile if isinstance(profile, Profile) else Profile.load(str(profile)))
         except InputError as error:
             raise PolicyError(f"{owner}: {error.command_line.removeprefix('--profile: ')}") from None
 
     def with_profile(self, profile: Profile) -> CostGrid:
         """Return the costs of a profile if these are the default ones, else these."""
-        return CostGrid.of_profile(profile) if self.costs == LinearCosts() else self
+        return CostGrid(profile) if self.costs == linear_costs() else self
 
     def fit(self, streams: int, nodes: int) -> CostGrid:
         """Extend the tables to so many streams, each with up to so many drafted tokens, and return self."""
         rows = max(len(self.verify), 16, 1 << streams.bit_length())
         tokens = max(rows * (nodes + 1) + 1, self.verify.shape[1])
         if (rows, tokens) != self.verify.shape:
-            costs, count = self.costs, np.arange(rows)
+            costs, context, count = self.costs, self.context, np.arange(rows)
+            if context is None:
+                context = 0.5 * (costs.low.context + costs.high.context)
             # No streams cost as one does, and fewer tokens than anchors as the anchors.
             batch, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
-            verify = costs.verify_s(batch, np.maximum(sent, batch), self.context)
-            drafts = np.stack([of(count, self.context) for of in (costs.first_draft_s, costs.draft_s)])
+            verify = costs.verify_s(batch, np.maximum(sent, batch), context)
+            drafts = np.stack([of(count, context) for of in (costs.first_draft_s, costs.draft_s)])
             self.drafts = np.ascontiguousarray(drafts + self.decision * (count > 0), dtype=np.float64)
             self.verify = np.ascontiguousarray(verify, dtype=np.float64)
         return self
@@ -236,11 +224,11 @@ class BatchStop(LearnedPolicy):
             self.profile = Profile.from_dict(metadata.profile, "the profile that the policy was trained with")
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {error.command_line.removeprefix('--profile: ')}") from None
-        self._grid = CostGrid.of_profile(self.profile, self.profile.decision(self.cost_name))
-        self._undecided = CostGrid.of_profile(self.profile)  # fixed lengths take no decisions
+        self._grid = CostGrid(self.profile, self.profile.decision(self.cost_name))
+        self._undecided = CostGrid(self.profile)  # fixed lengths take no decisions
         acceptance = metadata.acceptance[:depth]
         self._means: Array = np.cumprod(np.array(acceptance, dtype=np.float64))
-        # By depth: survival of the tokens 0, 1, ... after the next one, x_{j+1}, as shares of its; `acceptance[i]` is a_{i+1}.
+        # By depth j: survival of the tokens 0, 1, ... after x_{j+1}, as shares of its own; `acceptance[i]` is a_{i+1}.
         self._ahead = [np.cumprod([1.0, *acceptance[j + 1 :]]) for j in range(depth)]
         self._known_rates: dict[tuple[int, int], Array] = {}
 

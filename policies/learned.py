@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
+from typing_extensions import Self
 
 from .calibration import NO_PIECES, Calibrator, PathCalibrator, SurvivalMaps
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
@@ -21,7 +22,6 @@ from .tree_rules import TreeRule, kernels as tree_kernels
 
 kernels = on_first_use("decisions")
 
-_NO_SCORES = np.zeros((0, 2))
 _NO_SURVIVAL = np.zeros((1, 0))
 
 
@@ -177,14 +177,19 @@ class TreeGain(LearnedPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step."""
-        depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
+        depth, rule, (streams, branches), size = step.depth, self.rule, step.alive.shape, step.alive.size
         unknown = state is None or depth <= max(self.first, 1)  # nothing was read before the first decision
         known, before = (np.empty((streams, 2, 0)),) * 2 if unknown else state
-        rows, parent_chance, read = rule.read_branches(depth, step.alive, step.parent, step.features, before)
-        scores = self.head.scores(read, depth) if len(rows) else _NO_SCORES
+        level, rows, parent_chance = rule.level(depth, branches), np.empty(size, dtype=np.int64), np.empty(size)
+        read = np.empty((size, step.features.shape[2]), dtype=np.float32)
+        count = tree_kernels().read_branches(
+            np.ascontiguousarray(step.alive), np.ascontiguousarray(step.parent), step.features, before, level.ranks,
+            level.mean, level.mean_parent, level.floor, rule.share_table, rows, parent_chance, read,
+        )  # fmt: skip
+        scores = self.head.scores(read[:count], depth)
         if (maps := self._maps.get((depth, branches))) is None:
-            ranks = rule.level(depth, branches).ranks
-            maps = self._maps[depth, branches] = np.stack([c.maps(depth, ranks) for c in (self.accept, self.next)])
+            both = [calibrator.maps(depth, level.ranks) for calibrator in (self.accept, self.next)]
+            maps = self._maps[depth, branches] = np.stack(both)
         values = np.empty((streams, 2, branches))
         tree_kernels().survive(scores, rows, parent_chance, maps, depth == 0, values)
         if depth == 0:  # the root is no node
@@ -194,8 +199,9 @@ class TreeGain(LearnedPolicy):
 
     def node_survival(self, tree: DraftTree, state: State) -> Array:
         """Return [S, N], the survival of the nodes: expected if never read, -1 if not drawn."""
-        parent, depth, drawn = (np.ascontiguousarray(values) for values in (tree.parent, tree.depth, tree.drawn))
-        return self.rule.survival(parent, depth, drawn, np.empty((len(drawn), 2, 0)) if state is None else state[0])
+        known = np.empty((len(tree.drawn), 2, 0)) if state is None else state[0]
+        # One topology for all streams.
+        return self.rule.survival(tree.parent[0], tree.depth[0], np.ascontiguousarray(tree.drawn), known)
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
