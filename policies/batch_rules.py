@@ -15,7 +15,7 @@ import numpy as np
 
 from .arguments import validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State
-from .costs import MAX_S, Costs, CostTable
+from .costs import Costs, CostTable
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
 from .learned import LearnedPolicy
@@ -135,8 +135,8 @@ class CostGrid:
             PolicyError: there is no such profile.
         """
         if not profile:
-            numbers = {"draft": draft, "token": token}
-            return CostGrid(linear_costs(*(validate_number(owner, k, v, 0.0, MAX_S - 1.0) for k, v in numbers.items())))
+            draft, token = (validate_number(owner, k, v, 0.0) for k, v in (("draft", draft), ("token", token)))
+            return CostGrid(linear_costs(draft, token))
         try:
             return CostGrid(profile if isinstance(profile, Profile) else Profile.load(str(profile)))
         except InputError as error:

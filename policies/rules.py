@@ -33,7 +33,7 @@ class Rule:
         by: compared value.
         strict: values equal to the threshold do not pass.
         together: all branches of a stream pass if one does.
-        levels: [K, 1] float64 thresholds by depth, or [K, S] with those of each stream; the last one holds below.
+        levels: thresholds by depth, each [1] float64, or [S] with those of each stream; the last one holds beyond.
         lengths: by batch size, rising, the tokens that are drafted without a decision, because decisions would cost more
             than they gain; None = the rule decides.
         scales: by batch size, rising, factors of the thresholds.
@@ -45,7 +45,7 @@ class Rule:
     by: int = SURVIVAL
     strict: bool = False
     together: bool = False
-    levels: Array = np.zeros((1, 1))
+    levels: tuple[Array, ...] = (np.zeros(1),)
     lengths: Lengths = ()
     scales: Factors = ()
     rates: Factors = ()
@@ -57,7 +57,7 @@ class Rule:
 
     def threshold_at(self, depth: int, batch: Array) -> Array:
         """Return the threshold at a depth, [1] for all streams or [S], given `DraftStep.batch`."""
-        level: Array = self.levels[min(depth, len(self.levels) - 1)]
+        level = self.levels[depth] if depth < len(self.levels) else self.levels[-1]
         return level * _scales_of(batch.tobytes(), tuple(self.scales)) if self.scales else level
 
     def unasked(self) -> dict[int, int]:
@@ -102,7 +102,7 @@ class Threshold(Rule):
             raise PolicyError(f"rule {self.kind}: expected a threshold between 0 and 1, not {self.threshold}")
         self.by = SURVIVAL if self.kind == "survival" else ACCEPT
         self.strict = self.together = self.kind == "any"
-        self.levels = np.array([[self.threshold]])
+        self.levels = (np.array([self.threshold]),)
 
 
 @dataclass(eq=False)
@@ -130,7 +130,7 @@ class Derived(Rule):
         if not self.thresholds or any(math.isnan(t) for t in self.thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
         check_depth(self.kind, "first", self.first, len(self.thresholds))
-        self.levels = np.array(self.thresholds)[:, None]
+        self.levels = tuple(np.array(self.thresholds)[:, None])
 
 
 @dataclass(eq=False)

@@ -196,14 +196,15 @@ class TreeRule(Rule):
     @functools.cached_property
     def _tree(self) -> list[tuple[Array, Array, Array]]:
         """By depth from the root on, [B] ranks, numbers of children, and mean survival in the tree of the rule."""
-        rows = np.repeat(np.arange(len(self.children) + 1), [1, *(sum(level) for level in self.children)])  # depths
+        depths = np.repeat(np.arange(len(self.children) + 1), [1, *(sum(level) for level in self.children)])
         drawn = [count for level in self.children for count in level]
         parent = np.repeat(np.arange(len(drawn)) - 1, np.array(drawn, dtype=np.int64))  # of nodes; -1 = the root
-        (mean,) = self.survival(parent, rows[1:], np.ones((1, len(parent)), dtype=bool), np.empty((1, 2, 0)))
+        (mean,) = self.survival(parent, depths[1:], np.ones((1, len(parent)), dtype=bool), np.empty((1, 2, 0)))
         ranks = np.array([0, *(rank for count in drawn for rank in range(count))])
-        counts = np.array(drawn + [1] * (len(rows) - len(drawn)))
+        counts = np.array(drawn + [1] * (len(depths) - len(drawn)))
         mean = np.append(1.0, mean)
-        return [(ranks[at], counts[at], mean[at]) for at in (rows == depth for depth in range(len(self.children) + 1))]
+        at_depth = [depths == depth for depth in range(len(self.children) + 1)]
+        return [(ranks[at], counts[at], mean[at]) for at in at_depth]
 
     def level(self, depth: int, branches: int) -> LevelTable:
         """Return the table of a depth with so many branches, computed once."""

@@ -57,9 +57,10 @@ def _at_levels(
 def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
     """Return a rule with a threshold for each stream; None where they differ in more, or in the depths they have."""
     first = rules[0]
-    shape = type(first), first.kind, first.scales, first.levels.shape
-    if any((type(r), r.kind, r.scales, r.levels.shape) != shape for r in rules):
+    shape = type(first), first.kind, first.scales, len(first.levels)
+    if any((type(r), r.kind, r.scales, len(r.levels)) != shape for r in rules):
         return None
     rule = copy.copy(first)
-    rule.levels = np.concatenate([r.levels.repeat(streams, 1) for r in rules], 1)  # [K, policies x streams]
+    # By depth: a [1] of each policy -> [policies x streams].
+    rule.levels = tuple(np.concatenate(levels).repeat(streams) for levels in zip(*(r.levels for r in rules), strict=True))
     return rule
