@@ -199,9 +199,8 @@ class TreeGain(LearnedPolicy):
 
     def node_survival(self, tree: DraftTree, state: State) -> Array:
         """Return [S, N], the survival of the nodes: expected if never read, -1 if not drawn."""
-        known = np.empty((len(tree.drawn), 2, 0)) if state is None else state[0]
-        # One topology for all streams.
-        return self.rule.survival(tree.parent[0], tree.depth[0], np.ascontiguousarray(tree.drawn), known)
+        parent, depth, drawn = (np.ascontiguousarray(values) for values in (tree.parent, tree.depth, tree.drawn))
+        return self.rule.survival(parent, depth, drawn, np.empty((len(drawn), 2, 0)) if state is None else state[0])
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""

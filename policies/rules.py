@@ -65,8 +65,8 @@ class Rule:
 
         The rule decides if that size is more than twice as large.
         """
-        # At the listed sizes without a length the rule decides.
-        sizes = {**dict.fromkeys(size for size, _ in (*self.scales, *self.rates)), **dict(self.lengths)}
+        # At the sizes that have a rate but no length the rule decides.
+        sizes = {**dict.fromkeys(size for size, _ in self.rates), **dict(self.lengths)}
         out, below = dict[int, int](), 0
         for size, tokens in sorted(sizes.items()):
             if tokens is not None:

@@ -199,7 +199,8 @@ class TreeRule(Rule):
         depths = np.repeat(np.arange(len(self.children) + 1), [1, *(sum(level) for level in self.children)])
         drawn = [count for level in self.children for count in level]
         parent = np.repeat(np.arange(len(drawn)) - 1, np.array(drawn, dtype=np.int64))  # of nodes; -1 = the root
-        (mean,) = self.survival(parent, depths[1:], np.ones((1, len(parent)), dtype=bool), np.empty((1, 2, 0)))
+        everything = np.ones((1, len(parent)), dtype=bool)
+        (mean,) = self.survival(parent[None], depths[None, 1:], everything, np.empty((1, 2, 0)))
         ranks = np.array([0, *(rank for count in drawn for rank in range(count))])
         counts = np.array(drawn + [1] * (len(depths) - len(drawn)))
         mean = np.append(1.0, mean)
@@ -248,8 +249,7 @@ class TreeRule(Rule):
         """Return [S, N], the survival of the nodes; expected if they were never read, -1 if not drawn.
 
         Args:
-            parent, depth: [N] of the nodes of all streams; see `DraftTree`.
-            drawn: [S, N].
+            parent, depth, drawn: [S, N]; see `DraftTree`.
             known: [S, 2, N'] survival and next of the nodes from the first decision on, as far as they were read.
         """
         out = np.empty(drawn.shape)

@@ -179,43 +179,43 @@ def extend(
             out[s, order[m]] = best[order[m]] > 0.0
 
 
-@kernel("void(i8[::1], i8[::1], b1[:,::1], f8[:,:,::1], i8, f8[::1], f8[:,::1], f8[:,::1])")
+@kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f8[:,:,::1], i8, f8[::1], f8[:,::1], f8[:,::1])")
 def node_survival(
     parent: Any, depth: Any, drawn: Any, known: Any, first: int, typical: Any, shares: Any, out: Any
 ) -> None:  # fmt: skip
     """Write [S, N], the survival of all nodes: expected from the parent's if it is not known, -1 if not drawn.
 
     Args:
-        parent, depth: [N] of the nodes, by depth.
-        drawn: [S, N].
+        parent, depth, drawn: [S, N] of the nodes, by depth.
         known: [S, 2, N'] survival and next of the nodes from depth `first` on, as far as they were read.
         first: 1 or more.
         typical: [K] mean chance that the best child is accepted, by its depth from 1 on.
         shares: [., 2].
         out: written.
     """
-    count, begin = parent.shape[0], 0
+    count = parent.shape[1]
     # `next_` is not initialised: only drawn nodes look up their parents, which were drawn too.
     next_, ranks = np.empty(count), np.empty(count, dtype=np.int64)
-    _sibling_ranks(parent, ranks)
-    while begin < count and depth[begin] < first:
-        begin += 1
-    end = begin + known.shape[2]
-    if end == begin or end > count or (end < count and depth[end] == depth[end - 1]):
-        end = begin  # `known` does not end with a level, so it is of another tree
     for s in range(out.shape[0]):
+        _sibling_ranks(parent[s], ranks)
+        begin = 0
+        while begin < count and depth[s, begin] < first:
+            begin += 1
+        end = begin + known.shape[2]
+        if end == begin or end > count or (end < count and depth[s, end] == depth[s, end - 1]):
+            end = begin  # `known` does not end with a level, so it is of another tree
         for node in range(count):
             out[s, node] = -1.0
             if not drawn[s, node]:
                 continue
-            above = parent[node]
+            above = parent[s, node]
             inherited = out[s, above] if above >= 0 else 1.0
             if begin <= node < end and known[s, 0, node - begin] >= 0.0:
                 # At most the parent's, for any pair of calibrations: the selected nodes must be closed under parents.
                 out[s, node], next_[node] = min(known[s, 0, node - begin], inherited), known[s, 1, node - begin]
             else:
                 out[s, node] = inherited * _share(next_[above] if above >= 0 else typical[0], ranks[node], shares)
-                next_[node] = typical[min(depth[node], typical.shape[0] - 1)]  # typical[d] is of depth d + 1
+                next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]  # typical[d] is of depth d + 1
 
 
 @kernel_part
