@@ -173,7 +173,7 @@ class TreeGain(LearnedPolicy):
             raise PolicyError("a tree policy has the rule gain and calibrations of paths")
         if self.hidden:
             raise PolicyError(f"{self.name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
-        self._maps: dict[tuple[int, int], Array] = {}  # [2, B, 3] of `accept` and `next` by depth and number of branches
+        self._maps: dict[tuple[int, int], Array] = {}  # by depth and B, [2, B, 3] maps of `accept` and `next`
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step."""

@@ -25,30 +25,18 @@ Factors = Sequence[tuple[int, float]]
 
 
 class Rule:
-    """Keeps the branches that pass a threshold.
+    """Keeps the branches that pass a threshold. Entries by batch size are in ascending order."""
 
-    Attributes:
-        kind: name in a policy folder.
-        first: depth of the first decision.
-        by: compared value.
-        strict: values equal to the threshold do not pass.
-        together: all branches of a stream pass if one does.
-        levels: thresholds by depth, each [1] float64, or [S] with those of each stream; the last one holds beyond.
-        lengths: by batch size, rising, the tokens that are drafted without a decision, because decisions would cost more
-            than they gain; None = the rule decides.
-        scales: by batch size, rising, factors of the thresholds.
-        rates: by batch size, rising, the policy's rate over that of the best fixed length.
-    """
-
-    kind: str
-    first: int = 1
-    by: int = SURVIVAL
-    strict: bool = False
-    together: bool = False
-    levels: tuple[Array, ...] = (np.zeros(1),)
-    lengths: Lengths = ()
-    scales: Factors = ()
-    rates: Factors = ()
+    kind: str  # name in a policy folder
+    first: int = 1  # depth of the first decision
+    by: int = SURVIVAL  # compared value
+    strict: bool = False  # values equal to the threshold do not pass
+    together: bool = False  # all branches of a stream pass if one does
+    levels: tuple[Array, ...] = (np.zeros(1),)  # thresholds by depth, [1] for all streams or [S]; the last one for the rest
+    # Tokens that are drafted without a decision, because it would cost more than it gains; None = the rule decides.
+    lengths: Lengths = ()  # by batch size
+    scales: Factors = ()  # factors of the thresholds by batch size
+    rates: Factors = ()  # the policy's rate over that of the best fixed length by batch size
 
     def __post_init__(self) -> None:
         check_depth(self.kind, "first", self.first)

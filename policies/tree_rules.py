@@ -183,10 +183,9 @@ class TreeRule(Rule):
             )
         if not all(math.isfinite(x) for pair in self.shares for x in pair):
             raise PolicyError("rule gain: expected finite shares")
-        whole = {"first": [self.first], "width": [self.width], "children": [n for level in self.children for n in level]}
-        for name, counts in whole.items():
-            for count in counts:
-                check_depth(self.kind, name, count, MAX_ENTRIES)
+        counts = [("children", count) for level in self.children for count in level]
+        for name, count in (("first", self.first), ("width", self.width), *counts):
+            check_depth(self.kind, name, count, MAX_ENTRIES)
         sizes = [1, *(sum(level) for level in self.children)]
         widths_match = all(len(level) == size for level, size in zip(self.children, sizes, strict=False))
         longest = max(sum(sizes), len(self.shares), *map(len, tables))
@@ -213,7 +212,8 @@ class TreeRule(Rule):
             return table
         # Branches of another tree have one child, and are best children unless the root is their parent.
         ranks = np.arange(branches) if depth == 1 else np.zeros(branches, dtype=np.int64)
-        counts, mean = np.ones(branches, dtype=np.int64), np.full(branches, math.prod(self.acceptance[:depth], start=1.0))
+        counts = np.ones(branches, dtype=np.int64)
+        mean = np.full(branches, math.prod(self.acceptance[:depth], start=1.0))
         mean_parent = np.array([math.prod(self.acceptance[: max(depth - 1, 0)], start=1.0)])
         tree = self._tree
         if depth < len(tree) and len(tree[depth][0]) == branches:

@@ -156,8 +156,7 @@ def extend(
             best[b] = max(level[s, 0, b], 0.0) * level[s, 1, b] if counts[b] > 0 else 0.0  # survival of the best child
             out[s, b] = False
         argsort_desc(best, order)
-        for t in range(gains.shape[0]):
-            gains[t] = 0.0
+        gains.fill(0.0)
         # gains[t]: survival above the price in t + 1 levels below the best branches so far. The pair of branches and levels
         # of the largest gain less cost decides, but only the branches are kept: the depth is decided anew a level later.
         top, rows = 0.0, 0
@@ -272,9 +271,9 @@ def value_nodes(levels: Any, parent: Any, drawn: Any, guess: float, out: Any) ->
     for s in range(out.shape[0]):
         for n in range(parent.shape[0]):
             parent_value = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0  # the root: log 1
-            out[s, n] = parent_value + guess * (1 + siblings[n])
-            if n < levels.shape[1] and levels[s, n] > -np.inf:
-                out[s, n] = min(np.float64(levels[s, n]), parent_value)
-        for n in range(parent.shape[0]):
             if not drawn[s, n]:
                 out[s, n] = -np.inf
+            elif n < levels.shape[1] and levels[s, n] > -np.inf:
+                out[s, n] = min(np.float64(levels[s, n]), parent_value)
+            else:
+                out[s, n] = parent_value + guess * (1 + siblings[n])

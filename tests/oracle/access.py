@@ -267,9 +267,8 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
             "bias": np.array([0.5, 0.1, 0.3], dtype=np.float32),
         }
         name = "continuation-remembers" if rule.remembers else "continuation"
-        save_policy(
-            ContinuationPolicy(name, NAMES, build_head("logistic", columns, weights), *identity, rule, 5, facts), folder / name
-        )
+        head = build_head("logistic", columns, weights)
+        save_policy(ContinuationPolicy(name, NAMES, head, *identity, rule, 5, facts), folder / name)
     plain = LearnedPolicy("batch", NAMES, build_head(*logistic), *maps, derived, 5, facts)
     for name, rule in {
         "batch-best": BatchRule("best"),

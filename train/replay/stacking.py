@@ -62,5 +62,7 @@ def _stacked_rules(rules: Sequence[Rule], streams: int) -> Rule | None:
         return None
     rule = copy.copy(first)
     # By depth: a [1] of each policy -> [policies x streams].
-    rule.levels = tuple(np.concatenate(levels).repeat(streams) for levels in zip(*(r.levels for r in rules), strict=True))
+    rule.levels = tuple(
+        np.repeat(np.concatenate(levels), streams) for levels in zip(*(r.levels for r in rules), strict=True)
+    )
     return rule
