@@ -32,7 +32,7 @@ class Rule:
     by: int = SURVIVAL  # compared value
     strict: bool = False  # values equal to the threshold do not pass
     together: bool = False  # all branches of a stream pass if one does
-    levels: tuple[Array, ...] = (np.zeros(1),)  # thresholds by depth, [1] for all streams or [S]; the last one for the rest
+    levels: tuple[Array, ...] = (np.zeros(1),)  # thresholds by depth, [1] or by stream [S]; the last one for the rest
     # Tokens that are drafted without a decision, because it would cost more than it gains; None = the rule decides.
     lengths: Lengths = ()  # by batch size
     scales: Factors = ()  # factors of the thresholds by batch size

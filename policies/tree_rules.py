@@ -99,6 +99,7 @@ class Gain(StopPolicy):
         targets = target_prices or (0.0, verify)
         # The mean price of a node: how many will be verified, and thus which step of the table counts, is not known yet.
         self.verify = float(targets[-1] - targets[0]) / max(len(targets) - 1, 1)
+        # For any tree: the kernels read the first entries.
         self._draft = extend(tuple(draft_prices or (step, step + row)), MAX_ENTRIES)
         prices = extend(tuple(targets), MAX_ENTRIES + 1)
         self._target: Array = prices[1:] - prices[0]  # the anchor is verified in any case

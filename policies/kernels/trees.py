@@ -271,9 +271,9 @@ def value_nodes(levels: Any, parent: Any, drawn: Any, guess: float, out: Any) ->
     for s in range(out.shape[0]):
         for n in range(parent.shape[0]):
             parent_value = np.float64(out[s, parent[n]]) if parent[n] >= 0 else 0.0  # the root: log 1
+            out[s, n] = parent_value + guess * (1 + siblings[n])
+            if n < levels.shape[1] and levels[s, n] > -np.inf:
+                out[s, n] = min(np.float64(levels[s, n]), parent_value)
+        for n in range(parent.shape[0]):
             if not drawn[s, n]:
                 out[s, n] = -np.inf
-            elif n < levels.shape[1] and levels[s, n] > -np.inf:
-                out[s, n] = min(np.float64(levels[s, n]), parent_value)
-            else:
-                out[s, n] = parent_value + guess * (1 + siblings[n])
