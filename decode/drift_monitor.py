@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..policies.batches import CostGrid
+from ..policies.batch_rules import CostGrid
 from ..policies.contract import DraftStep, RoundOutcome, State, StopPolicy
 from ..policies.errors import InputError, SpecstopWarning
 from ..policies.fixed import FixedLength
@@ -167,4 +167,4 @@ def best_fixed(policy: StopPolicy, acceptance: float, otherwise: int, streams: i
     # E[min(A, k) + 1] = 1 + a + ... + a^k.
     tokens = np.cumsum(acceptance ** np.arange(min(policy.max_depth, profile.max_depth) + 1))
     costs = dataclasses.replace(profile, batch=None) if streams == 1 else profile
-    return int(CostGrid(costs, profile.low.context).length_rates(np.array([streams]), tokens).argmax())
+    return int(CostGrid(costs, context=profile.low.context).length_rates(np.array([streams]), tokens).argmax())

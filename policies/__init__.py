@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .arguments import validate_int as validate_int, validate_number as validate_number
-    from .batches import Batches as Batches, CostGrid as CostGrid
+    from .batch_rules import Batches as Batches, CostGrid as CostGrid
     from .contract import (
         Array as Array,
         DraftStep as DraftStep,
@@ -74,7 +74,7 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "arguments": "validate_int validate_number",
-        "batches": "Batches CostGrid",
+        "batch_rules": "Batches CostGrid",
         "contract": "Array DraftStep DraftTree RoundOutcome State StopPolicy",
         "costs": "CostTable",
         "counter_rng": "keyed_normal keyed_uniform",

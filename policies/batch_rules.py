@@ -1,24 +1,182 @@
-"""The learned policy for batches: weigh the expected tokens of every stream against the seconds of all."""
+"""Batches: the streams that share a verification, what their steps cost, and the learned policies that weigh both.
+
+A learned policy of batches weighs the expected tokens of every stream against the seconds of all.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .batches import Batches, CostGrid
+from .arguments import validate_number
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State
+from .costs import Costs, CostTable
 from .errors import InputError, PolicyError
 from .kernels import on_first_use
 from .learned import LearnedPolicy
 from .profile import Profile
-from .rules import BatchRule, Rule
+from .rules import BatchRule, factors_at
 
 kernels = on_first_use("batches")
 
 NOT_DRAFTED = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of S streams; within a batch the order of rows does not matter."""
+
+    members: Array  # [M] int64, the streams with a round, batch after batch, each sorted by key
+    starts: Array  # [G + 1] int64, index of the first member of each batch
+    largest: int  # streams of the largest batch
+
+    @staticmethod
+    def of(batch: Array, keys: Array) -> Batches:
+        """Return the batches of `batch` [S] int64 (see `DraftStep`; -1 = no round), sorted by `keys` [S] int64."""
+        return _batches_of(batch.tobytes(), keys.tobytes())
+
+    @property
+    def sizes(self) -> Array:
+        """[G] int64, streams of each."""
+        return np.diff(self.starts)
+
+    def spread(self, values: Array, streams: int) -> Array:
+        """Return [S, ...], the value [G, ...] of each stream's batch; zeros for streams without a round."""
+        out = np.zeros((streams, *values.shape[1:]), dtype=values.dtype)
+        out[self.members] = values.repeat(self.sizes, axis=0)
+        return out
+
+    def sums(self, values: Array) -> Array:
+        """Return [G, ...], the sums over each batch of values [S, ...]."""
+        if not len(self.members):
+            return np.zeros((0, *values.shape[1:]), dtype=values.dtype)
+        out: Array = np.add.reduceat(values[self.members], self.starts[:-1], axis=0)
+        return out
+
+    def best(self, values: Array, offered: Array, budgets: Array) -> Array:
+        """Return [S, N] bool, the `budgets` [G] largest of the offered values [S, N] float64 of each batch.
+
+        No value may be above its parent's.
+        """
+        sent = np.zeros_like(offered)
+        kernels().send_best(np.ascontiguousarray(values), offered, self.members, self.starts, budgets, sent)
+        return sent
+
+    def best_budgets(
+        self, values: Array, offered: Array, verify: Array, rates: Array, spent: Array | None = None
+    ) -> Array:
+        """Return [G] int64, how many of the largest offered values of each batch to send; the smallest of equal ones.
+
+        Args:
+            values, offered: see `best`.
+            verify: [R, T] seconds; see `CostGrid`.
+            rates: [R] tokens that a second is worth, by streams; 0 = maximise the tokens per second of this round.
+            spent: [G] float64, seconds of the round before the verification.
+        """
+        budgets = np.zeros(len(self.sizes), dtype=np.int64)
+        spent = np.zeros(len(budgets)) if spent is None else spent
+        kernels().best_budgets(values, offered, self.members, self.starts, spent, verify, rates, budgets)
+        return budgets
+
+
+@functools.lru_cache(maxsize=4)  # the same at each depth of a round; arrays have no hash, so they are passed as bytes
+def _batches_of(batch_bytes: bytes, key_bytes: bytes) -> Batches:
+    batch, keys = np.frombuffer(batch_bytes, dtype=np.int64), np.frombuffer(key_bytes, dtype=np.int64)
+    order = np.lexsort((keys, batch))[np.count_nonzero(batch < 0) :]  # stable; streams without a round come first
+    sorted_batch = batch[order]
+    bounds = np.flatnonzero(sorted_batch[1:] != sorted_batch[:-1]) + 1
+    starts = np.concatenate([[0], bounds, [len(order)]]) if len(order) else np.zeros(1, dtype=np.int64)
+    return Batches(order, starts, int(np.diff(starts).max(initial=0)))
+
+
+def linear_costs(draft: float = 0.1, token: float = 0.01) -> Costs:
+    """Return costs in units of a target call of one token, for use without a profile.
+
+    Args:
+        draft: of a draft step.
+        token: of each token beyond the first, as a share of a draft step, or of a verification.
+    """
+    table = CostTable(0.0, (draft, draft), 0.0, (1.0, 1.0 + token))
+    return Costs(table, table, 0.0, 0.0, (0.0, 0.0))
+
+
+@dataclass(eq=False)
+class CostGrid:
+    """Seconds of the steps of a batch as float64 tables, which grow with the batches.
+
+    Args:
+        costs: of the steps, such as a profile.
+        decision: seconds of a decision, one for each draft step.
+        context: tokens in the cache; None = midway between the contexts of `costs`.
+
+    Attributes:
+        drafts: [2, R] of the first and each later draft step of a round, by streams.
+        verify: [R, T] of a verification by streams and tokens in all, anchors included.
+    """
+
+    costs: Costs
+    decision: float = 0.0
+    context: float | None = None
+
+    def __post_init__(self) -> None:
+        # No fields: a digest of a policy must not depend on how far the tables have grown.
+        self.drafts, self.verify = np.zeros((2, 0)), np.zeros((0, 0))
+
+    @staticmethod
+    def of_options(owner: str, profile: str | Path | Profile, draft: float, token: float) -> CostGrid:
+        """Return the costs that the options of a policy name: a profile or its path, or `linear_costs` if that is empty.
+
+        Raises:
+            PolicyError: there is no such profile.
+        """
+        if not profile:
+            draft, token = (validate_number(owner, k, v, 0.0) for k, v in (("draft", draft), ("token", token)))
+            return CostGrid(linear_costs(draft, token))
+        try:
+            return CostGrid(profile if isinstance(profile, Profile) else Profile.load(str(profile)))
+        except InputError as error:
+            raise PolicyError(f"{owner}: {error.command_line.removeprefix('--profile: ')}") from None
+
+    def with_profile(self, profile: Profile) -> CostGrid:
+        """Return the costs of a profile if these are the default ones, else these."""
+        return CostGrid(profile) if self.costs == linear_costs() else self
+
+    def fit(self, streams: int, nodes: int) -> CostGrid:
+        """Extend the tables to so many streams, each with up to so many drafted tokens, and return self."""
+        rows = max(len(self.verify), 16, 1 << streams.bit_length())
+        tokens = max(rows * (nodes + 1) + 1, self.verify.shape[1])
+        if (rows, tokens) != self.verify.shape:
+            costs, context, count = self.costs, self.context, np.arange(rows)
+            if context is None:
+                context = 0.5 * (costs.low.context + costs.high.context)
+            # No streams cost as one does, and fewer tokens than anchors as the anchors.
+            batch, sent = np.broadcast_arrays(np.maximum(count, 1)[:, None], np.arange(tokens))
+            verify = costs.verify_s(batch, np.maximum(sent, batch), context)
+            drafts = np.stack([of(count, context) for of in (costs.first_draft_s, costs.draft_s)])
+            self.drafts = np.ascontiguousarray(drafts + self.decision * (count > 0), dtype=np.float64)
+            self.verify = np.ascontiguousarray(verify, dtype=np.float64)
+        return self
+
+    def drafting_s(self, streams: Array, steps: Array) -> Array:
+        """Return the seconds of so many draft steps of so many streams, broadcast."""
+        first, later = self.drafts[:, streams]
+        out: Array = (steps > 0) * first + np.maximum(steps - 1, 0) * later
+        return out
+
+    def length_rates(self, streams: Array, tokens: Array) -> Array:
+        """Return [n, K + 1] tokens per second of every fixed length in batches of `streams` [n].
+
+        `tokens` [K + 1] or [n, K + 1] are those that a stream is expected to commit in a round of each length.
+        """
+        lengths, rows = np.arange(tokens.shape[-1]), streams[:, None]
+        self.fit(int(streams.max(initial=1)), len(lengths))
+        out: Array = rows * tokens / (self.drafting_s(rows, lengths) + self.verify[rows, rows * (lengths + 1)])
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +213,6 @@ class BatchStop(LearnedPolicy):
     rule: BatchRule
     profile: Profile
     joint: ClassVar[bool] = True
-    _trims_tokens: ClassVar[bool] = False
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
@@ -67,20 +224,18 @@ class BatchStop(LearnedPolicy):
             self.profile = Profile.from_dict(metadata.profile, "the profile that the policy was trained with")
         except InputError as error:
             raise PolicyError(f"{self.name}: rule batch: {error.command_line.removeprefix('--profile: ')}") from None
-        self._grid = CostGrid.of_profile(self.profile, self.profile.decision(self.cost_name))
-        self._undecided = CostGrid.of_profile(self.profile)  # fixed lengths take no decisions
-        self._acceptance: Array = np.array(metadata.acceptance[:depth], dtype=np.float64)
-        self._means: Array = np.cumprod(self._acceptance)
-        self._cache: dict[tuple[str, int, int], Any] = {}  # shared by `limited` copies, so keys contain `max_depth`
+        self._grid = CostGrid(self.profile, self.profile.decision(self.cost_name))
+        self._undecided = CostGrid(self.profile)  # fixed lengths take no decisions
+        acceptance = metadata.acceptance[:depth]
+        self._means: Array = np.cumprod(np.array(acceptance, dtype=np.float64))
+        # By depth j: survival of the tokens 0, 1, ... after x_{j+1}, as shares of its own; `acceptance[i]` is a_{i+1}.
+        self._ahead = [np.cumprod([1.0, *acceptance[j + 1 :]]) for j in range(depth)]
+        self._known_rates: dict[tuple[int, int], Array] = {}
 
     @property
     def cost_name(self) -> str:
         """See `StopPolicy`: its decisions cost other than those of the same head under another rule."""
         return f"{super().cost_name}?rule=batch"
-
-    def with_rule(self, rule: Rule) -> LearnedPolicy:
-        """Return this policy under another rule."""
-        return for_batches(self, rule=rule) if isinstance(rule, BatchRule) else super().with_rule(rule)
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without a round."""
@@ -96,10 +251,8 @@ class BatchStop(LearnedPolicy):
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that the batch should draft on."""
-        depth, alive = step.depth, step.alive
+        depth, alive, branches = step.depth, step.alive, step.alive.shape[1]
         batches = Batches.of(step.batch, state.key)
-        if depth == 0 and not self._may_pay(batches):
-            return np.zeros_like(alive), self._before_round(state.key, step.batch)
         # The head's product begins at the first decision about a drawn token; the tokens before have the mean S_j.
         begins = depth <= max(self.first, 1)
         outputs, _ = self.survive(step, None if begins else state.latest)
@@ -111,52 +264,28 @@ class BatchStop(LearnedPolicy):
         if depth:  # branches that ended or met a limit were drafted, but not read
             unread = _of_parents(state.expected, step.parent)
             known = np.concatenate([state.known, np.where(alive, survival, unread)], 1)
-        gains = survival * outputs[2]
-        kept = self._draft_on(batches, alive, known, gains, depth, self._shares(depth))
-        return kept, BatchState(state.key, step.batch, survival, np.where(kept, gains, NOT_DRAFTED), known)
-
-    def _draft_on(self, batches: Batches, alive: Array, known: Array, gains: Array, depth: int, shares: Array) -> Array:
-        branches, kept = alive.shape[1], np.zeros_like(alive)
+        gains, kept = survival * outputs[2], np.zeros_like(alive)
+        ahead = self._ahead[depth][: self.max_depth - depth]
         # A draft step may read a row for each branch of each stream, and a round verify all that can still be drafted.
-        grid = self._grid.fit(batches.largest * branches, known.shape[1] + branches * len(shares))
+        grid = self._grid.fit(batches.largest * branches, known.shape[1] + branches * len(ahead))
         kernels().draft_on(
-            batches.members, batches.starts, alive, known, gains, self._trims_tokens, depth, grid.drafts, grid.verify,
-            self._rates(len(grid.verify)), shares, kept,
+            batches.members, batches.starts, alive, known, gains, self.rule.send == "best", depth, grid.drafts, grid.verify,
+            self._rates(len(grid.verify)), ahead, kept,
         )  # fmt: skip
-        return kept
-
-    def _may_pay(self, batches: Batches) -> bool:
-        """Return whether drafting would pay for any of the batches if every token were accepted."""
-        return any(map(self._size_may_pay, batches.sizes.tolist()))
-
-    def _size_may_pay(self, size: int) -> bool:
-        key = "pays", size, self.max_depth
-        if key not in self._cache:
-            one, alive = Batches.of(np.zeros(size, dtype=np.int64), np.arange(size)), np.ones((size, 1), dtype=bool)
-            kept = self._draft_on(one, alive, np.zeros((size, 0)), np.ones((size, 1)), 0, np.ones(self.max_depth))
-            self._cache[key] = kept.any()
-        return bool(self._cache[key])
+        return kept, BatchState(state.key, step.batch, survival, np.where(kept, gains, NOT_DRAFTED), known)
 
     def latest(self, state: State) -> Array:
         """See `LearnedPolicy.latest`."""
         survival: Array = state.latest
         return survival
 
-    def _shares(self, depth: int) -> Array:
-        """Return [L], the survival of the tokens 0, 1, ... after the next one, as shares of that one's."""
-        key = "shares", depth, self.max_depth
-        if key not in self._cache:  # `acceptance[i]` is a_{i+1}, and the token after the next one is x_{depth+2}
-            self._cache[key] = np.cumprod([1.0, *self._acceptance[depth + 1 : self.max_depth]])
-        out: Array = self._cache[key]
-        return out
-
     def _rates(self, rows: int) -> Array:
         """Return [R], the tokens that a second is worth, by streams."""
-        key = "rates", rows, self.max_depth
-        if key not in self._cache:
-            self._cache[key] = self.fixed_rate(np.arange(rows)) * self.rule.rate_factors(np.arange(rows))
-        out: Array = self._cache[key]
-        return out
+        key = rows, self.max_depth  # `limited` copies share the dictionary
+        if key not in self._known_rates:
+            streams = np.arange(rows)
+            self._known_rates[key] = self.fixed_rate(streams) * factors_at(self.rule.rates, streams)
+        return self._known_rates[key]
 
     def fixed_rate(self, streams: Array) -> Array:
         """Return [n] tokens per second of the best fixed length in batches of `streams` [n], at the mean acceptance."""
@@ -182,8 +311,6 @@ class BatchPolicy(BatchStop):
     survival. If tokens are hidden (`rejection`), `select` is called level by level and all are sent.
     """
 
-    _trims_tokens = True
-
     def select(self, tree: DraftTree, state: State) -> Array | None:
         """Return the tokens that are worth their verification."""
         if tree.by_level or (self.first and not state.latest.shape[1]):  # or no stream reached a decision
@@ -198,10 +325,8 @@ class BatchPolicy(BatchStop):
         values[:, after] = state.expected[:, np.maximum(tree.parent[0, after] - last, 0)]
         offered = tree.drawn & (values >= 0.0)
         batches = Batches.of(state.batch, state.key)
-        grid = self._grid.fit(batches.largest, nodes)
-        return batches.best(
-            values, offered, batches.best_budgets(values, offered, grid.verify, self._rates(len(grid.verify)))
-        )
+        verify = self._grid.fit(batches.largest, nodes).verify
+        return batches.best(values, offered, batches.best_budgets(values, offered, verify, self._rates(len(verify))))
 
 
 def for_batches(
@@ -222,15 +347,16 @@ def for_batches(
     where, metadata = f"{policy.name}: rule batch", policy.metadata
     if policy.rule.kind in ("gain", "continuation"):
         raise PolicyError(f"{where} needs a policy of chains that predicts survival, not {policy.rule.kind}")
-    if not metadata.profile and profile is None:
-        raise PolicyError(f"{where} needs a latency profile; give one (profile=FILE)")
     if profile is not None:
         metadata = dataclasses.replace(metadata, profile=profile.record(policy.cost_name))
+    elif not metadata.profile:
+        raise PolicyError(f"{where} needs a latency profile; give one (profile=FILE)")
     if rule is None:
         default = BatchRule("best" if metadata.verification in ("match", "point") else "all")
         trained = policy.rule if isinstance(policy.rule, BatchRule) else default
         # Rates are relative to fixed lengths' and hold roughly elsewhere; whether decisions pay depends on the costs.
-        rule = BatchRule(send or trained.send, trained.rates, trained.first, trained.lengths if profile is None else ())
+        lengths = trained.lengths if profile is None else ()
+        rule = dataclasses.replace(trained, send=send or trained.send, lengths=lengths)
     kind = BatchPolicy if rule.send == "best" else BatchStop
     parts = policy.head, policy.accept, policy.next, rule, policy.max_depth, metadata, policy.survival
     return kind(policy.name, policy.features, *parts)

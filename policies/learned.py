@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+from typing_extensions import Self
 
 from .calibration import NO_PIECES, Calibrator, PathCalibrator, SurvivalMaps
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
@@ -21,7 +22,6 @@ from .tree_rules import TreeRule, kernels as tree_kernels
 
 kernels = on_first_use("decisions")
 
-_NO_SCORES = np.zeros((0, 2))
 _NO_SURVIVAL = np.zeros((1, 0))
 
 
@@ -55,10 +55,10 @@ class LearnedPolicy(StopPolicy):
         self.sizes: Mapping[str, int] = head.sizes
         self.hidden = tuple(head.sizes)
 
-    def with_rule(self, rule: Rule) -> LearnedPolicy:
-        """Return this policy with another rule."""
+    def with_rule(self, rule: Rule) -> Self:
+        """Return this policy with another rule of the same class of policies; see `batch_rules.for_batches` too."""
         parts = self.head, self.accept, self.next, rule, self.max_depth, self.metadata, self.survival
-        return LearnedPolicy(self.name, self.features, *parts)
+        return type(self)(self.name, self.features, *parts)
 
     def probabilities(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> tuple[Array, Array]:
         """Return calibrated (accept, next), each [...] float64, of features [..., F] float32 and hidden states [..., H]."""
@@ -108,31 +108,19 @@ class ContinuationPolicy(LearnedPolicy):
     """Continues while the second output of the head, a value in tokens, is above the rule's margin.
 
     If the rule remembers, the head reads two depths: the features of this one and those of the previous decision in this
-    round (0 at the first one). The state holds the remembered features [S, B, M] float32.
+    round (0 at the first one). The state holds the remembered features [S, B, M] float32. The calibrations are not used.
     """
 
     rule: Continuation
 
-    def __init__(
-        self,
-        name: str,
-        features: Sequence[str],
-        head: Head,
-        rule: Rule,
-        max_depth: int,
-        metadata: TrainingMetadata | None = None,
-    ) -> None:
-        if not isinstance(rule, Continuation) or head.sizes:
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        if not isinstance(self.rule, Continuation) or self.hidden:
             raise PolicyError(
-                f"{name}: expected a head of scalar features and the rule continuation, not the rule {rule.kind} and a head "
-                f"that reads {', '.join(head.sizes) or 'scalars'}; choose another head or rule"
+                f"{self.name}: expected a head of scalar features and the rule continuation, not the rule {self.rule.kind} "
+                f"and a head that reads {', '.join(self.hidden) or 'scalars'}; choose another head or rule"
             )
-        super().__init__(name, features, head, Calibrator(), Calibrator(), rule, max_depth, metadata)
-        self._memory = np.array(remembered(self.features) if rule.remembers else [], dtype=np.int64)
-
-    def with_rule(self, rule: Rule) -> ContinuationPolicy:
-        """Return this policy with another margin or first decision."""
-        return ContinuationPolicy(self.name, self.features, self.head, rule, self.max_depth, self.metadata)
+        self._memory = np.array(remembered(self.features) if self.rule.remembers else [], dtype=np.int64)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches whose value of continuing is above the margin."""
@@ -185,27 +173,25 @@ class TreeGain(LearnedPolicy):
             raise PolicyError("a tree policy has the rule gain and calibrations of paths")
         if self.hidden:
             raise PolicyError(f"{self.name}: a tree policy reads scalars only, not {', '.join(self.hidden)}")
-        self._maps: dict[tuple[int, int], Array] = {}
-
-    def with_rule(self, rule: Rule) -> TreeGain:
-        """Return this policy with other prices."""
-        parts = self.name, self.features, self.head, self.accept, self.next
-        return TreeGain(*parts, rule, self.max_depth, self.metadata)
+        self._maps: dict[tuple[int, int], Array] = {}  # by depth and B, [2, B, 3] maps of `accept` and `next`
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step."""
-        depth, rule, (streams, branches) = step.depth, self.rule, step.alive.shape
+        depth, rule, (streams, branches), size = step.depth, self.rule, step.alive.shape, step.alive.size
         unknown = state is None or depth <= max(self.first, 1)  # nothing was read before the first decision
         known, before = (np.empty((streams, 2, 0)),) * 2 if unknown else state
-        rows, parent_chance, read = rule.read_branches(depth, step.alive, step.parent, step.features, before)
-        scores = self.head.scores(read, depth) if len(rows) else _NO_SCORES
-        if (depth, branches) not in self._maps:
-            ranks = rule.level(depth, branches).ranks
-            self._maps[depth, branches] = np.stack(
-                [c.maps(depth, ranks) for c in (self.accept, self.next)]
-            )  # [2, B, 3]
+        level, rows, parent_chance = rule.level(depth, branches), np.empty(size, dtype=np.int64), np.empty(size)
+        read = np.empty((size, step.features.shape[2]), dtype=np.float32)
+        count = tree_kernels().read_branches(
+            np.ascontiguousarray(step.alive), np.ascontiguousarray(step.parent), step.features, before, level.ranks,
+            level.mean, level.mean_parent, level.floor, rule.share_table, rows, parent_chance, read,
+        )  # fmt: skip
+        scores = self.head.scores(read[:count], depth)
+        if (maps := self._maps.get((depth, branches))) is None:
+            both = [calibrator.maps(depth, level.ranks) for calibrator in (self.accept, self.next)]
+            maps = self._maps[depth, branches] = np.stack(both)
         values = np.empty((streams, 2, branches))
-        tree_kernels().survive(scores, rows, parent_chance, self._maps[depth, branches], depth == 0, values)
+        tree_kernels().survive(scores, rows, parent_chance, maps, depth == 0, values)
         if depth == 0:  # the root is no node
             return rule.extend(0, values, known), None
         known = np.concatenate((known, values), 2)  # [S, 2, N + B]

@@ -25,36 +25,38 @@ Factors = Sequence[tuple[int, float]]
 
 
 class Rule:
-    """Keeps the branches that pass a threshold."""
+    """Keeps the branches that pass a threshold. Entries by batch size are in ascending order."""
 
-    kind: str
+    kind: str  # name in a policy folder
     first: int = 1  # depth of the first decision
     by: int = SURVIVAL  # compared value
     strict: bool = False  # values equal to the threshold do not pass
     together: bool = False  # all branches of a stream pass if one does
-    levels: tuple[Array, ...] = (
-        np.zeros(1),
-    )  # thresholds by depth, [1] for all streams or [S]; the last one for the rest
+    levels: tuple[Array, ...] = (np.zeros(1),)  # thresholds by depth, [1] or by stream [S]; the last one for the rest
     # Tokens that are drafted without a decision, because it would cost more than it gains; None = the rule decides.
-    lengths: Lengths = ()  # by batch size, rising
-    scales: Factors = ()  # factors of the thresholds by batch size, rising
+    lengths: Lengths = ()  # by batch size
+    scales: Factors = ()  # factors of the thresholds by batch size
+    rates: Factors = ()  # the policy's rate over that of the best fixed length by batch size
+
+    def __post_init__(self) -> None:
+        check_depth(self.kind, "first", self.first)
+        self.lengths = _check_pairs(self.kind, self.lengths, int)
+        self.scales, self.rates = (_check_pairs(self.kind, factors, float) for factors in (self.scales, self.rates))
 
     def threshold_at(self, depth: int, batch: Array) -> Array:
         """Return the threshold at a depth, [1] for all streams or [S], given `DraftStep.batch`."""
         level = self.levels[depth] if depth < len(self.levels) else self.levels[-1]
         return level * _scales_of(batch.tobytes(), tuple(self.scales)) if self.scales else level
 
-    def lengths_by_size(self) -> dict[int, int | None]:
-        """Return `lengths` by batch size."""
-        return dict(self.lengths)
-
     def unasked(self) -> dict[int, int]:
-        """Return the tokens drafted without a decision, by number of streams: those of the next size in `lengths`.
+        """Return the tokens drafted without a decision, by number of streams: those of the next listed batch size.
 
         The rule decides if that size is more than twice as large.
         """
+        # At the sizes that have a rate but no length the rule decides.
+        sizes = {**dict.fromkeys(size for size, _ in self.rates), **dict(self.lengths)}
         out, below = dict[int, int](), 0
-        for size, tokens in self.lengths_by_size().items():
+        for size, tokens in sorted(sizes.items()):
             if tokens is not None:
                 out |= dict.fromkeys(range(max(below + 1, -(-size // 2)), size + 1), tokens)
             below = size
@@ -111,12 +113,12 @@ class Derived(Rule):
     kind, by, strict = "derived", GAIN, True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.thresholds = tuple(float(t) for t in self.thresholds)
         if not self.thresholds or any(math.isnan(t) for t in self.thresholds):
             raise PolicyError("rule derived: expected one number for each depth")
         check_depth(self.kind, "first", self.first, len(self.thresholds))
-        self.levels = tuple(np.array([t]) for t in self.thresholds)
-        self.lengths, self.scales = _check_lengths(self.kind, self.lengths), _check_factors(self.kind, self.scales)
+        self.levels = tuple(np.array(self.thresholds)[:, None])
 
 
 @dataclass(eq=False)
@@ -134,8 +136,8 @@ class Continuation(Rule):
     kind = "continuation"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.margin = float(self.margin)
-        check_depth(self.kind, "first", self.first)
         if not math.isfinite(self.margin) or not isinstance(self.remembers, bool):
             raise PolicyError(
                 f"rule continuation: expected a finite margin and true or false for remembers, not {self.margin} and "
@@ -148,38 +150,29 @@ class BatchRule(Rule):
     """Draft and send the tokens of the whole batch that are worth their time; see `batch_rules`."""
 
     send: str = "best"  # drafted tokens that are worth their verification; "all" = all of them, as every mode permits
-    rates: Factors = ()  # by batch size, rising: the policy's rate over the best fixed length's
-    first: int = 0  # depth of the first decision; 0 includes plain decoding
-    lengths: Lengths = ()  # see `Rule`; at the other sizes of `rates` the rule decides
+    rates: Factors = ()
+    first: int = 0  # includes plain decoding
+    lengths: Lengths = ()
     kind = "batch"
 
     def __post_init__(self) -> None:
-        check_depth(self.kind, "first", self.first)
+        super().__post_init__()
         if self.send not in ("best", "all"):
             raise PolicyError(f"rule batch: expected best or all for send, not {self.send!r}")
-        self.rates, self.lengths = _check_factors(self.kind, self.rates), _check_lengths(self.kind, self.lengths)
-
-    def lengths_by_size(self) -> dict[int, int | None]:
-        """See `Rule.lengths_by_size`."""
-        return dict(sorted({**dict.fromkeys(streams for streams, _ in self.rates), **dict(self.lengths)}.items()))
 
     def to_dict(self) -> dict[str, Any]:
         """See `Rule.to_dict`; a `first` of 0 is not saved."""
         return {name: value for name, value in super().to_dict().items() if value}
-
-    def rate_factors(self, streams: Array) -> Array:
-        """Return the factors [n] of the best fixed length's rate in batches of these sizes [n]."""
-        return _factors_at(self.rates, streams)
 
 
 @functools.lru_cache(maxsize=4)  # the same at each depth of a round, and usually in the next round
 def _scales_of(batch: bytes, scales: tuple[tuple[int, float], ...]) -> Array:
     """Return [S], the factor for the batch of each stream; `batch` as bytes, since arrays have no hash."""
     _, number, streams = np.unique(np.frombuffer(batch, dtype=np.int64), return_inverse=True, return_counts=True)
-    return _factors_at(scales, streams)[number]
+    return factors_at(scales, streams)[number]
 
 
-def _factors_at(factors: Factors, streams: Array) -> Array:
+def factors_at(factors: Factors, streams: Array) -> Array:
     """Return [n] factors at batch sizes [n]: linear between the listed sizes, constant beyond them; 1 if there are none."""
     sizes, values = zip(*factors, strict=True) if factors else ((1,), (1.0,))
     out: Array = np.interp(streams, sizes, values)
@@ -196,20 +189,13 @@ def check_depth(kind: str, name: str, value: Any, high: float = math.inf) -> Non
         raise PolicyError(f"rule {kind}: expected for {name} a whole number from 0 to {high:g}, not {value!r:.80}")
 
 
-def _check_factors(kind: str, factors: Factors) -> Factors:
-    out = tuple((int(streams), float(factor)) for streams, factor in factors)
-    return _check_pairs(kind, out, all(0.0 < factor < math.inf for _, factor in out))
-
-
-def _check_lengths(kind: str, lengths: Lengths) -> Lengths:
-    out = tuple((int(streams), None if tokens is None else int(tokens)) for streams, tokens in lengths)
-    return _check_pairs(kind, out, all(tokens is None or tokens >= 0 for _, tokens in out))
-
-
-def _check_pairs(kind: str, pairs: tuple[tuple[int, Any], ...], is_valid: bool) -> tuple[tuple[int, Any], ...]:
-    sizes = [streams for streams, _ in pairs]
-    if not is_valid or sizes != sorted({n for n in sizes if 0 < n <= MAX_STREAMS}):
+def _check_pairs(kind: str, pairs: Sequence[tuple[Any, Any]], of: type[int | float]) -> tuple[tuple[int, Any], ...]:
+    """Return [streams, value] pairs as tuples: `int` lengths, which may be None, or `float` factors."""
+    out = tuple((int(size), None if value is None and of is int else of(value)) for size, value in pairs)
+    sizes, values = [size for size, _ in out], [value for _, value in out if value is not None]
+    valid = all(value >= 0 if of is int else 0.0 < value < math.inf for value in values)
+    if not valid or sizes != sorted({size for size in sizes if 0 < size <= MAX_STREAMS}):
         raise PolicyError(
-            f"rule {kind}: expected [streams, value], streams rising and values positive, not {pairs!r:.80}"
+            f"rule {kind}: expected [streams, value], streams rising and values positive, not {out!r:.80}"
         )
-    return pairs
+    return out

@@ -17,7 +17,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from .batch_rules import BatchPolicy, BatchStop
+from .batch_rules import for_batches
 from .calibration import Calibrator, PathCalibrator, SurvivalMaps
 from .contract import Array
 from .display import markdown_cell, markdown_table
@@ -196,19 +196,13 @@ def _build(record: _Record, metadata: TrainingMetadata, tensors: Mapping[str, Ar
         else Calibrator(c.kind, c.temperature, tensors[key])
         for key, c in zip(_KNOTS, record.calibration, strict=True)
     )
-    if isinstance(rule, Continuation):
-        return ContinuationPolicy(name, features, head, rule, depth, metadata)
-    if isinstance(rule, TreeRule):
-        if not (isinstance(accept, PathCalibrator) and isinstance(next_, PathCalibrator)):
-            raise PolicyError("calibration: the rule gain needs calibrations of paths")
-        return TreeGain(name, features, head, accept, next_, rule, depth, metadata)
     survival = SurvivalMaps(tensors[_SURVIVAL]) if _SURVIVAL in tensors else None
     if survival is not None and survival.depth != depth:
         raise PolicyError(f"calibration: expected survival tables for {depth} depths, got {survival.depth}")
-    kind: type[LearnedPolicy] = LearnedPolicy
-    if isinstance(rule, BatchRule):
-        kind = BatchPolicy if rule.send == "best" else BatchStop
-    return kind(name, features, head, accept, next_, rule, depth, metadata, survival)
+    kinds: dict[str, type[LearnedPolicy]] = {Continuation.kind: ContinuationPolicy, TreeRule.kind: TreeGain}
+    kind = kinds.get(rule.kind, LearnedPolicy)
+    policy = kind(name, features, head, accept, next_, rule, depth, metadata, survival)
+    return for_batches(policy, rule=rule) if isinstance(rule, BatchRule) else policy
 
 
 def _card(policy: LearnedPolicy) -> str:

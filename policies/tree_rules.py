@@ -24,7 +24,9 @@ PRICED_NODES = 64
 """Number of best nodes that the price of a further node is computed from."""
 
 MAX_ENTRIES = 1024
-"""Largest length of a list of a rule, and of nodes of its tree."""
+"""Largest length of a list of a rule, and largest number of nodes of a tree."""
+
+_MINUS_INFINITY = np.float32(-np.inf)
 
 kernels = on_first_use("trees")
 
@@ -34,7 +36,7 @@ def append_level(levels: Sequence[Array] | None, step: DraftStep, values: Array)
 
     For the state of a policy that ranks the nodes of a tree in `select`; see `node_values`.
     """
-    return (*(levels or ())[: step.depth - 1], np.where(step.alive, values, np.float32(-np.inf)))
+    return (*(levels or ())[: step.depth - 1], np.where(step.alive, values, _MINUS_INFINITY))
 
 
 def node_values(levels: Sequence[Array] | None, tree: DraftTree) -> Array:
@@ -50,13 +52,6 @@ def node_values(levels: Sequence[Array] | None, tree: DraftTree) -> Array:
     out = np.empty(tree.drawn.shape, dtype=np.float32)
     kernels().value_nodes(known, tree.parent[0], tree.drawn, math.log(UNSEEN), out)  # one topology for all streams
     return out
-
-
-def _keep_worth(values: Array, alive: Array, prices: Array) -> Array:
-    """Return [S, N] bool, the n best of the values [S, N] float64 that are worth most above `prices` [N] of 1, 2, ..."""
-    kept = np.empty_like(alive)
-    kernels().keep_worth(values, alive, prices, kept)
-    return kept
 
 
 class Gain(StopPolicy):
@@ -101,26 +96,26 @@ class Gain(StopPolicy):
         numbers = {"step": step, "row": row, "verify": verify, "power": power, "follow": follow}
         step, row, verify, self.power, self.follow = (validate_number("gain", k, v, 0.0) for k, v in numbers.items())
         self.max_depth = validate_int("gain", "max_depth", max_depth)
-        self.draft_prices = tuple(draft_prices or (step, step + row))
-        self.target_prices = tuple(target_prices or (0.0, verify))
-        prices = np.array(self.target_prices)
+        targets = target_prices or (0.0, verify)
         # The mean price of a node: how many will be verified, and thus which step of the table counts, is not known yet.
-        self.verify = float(prices[-1] - prices[0]) / max(len(prices) - 1, 1)
+        self.verify = float(targets[-1] - targets[0]) / max(len(targets) - 1, 1)
+        # For any tree: the kernels read the first entries.
+        self._draft = extend(tuple(draft_prices or (step, step + row)), MAX_ENTRIES)
+        prices = extend(tuple(targets), MAX_ENTRIES + 1)
+        self._target: Array = prices[1:] - prices[0]  # the anchor is verified in any case
         self.name = "gain" if draft_prices else f"gain:{step:g}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches that are worth another draft step, and store the paths' probabilities."""
-        levels = append_level(state, step, self.power * step.features[:, :, 0])
-        values = np.empty(step.alive.shape)
-        kernels().node_gains(levels[-1], self.follow, self.verify, values)
-        return _keep_worth(values, step.alive, extend(self.draft_prices, step.alive.shape[1])), levels
+        level, kept = np.empty(step.alive.shape, dtype=np.float32), np.empty_like(step.alive)
+        kernels().keep_paths(step.features, step.alive, self.power, self.follow, self.verify, self._draft, level, kept)
+        return kept, (*(state or ())[: step.depth - 1], level)  # as `append_level`, in one call
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the nodes that are worth their verification."""
-        table = extend(self.target_prices, tree.drawn.shape[1] + 1)
-        values = np.empty(tree.drawn.shape)
-        kernels().node_gains(node_values(state, tree), 1.0, 0.0, values)
-        return _keep_worth(values, tree.drawn, table[1:] - table[0])  # the anchor is verified in any case
+        values, kept = node_values(state, tree), np.empty_like(tree.drawn)
+        kernels().keep_paths(values[:, :, None], tree.drawn, 1.0, 1.0, 0.0, self._target, np.empty_like(values), kept)
+        return kept
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Drop the round's levels."""
@@ -136,9 +131,7 @@ class LevelTable(NamedTuple):
     mean_parent: Array  # [P] mean survival of the depth before; the last one for branches beyond
     floor: float  # minimum expected survival of a branch that is read
     costs: Array  # [B, T] in tokens, of extending 1..B branches by 1..T levels
-    decay: (
-        Array  # [T] expected survival of the best node 0, 1, ... levels below a best child, as a share of that child's
-    )
+    decay: Array  # [T] expected survival of the best node 0, 1, ... levels below a best child, as a share of its
 
 
 @dataclass(eq=False)
@@ -157,9 +150,7 @@ class TreeRule(Rule):
     opening_s: float  # of the first draft step of a round, the decision after it included
     draft_s: Sequence[float]  # of a later step that reads 1, 2, ... rows, decision included
     verify_s: Sequence[float]  # of verifying 0, 1, ... nodes; both tables are extrapolated
-    acceptance: Sequence[
-        float
-    ]  # a_1..a_K, mean chance that the best child of an accepted node is accepted, by its depth
+    acceptance: Sequence[float]  # a_1..a_K, by depth: chance that the best child of an accepted node is accepted
     shares: Sequence[Sequence[float]] = ()  # for rank 1, 2, ...: (u, v), f(n) = sigmoid(u + v logit n)
     children: Sequence[Sequence[int]] = ()  # by depth, of each branch: children drawn below it; of another tree: one
     first: int = 1  # depth of the first decision
@@ -174,14 +165,15 @@ class TreeRule(Rule):
         self.children = tuple(tuple(level) for level in self.children)
         self._check()
         self._typical: Array = np.array(self.acceptance, dtype=np.float64)
-        self._shares: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its chance
+        self.share_table: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its chance
         self._levels: dict[tuple[int, int], LevelTable] = {}
-        self._costs: dict[int, Array] = {}
-        tokens, nodes = self._verify_tokens(PRICED_NODES), PRICED_NODES
+        seconds = extend(self.verify_s, MAX_ENTRIES + 1)
+        self._tokens: Array = (seconds - seconds[0]) * self.rate  # of verifying 0, 1, ... nodes beside the anchor
+        tokens, nodes = self._tokens[: PRICED_NODES + 1], PRICED_NODES
         # The mean over some further nodes, not the price of the next alone: where seconds rise in steps, that may be next to
         # nothing, or a whole step. With `PRICED_NODES` nodes a further one is priced as the last was.
         rises = [((tokens[n + 1 :] - tokens[n]) / np.arange(1, nodes + 1 - n)).min() for n in range(nodes)]
-        self.rises: Array = np.maximum([*rises, rises[-1]], 0.0)  # by number of nodes
+        self._prices = tokens, np.maximum([*rises, rises[-1]], 0.0)  # both by number of nodes
 
     def _check(self) -> None:
         tables = (self.draft_s, self.verify_s, self.acceptance)
@@ -192,13 +184,9 @@ class TreeRule(Rule):
             )
         if not all(math.isfinite(x) for pair in self.shares for x in pair):
             raise PolicyError("rule gain: expected finite shares")
-        for name, counts in (
-            ("first", [self.first]),
-            ("width", [self.width]),
-            *(("children", c) for c in self.children),
-        ):
-            for count in counts:
-                check_depth(self.kind, name, count, MAX_ENTRIES)
+        counts = [("children", count) for level in self.children for count in level]
+        for name, count in (("first", self.first), ("width", self.width), *counts):
+            check_depth(self.kind, name, count, MAX_ENTRIES)
         sizes = [1, *(sum(level) for level in self.children)]
         widths_match = all(len(level) == size for level, size in zip(self.children, sizes, strict=False))
         longest = max(sum(sizes), len(self.shares), *map(len, tables))
@@ -206,72 +194,43 @@ class TreeRule(Rule):
             raise PolicyError("rule gain: expected shares, children by depth, first and width that fit the tree")
 
     @functools.cached_property
-    def _tree(self) -> list[tuple[Array, Array]]:
-        """By depth, rank and mean survival of each node of the tree that the rule was fitted on; the root first."""
-        # Nodes are numbered by depth, so that entry i of `counts` is of node i - 1, and entry 0 of the root.
-        counts = [count for level in self.children for count in level]
-        depths = np.repeat(np.arange(len(self.children)) + 1, [sum(level) for level in self.children])
-        parent = np.repeat(np.arange(len(counts)) - 1, np.array(counts, dtype=np.int64))
-        ranks = np.array([rank for count in counts for rank in range(count)], dtype=np.int64)
-        (mean,) = self.survival(parent[None], depths[None], np.ones((1, len(parent)), dtype=bool), np.empty((1, 2, 0)))
-        nodes = [depths == d for d in range(1, len(self.children) + 1)]
-        return [(np.zeros(1, dtype=np.int64), np.ones(1)), *((ranks[level], mean[level]) for level in nodes)]
+    def _tree(self) -> list[tuple[Array, Array, Array]]:
+        """By depth from the root on, [B] ranks, numbers of children, and mean survival in the tree of the rule."""
+        depths = np.repeat(np.arange(len(self.children) + 1), [1, *(sum(level) for level in self.children)])
+        drawn = [count for level in self.children for count in level]
+        parent = np.repeat(np.arange(len(drawn)) - 1, np.array(drawn, dtype=np.int64))  # of nodes; -1 = the root
+        everything = np.ones((1, len(parent)), dtype=bool)
+        (mean,) = self.survival(parent[None], depths[None, 1:], everything, np.empty((1, 2, 0)))
+        ranks = np.array([0, *(rank for count in drawn for rank in range(count))])
+        counts = np.array(drawn + [1] * (len(depths) - len(drawn)))
+        mean = np.append(1.0, mean)
+        at_depth = [depths == depth for depth in range(len(self.children) + 1)]
+        return [(ranks[at], counts[at], mean[at]) for at in at_depth]
 
     def level(self, depth: int, branches: int) -> LevelTable:
         """Return the table of a depth with so many branches, computed once."""
-        if (depth, branches) not in self._levels:
-            self._levels[depth, branches] = self._level(depth, branches)
-        return self._levels[depth, branches]
-
-    def _level(self, depth: int, branches: int) -> LevelTable:
-        tree = self._tree
+        if (table := self._levels.get((depth, branches))) is not None:
+            return table
         # Branches of another tree have one child, and are best children unless the root is their parent.
-        counts, ranks = np.ones(branches, dtype=np.int64), np.zeros(branches, dtype=np.int64)
-        if depth < len(self.children) and len(self.children[depth]) == branches:
-            counts = np.array(self.children[depth], dtype=np.int64)
+        ranks = np.arange(branches) if depth == 1 else np.zeros(branches, dtype=np.int64)
+        counts = np.ones(branches, dtype=np.int64)
         mean = np.full(branches, math.prod(self.acceptance[:depth], start=1.0))
         mean_parent = np.array([math.prod(self.acceptance[: max(depth - 1, 0)], start=1.0)])
-        if depth < len(tree) and len(tree[depth][0]) >= branches:
-            mean = tree[depth][1][:branches].copy()
+        tree = self._tree
         if depth < len(tree) and len(tree[depth][0]) == branches:
-            ranks = tree[depth][0]
-        elif depth == 1:
-            ranks = np.arange(branches)
+            ranks, counts, _ = tree[depth]
+        if depth < len(tree) and len(tree[depth][0]) >= branches:
+            mean = tree[depth][2][:branches].copy()
         if 1 < depth <= len(tree):
-            mean_parent = np.concatenate([tree[depth - 1][1], mean_parent])
+            mean_parent = np.concatenate([tree[depth - 1][2], mean_parent])
         levels = max(len(self.acceptance) - depth, 0)
         # At depth 0 the first step reads the root alone, at a separate price (`opening_s`).
         rows, steps = extend(self.draft_s, branches)[:, None], np.arange(1, levels + 1)  # [B, 1], [T]
         costs = self.rate * (rows * steps if depth else self.opening_s + rows * (steps - 1))
         decay = np.cumprod([1.0, *(self.ahead * self._typical[depth + 1 :])])[:levels]  # _typical[d] is a_{d + 1}
         floor = float(self.floor) if depth else 0.0  # the root cannot be rejected
-        return LevelTable(ranks, counts, mean, mean_parent, floor, costs, decay)
-
-    def _verify_tokens(self, nodes: int) -> Array:
-        """Return [N + 1], the cost of verifying 0..N nodes in tokens, beyond that of the anchor alone."""
-        if nodes not in self._costs:
-            seconds = extend(self.verify_s, nodes + 1)
-            self._costs[nodes] = (seconds - seconds[0]) * self.rate
-        return self._costs[nodes]
-
-    def read_branches(
-        self, depth: int, alive: Array, parent: Array, features: Array, before: Array
-    ) -> tuple[Array, Array, Array]:
-        """Return the indices [R] of the branches that the head reads, the survival [R] of their parents, and features [R, F].
-
-        Args:
-            depth: j.
-            alive, parent, features: of the branches; see `DraftStep`.
-            before: [S, 2, B] survival and next of the depth before, survival below 0 where it was not read; [S, 2, 0] = not
-                known.
-        """
-        level, size = self.level(depth, alive.shape[1]), alive.size
-        rows, parent_chance = np.empty(size, dtype=np.int64), np.empty(size)
-        read = np.empty((size, features.shape[2]), dtype=np.float32)
-        branches = np.ascontiguousarray(alive), np.ascontiguousarray(parent), features, before
-        means = level.ranks, level.mean, level.mean_parent, level.floor
-        count = kernels().read_branches(*branches, *means, self._shares, rows, parent_chance, read)
-        return rows[:count], parent_chance[:count], read[:count]
+        table = self._levels[depth, branches] = LevelTable(ranks, counts, mean, mean_parent, floor, costs, decay)
+        return table
 
     def extend(self, depth: int, values: Array, known: Array) -> Array:
         """Return [S, B] bool, the branches to extend.
@@ -283,9 +242,8 @@ class TreeRule(Rule):
         """
         streams, _, branches = values.shape
         level, out = self.level(depth, branches), np.empty((streams, branches), dtype=bool)
-        prices = self._verify_tokens(PRICED_NODES), self.rises
-        below = level.counts, level.costs, level.decay, self._shares
-        kernels().extend(values, known, *prices, *below, self.width, out)
+        below = level.counts, level.costs, level.decay, self.share_table
+        kernels().extend(values, known, *self._prices, *below, self.width, out)
         return out
 
     def survival(self, parent: Array, depth: Array, drawn: Array, known: Array) -> Array:
@@ -296,9 +254,12 @@ class TreeRule(Rule):
             known: [S, 2, N'] survival and next of the nodes from the first decision on, as far as they were read.
         """
         out = np.empty(drawn.shape)
-        kernels().node_survival(parent, depth, drawn, known, max(self.first, 1), self._typical, self._shares, out)
+        kernels().node_survival(parent, depth, drawn, known, max(self.first, 1), self._typical, self.share_table, out)
         return out
 
     def select(self, values: Array) -> Array:
         """Return [S, N] bool, the nodes to verify, given their survival; below 0 there is no node."""
-        return _keep_worth(values, values >= 0.0, self._verify_tokens(values.shape[1])[1:])
+        drawn = values >= 0.0
+        kept = np.empty_like(drawn)
+        kernels().keep_worth(values, drawn, self._tokens[1:], kept)
+        return kept

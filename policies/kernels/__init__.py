@@ -22,14 +22,9 @@ def on_first_use(name: str) -> Callable[[], ModuleType]:
 
 def load(progress: Progress = silent) -> None:
     """Import all kernels, which compiles those that are not in numba's cache (some seconds, once on a machine)."""
-    names, started = _names(), time.monotonic()
+    names, started = sorted(module.name for module in pkgutil.iter_modules(__path__)), time.monotonic()
     for done in range(len(names) + 1):
         if time.monotonic() - started > _QUIET_S:
             progress("compile kernels", done, len(names))
         if done < len(names):
             importlib.import_module(f".{names[done]}", __name__)
-
-
-@functools.cache
-def _names() -> list[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import copy_row, kernel, kernel_part
+from .compiled import copy_row, insert_desc, kernel, kernel_part
 
 
 @kernel_part
@@ -42,6 +42,24 @@ def send_best(values: Any, offered: Any, members: Any, starts: Any, budgets: Any
             sent[places[i] // nodes, places[i] % nodes] = True
 
 
+@kernel_part
+def _best_number(values: Any, least: Any, count: Any, streams: Any, rate: Any, spent: Any, verify: Any) -> Any:
+    """Return what verifying the best number, from `least` to `count`, of descending values is worth, and that number.
+
+    The worth is in tokens less their price, or in tokens per second if the rate is 0; see `Batches.best_budgets`.
+    """
+    total, top, best = 0.0, -np.inf, least
+    for m in range(count + 1):
+        total += values[m - 1] if m else 0.0
+        # Anchors are verified with the tokens, and each stream commits a token of the target beside the accepted ones.
+        seconds = verify[streams, streams + m]
+        worth = total - rate * seconds if rate != 0.0 else (streams + total) / (spent + seconds)
+        # All numbers are tried: costs that rise in steps may make more tokens pay where a few do not.
+        if m >= least and worth > top:
+            top, best = worth, m
+    return top, best
+
+
 @kernel("void(f8[:,::1], b1[:,::1], i8[::1], i8[::1], f8[::1], f8[:,::1], f8[::1], i8[::1])")
 def best_budgets(
     values: Any, offered: Any, members: Any, starts: Any, spent: Any, verify: Any, rates: Any, budgets: Any
@@ -51,38 +69,7 @@ def best_budgets(
     for g in range(starts.shape[0] - 1):
         rows = members[starts[g] : starts[g + 1]]
         streams, count = rows.shape[0], _sort_offered(values, offered, rows, best, places)
-        total, top, budgets[g] = 0.0, 0.0, 0
-        for m in range(count + 1):
-            total += best[m - 1] if m else 0.0
-            # Anchors are verified with the tokens, and each stream commits a token of the target beside the accepted ones.
-            seconds = verify[streams, streams + m]
-            worth = total - rates[streams] * seconds
-            if rates[streams] == 0.0:
-                worth = (streams + total) / (spent[g] + seconds)
-            # All numbers are tried: costs that rise in steps may make more tokens pay where a few do not.
-            if m == 0 or worth > top:
-                top, budgets[g] = worth, m
-
-
-@kernel_part
-def _insert(pool: Any, count: Any, value: Any) -> None:
-    """Insert a value into a descending row of `count`."""
-    at = count
-    while at > 0 and pool[at - 1] < value:
-        pool[at] = pool[at - 1]
-        at -= 1
-    pool[at] = value
-
-
-@kernel_part
-def _worth(pool: Any, count: Any, streams: Any, trims: Any, rate: Any, verify: Any) -> Any:
-    """Return tokens less the price of their verification: of the best ones, or of all if it does not trim."""
-    total, best = 0.0, -np.inf
-    for m in range(count + 1):
-        total += pool[m - 1] if m else 0.0
-        if trims or m == count:
-            best = max(best, total - rate * verify[streams, streams + m])  # the anchors are verified too
-    return best
+        _, budgets[g] = _best_number(best, 0, count, streams, rates[streams], spent[g], verify)
 
 
 @kernel(
@@ -118,21 +105,22 @@ def draft_on(
         for i in range(streams):
             for n in range(known.shape[1]):
                 if known[members_g[i], n] >= 0.0:
-                    _insert(pool, count, known[members_g[i], n])
+                    insert_desc(pool, count, known[members_g[i], n])
                     count += 1
-        best, take = _worth(pool, count, streams, trims, rate, verify), 0  # of stopping now
+        best, _ = _best_number(pool, 0 if trims else count, count, streams, rate, 0.0, verify)  # of stopping now
+        take = 0
         for steps in range(1, ahead.shape[0] + 1):
             copy_row(pool[:count], grown)  # reset for each number of steps
             total = count
             for r in range(rows):
                 seconds = 0.0
                 for step in range(steps):
-                    _insert(grown, total, best_gains[r] * ahead[step])
+                    insert_desc(grown, total, best_gains[r] * ahead[step])
                     total += 1
                     # Gains fall, so the best r + 1 branches are the first ones; all steps read r + 1 rows.
                     seconds += drafts[min(depth + step, 1), r + 1]
-                worth = _worth(grown, total, streams, trims, rate, verify) - rate * seconds
-                if worth > best:
-                    best, take = worth, r + 1
+                worth, _ = _best_number(grown, 0 if trims else total, total, streams, rate, 0.0, verify)
+                if worth - rate * seconds > best:
+                    best, take = worth - rate * seconds, r + 1
         for r in range(take):
             kept[places[r] // branches, places[r] % branches] = True

@@ -116,6 +116,16 @@ def argsort_desc(values: Any, order: Any) -> None:
 
 
 @kernel_part
+def insert_desc(values: Any, count: Any, value: Any) -> None:
+    """Insert a value into the first `count` entries of `values`, which are in descending order."""
+    at = count
+    while at > 0 and values[at - 1] < value:
+        values[at] = values[at - 1]
+        at -= 1
+    values[at] = value
+
+
+@kernel_part
 def sigmoid(odds: Any) -> Any:
     """Return 1 / (1 + e^-odds); large negative odds give 0."""
     return 1.0 / (1.0 + np.exp(-odds))

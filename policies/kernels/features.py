@@ -155,11 +155,27 @@ def write_columns(
             out[b, codes[f, 1]] = value
 
 
-@kernel_part
-def _summary(
-    logits: Any, ranks: Any, spread: Any, scores: Any, noisy_count: Any, best: Any, sampled: Any, scale: Any, ids: Any,
+_ROWS = (
+    "float32[:,::1], int64, boolean, float32[:,::1], int64, float32[:,::1], float32[:,::1], float64, int64[:,::1], "
+    "float64[::1], float64[::1]"
+)
+
+
+@kernel(f"Tuple((float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1]))({_ROWS})")
+def summarise_rows(
+    logits: Any, ranks: int, spread: bool, scores: Any, noisy_count: int, best: Any, sampled: Any, scale: float, ids: Any,
     parent_path: Any, lead: Any,
 ) -> Any:  # fmt: skip
+    """Return the arrays of a `features.RowSummary`.
+
+    Args:
+        logits: [R, V], raw.
+        ranks: number of largest logits; 0 = raw logits are not read.
+        spread: whether log-sum-exp, entropy and log-probabilities are needed.
+        scores, noisy_count: [R, V] noisy scores and the number of largest ones; 0 = `best` [R, m], or `top` if it is empty.
+        sampled, scale: the distribution that is sampled from is softmax(scale sampled), [R, V]; scale 0 = softmax(logits).
+        ids, parent_path, lead: see `features.DrawnTokens`; empty = 0 and infinite.
+    """
     rows = logits.shape[0]
     top, stats, numbers = np.empty((rows, TOP), np.float32), np.empty((rows, 2)), np.empty((ids.shape[0], 4))
     noisy = best if best.shape[0] else top
@@ -194,37 +210,13 @@ def _summary(
     return top, stats, noisy, numbers
 
 
-_ROWS = (
-    "float32[:,::1], int64, boolean, float32[:,::1], int64, float32[:,::1], float32[:,::1], float64, int64[:,::1], "
-    "float64[::1], float64[::1]"
-)
-
-
-@kernel(f"Tuple((float32[:,::1], float64[:,::1], float32[:,::1], float64[:,::1]))({_ROWS})")
-def summarise_rows(
-    logits: Any, ranks: int, spread: bool, scores: Any, noisy_count: int, best: Any, sampled: Any, scale: float, ids: Any,
-    parent_path: Any, lead: Any,
-) -> Any:  # fmt: skip
-    """Return the arrays of a `features.RowSummary`.
-
-    Args:
-        logits: [R, V], raw.
-        ranks: number of largest logits; 0 = raw logits are not read.
-        spread: whether log-sum-exp, entropy and log-probabilities are needed.
-        scores, noisy_count: [R, V] noisy scores and the number of largest ones; 0 = `best` [R, m], or `top` if it is empty.
-        sampled, scale: the distribution that is sampled from is softmax(scale sampled), [R, V]; scale 0 = softmax(logits).
-        ids, parent_path, lead: see `features.DrawnTokens`; empty = 0 and infinite.
-    """
-    return _summary(logits, ranks, spread, scores, noisy_count, best, sampled, scale, ids, parent_path, lead)
-
-
 @kernel(f"float64[::1]({_ROWS}, int64[:,::1], float64, float32[:,::1])")
 def read_columns(
     logits: Any, ranks: int, spread: bool, scores: Any, noisy_count: int, best: Any, sampled: Any, scale: float, ids: Any,
     parent_path: Any, lead: Any, codes: Any, temperature: float, out: Any,
 ) -> Any:  # fmt: skip
     """Summarise rows and write columns in one call, which saves 1 us; return the log-probabilities [B] of paths."""
-    top, stats, noisy, numbers = _summary(
+    top, stats, noisy, numbers = summarise_rows(
         logits, ranks, spread, scores, noisy_count, best, sampled, scale, ids, parent_path, lead
     )
     write_columns(codes, top, stats, noisy, ids, numbers, temperature, out)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .compiled import argsort_desc, copy_row, kernel, kernel_part, sigmoid
+from .compiled import argsort_desc, copy_row, insert_desc, kernel, kernel_part, sigmoid
 
 # Bounds of log-odds, where a probability is 1 in double precision, and of chances before log-odds are taken of them. The
 # latter are those of the fit (`train.fit.trees.calibrate`).
@@ -65,9 +65,10 @@ def read_branches(
     """Write the branches of a depth that are alive and may survive with `floor`, and return their number R.
 
     Args:
-        alive, parent, features, before: see `TreeRule.read_branches`.
+        alive, parent, features: see `DraftStep`.
+        before: [S, 2, B'] survival and next of the depth before, survival below 0 where it was not read; B' = 0: not known.
         ranks, mean, mean_parent, floor: see `LevelTable`.
-        shares: [., 2].
+        shares: [R, 2] log-odds of children by rank; see `TreeRule.shares`.
         rows: [S B], written: the indices s B + b of the branches.
         parent_chance: [S B], written: the survival of their parents.
         read: [S B, F], written: their features.
@@ -116,17 +117,12 @@ def _price(values: Any, tokens: Any, rises: Any, best: Any) -> Any:
     """Return the price of a further node: verifying one more, or the node that it displaces; `best` [M] is scratch."""
     # The M best, inserted one by one: sorting all would be slower.
     kept = 0
-    for i in range(values.shape[0]):
-        value = values[i]
+    for value in values:
         if kept < best.shape[0]:
             kept += 1
         elif not value > best[kept - 1]:
             continue
-        at = kept - 1
-        while at > 0 and value > best[at - 1]:
-            best[at] = best[at - 1]
-            at -= 1
-        best[at] = value
+        insert_desc(best, kept - 1, value)
     # Nodes that were not read have -1 and come last: each lowers the total, so that the best number excludes them.
     total, top, count, smallest = 0.0, 0.0, 0, np.inf
     for i in range(kept):
@@ -160,8 +156,7 @@ def extend(
             best[b] = max(level[s, 0, b], 0.0) * level[s, 1, b] if counts[b] > 0 else 0.0  # survival of the best child
             out[s, b] = False
         argsort_desc(best, order)
-        for t in range(gains.shape[0]):
-            gains[t] = 0.0
+        gains.fill(0.0)
         # gains[t]: survival above the price in t + 1 levels below the best branches so far. The pair of branches and levels
         # of the largest gain less cost decides, but only the branches are kept: the depth is decided anew a level later.
         top, rows = 0.0, 0
@@ -183,18 +178,6 @@ def extend(
             out[s, order[m]] = best[order[m]] > 0.0
 
 
-@kernel_part
-def _known_nodes(depth: Any, columns: Any, first: Any) -> Any:
-    """Return the (begin, end) of the known nodes; none if `columns` do not end with a level, so are of another tree."""
-    count, begin = depth.shape[0], 0
-    while begin < count and depth[begin] < first:
-        begin += 1
-    end = begin + columns
-    if columns == 0 or end > count or (end < count and depth[end] == depth[end - 1]):
-        end = begin
-    return begin, end
-
-
 @kernel("void(i8[:,::1], i8[:,::1], b1[:,::1], f8[:,:,::1], i8, f8[::1], f8[:,::1], f8[:,::1])")
 def node_survival(
     parent: Any, depth: Any, drawn: Any, known: Any, first: int, typical: Any, shares: Any, out: Any
@@ -214,7 +197,12 @@ def node_survival(
     next_, ranks = np.empty(count), np.empty(count, dtype=np.int64)
     for s in range(out.shape[0]):
         _sibling_ranks(parent[s], ranks)
-        begin, end = _known_nodes(depth[s], known.shape[2], first)
+        begin = 0
+        while begin < count and depth[s, begin] < first:
+            begin += 1
+        end = begin + known.shape[2]
+        if end == begin or end > count or (end < count and depth[s, end] == depth[s, end - 1]):
+            end = begin  # `known` does not end with a level, so it is of another tree
         for node in range(count):
             out[s, node] = -1.0
             if not drawn[s, node]:
@@ -229,28 +217,42 @@ def node_survival(
                 next_[node] = typical[min(depth[s, node], typical.shape[0] - 1)]  # typical[d] is of depth d + 1
 
 
+@kernel_part
+def _keep_best(values: Any, alive: Any, prices: Any, order: Any, kept: Any) -> None:
+    """Keep the n best of [N], n >= 0 the number with the largest sum of values less price; `order` [N] is scratch."""
+    # Equal values keep their order and no node exceeds its parent, so the best n are closed under parents.
+    argsort_desc(values, order)
+    count, top, total = 0, 0.0, 0.0
+    for i in range(order.shape[0]):
+        total += values[order[i]]
+        if total - prices[i] > top:
+            count, top = i + 1, total - prices[i]
+    for i in range(order.shape[0]):
+        kept[order[i]] = i < count and alive[order[i]]
+
+
 @kernel("void(f8[:,::1], b1[:,::1], f8[::1], b1[:,::1])")
 def keep_worth(values: Any, alive: Any, prices: Any, kept: Any) -> None:
-    """Keep the n best of [S, N], n >= 0 the number with the largest sum of values less price; `prices` [N] of 1, 2, ..."""
+    """Mark in `kept` [S, N] the best of `values` that are worth most above `prices` [N or more] of 1, 2, ... of them."""
     order = np.empty(values.shape[1], dtype=np.int64)
     for s in range(values.shape[0]):
-        # Equal values keep their order and no node exceeds its parent, so the best n are closed under parents.
-        argsort_desc(values[s], order)
-        count, top, total = 0, 0.0, 0.0
-        for i in range(order.shape[0]):
-            total += values[s, order[i]]
-            if total - prices[i] > top:
-                count, top = i + 1, total - prices[i]
-        for i in range(order.shape[0]):
-            kept[s, order[i]] = i < count and alive[s, order[i]]
+        _keep_best(values[s], alive[s], prices, order, kept[s])
 
 
-@kernel("void(f4[:,::1], f8, f8, f8[:,::1])")
-def node_gains(logs: Any, follow: float, price: float, out: Any) -> None:
-    """Write follow e^log - price of the log-probabilities of paths [S, N]; faster than in numpy for a few nodes."""
-    for s in range(out.shape[0]):
-        for n in range(out.shape[1]):
-            out[s, n] = follow * np.exp(np.float64(logs[s, n])) - price
+@kernel("void(f4[:,:,::1], b1[:,::1], f8, f8, f8, f8[::1], f4[:,::1], b1[:,::1])")
+def keep_paths(
+    features: Any, alive: Any, power: float, follow: float, price: float, prices: Any, logs: Any, kept: Any
+) -> None:
+    """Do the same with the values follow P - price of paths of probability P, and write log P to `logs` [S, N].
+
+    The first of the `features` [S, N, F], times `power`, is log P; it is -infinity of a path that is not alive.
+    """
+    values, order = np.empty(alive.shape[1]), np.empty(alive.shape[1], dtype=np.int64)
+    for s in range(alive.shape[0]):
+        for n in range(alive.shape[1]):
+            logs[s, n] = np.float32(power) * features[s, n, 0] if alive[s, n] else -np.inf
+            values[n] = follow * np.exp(np.float64(logs[s, n])) - price
+        _keep_best(values, alive[s], prices, order, kept[s])
 
 
 @kernel("void(f4[:,::1], i8[::1], b1[:,::1], f8, f4[:,::1])")

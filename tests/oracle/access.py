@@ -216,6 +216,7 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from trees import FREE, make_tree_policy
 
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)
+    identity = Calibrator(), Calibrator()
     facts = TrainingMetadata(
         0.8, "match", "match", {}, 52.5, (0.8, 0.75, 0.7, 0.7, 0.6), profile.to_dict(), {"seed": 1}, {"gain": 0.25}
     )
@@ -266,9 +267,8 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
             "bias": np.array([0.5, 0.1, 0.3], dtype=np.float32),
         }
         name = "continuation-remembers" if rule.remembers else "continuation"
-        save_policy(
-            ContinuationPolicy(name, NAMES, build_head("logistic", columns, weights), rule, 5, facts), folder / name
-        )
+        head = build_head("logistic", columns, weights)
+        save_policy(ContinuationPolicy(name, NAMES, head, *identity, rule, 5, facts), folder / name)
     plain = LearnedPolicy("batch", NAMES, build_head(*logistic), *maps, derived, 5, facts)
     for name, rule in {
         "batch-best": BatchRule("best"),

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
-from specstop.policies.batch_rules import BatchPolicy, BatchStop, for_batches
-from specstop.policies.batches import Batches, CostGrid, LinearCosts
+from specstop.policies.batch_rules import Batches, BatchPolicy, BatchStop, CostGrid, for_batches, linear_costs
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
 from specstop.policies.kernels.batches import best_budgets, draft_on
@@ -132,7 +131,7 @@ def test_costs_are_taken_where_none_were_given(kind: type[SmartSpec | AdaptiveVe
     bare = kind()
     told = bare.with_costs(profile)
     assert told._grid.costs == kind(profile=profile)._grid.costs  # type: ignore[attr-defined]
-    assert bare._grid.costs == LinearCosts(), "another policy is made"
+    assert bare._grid.costs == linear_costs(), "another policy is made"
     for own in (kind(draft=0.2), kind(profile=other), told, Tetris()):
         assert own.with_costs(profile) is own
 
@@ -214,7 +213,7 @@ def exhaustive(verify: Array, streams: int, values: Sequence[float], rate: float
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> None:
     rate = 4.0 if verify_s is LINEAR else 1.0
-    grid, rng = CostGrid.of_profile(synthetic_profile(verify_s)).fit(3, 2), np.random.default_rng(1)
+    grid, rng = CostGrid(synthetic_profile(verify_s)).fit(3, 2), np.random.default_rng(1)
     rates, batches = np.full(len(grid.verify), rate), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     taken = set()
     for _ in range(40):
@@ -233,7 +232,7 @@ def test_what_is_sent_is_the_best_of_all_sets(verify_s: tuple[float, ...]) -> No
 @pytest.mark.parametrize("verify_s", [LINEAR, STEPPED], ids=["linear", "stepped"])
 def test_what_is_drafted_on_is_the_best_of_all_plans(verify_s: tuple[float, ...], trims: bool) -> None:
     """Every set of streams and number of steps is tried; sets beyond the streams of the largest gains are no better."""
-    grid, rng = CostGrid.of_profile(synthetic_profile(verify_s, 0.3)).fit(3, 3), np.random.default_rng(2)
+    grid, rng = CostGrid(synthetic_profile(verify_s, 0.3)).fit(3, 3), np.random.default_rng(2)
     rates, batches = np.full(len(grid.verify), 1.0), Batches.of(np.zeros(3, dtype=np.int64), np.arange(3))
     ahead, numbers, drafts = np.array([1.0, 0.7]), set(), grid.drafts * [[1.5], [1.0]]
     for turn in range(30):
@@ -279,7 +278,6 @@ def test_plain_decoding_is_left_only_for_what_is_expected_to_beat_it() -> None:
             policy.start(4, np.arange(4)),
         )  # fmt: skip
         assert kept.all() == drafts and kept.any() == drafts
-        assert policy._may_pay(Batches.of(np.zeros(4, dtype=np.int64), np.arange(4))) == drafts
 
 
 def begun(policy: BatchStop, streams: int = 4) -> int:
@@ -361,8 +359,8 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
             for side in ("low", "high")
         },
     )
-    assert CostGrid.of_profile(cold).fit(2, 2).drafts[:, 1].tolist() == pytest.approx([0.45, 0.25])
-    assert CostGrid.of_profile(cold).fit(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
+    assert CostGrid(cold).fit(2, 2).drafts[:, 1].tolist() == pytest.approx([0.45, 0.25])
+    assert CostGrid(cold).fit(2, 2).drafting_s(np.array([1]), np.arange(4)).tolist() == pytest.approx(
         [0.0, 0.45, 0.7, 0.95]
     )
     dips = synthetic_profile((1.0, 1.5, 1.2, 1.4))
@@ -371,7 +369,7 @@ def test_batch_and_single_streams_cost_what_the_profile_says() -> None:
     assert dips.verify_s(2, [2, 3], 50.0).tolist() == pytest.approx([1.5, 1.2]), "batches are not filled up"
     level = synthetic_profile((1.0, 1.24, 1.2, 1.4))
     assert level.verify_s(1, 2, 50.0) == pytest.approx(1.24), "no size is clearly cheaper"
-    grid = CostGrid(LinearCosts(0.5, 0.1), 0.0).fit(20, 3)
+    grid = CostGrid(linear_costs(0.5, 0.1)).fit(20, 3)
     assert len(grid.verify) > 20 and grid.verify[2, 5] == pytest.approx(1.4)
     assert grid.verify[4, 1] == pytest.approx(1.3)  # the anchors are always sent
 

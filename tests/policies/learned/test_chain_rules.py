@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_heads import random_head
+from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import ContinuationPolicy, build_rule
 from specstop.policies.rules import Continuation, Derived, Threshold
@@ -105,4 +106,4 @@ def test_a_mangled_rule_is_refused(raw: Any, message: str) -> None:
 def test_a_head_of_hidden_states_is_refused_at_once(remembers: bool) -> None:
     names, head = random_head("resnet of both")
     with pytest.raises(PolicyError, match="draft_hidden, target_hidden"):
-        ContinuationPolicy("c", names, head, Continuation(0.0, 1, remembers), 4)
+        ContinuationPolicy("c", names, head, Calibrator(), Calibrator(), Continuation(0.0, 1, remembers), 4)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
+from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, PolicyError
@@ -171,7 +172,7 @@ def test_what_is_remembered_is_that_of_the_parent_for_one_stream_as_for_many(rem
     weight[1, : len(columns)] = 1.0
     fitted = {"mean": np.zeros(width), "scale": np.ones(width), "weight": weight, "bias": np.zeros(3)}
     head = LinearHead(columns, {name: values.astype(np.float32) for name, values in fitted.items()})
-    policy = ContinuationPolicy("c", names, head, rule, 4)
+    policy = ContinuationPolicy("c", names, head, Calibrator(), Calibrator(), rule, 4)
     streams, branches = 40, 3
     seen = draws.random((3, streams, branches, 3), dtype=np.float32) - 0.3
     parents, alive = draws.integers(0, branches, (3, streams, branches)), draws.random((3, streams, branches)) < 0.8
@@ -203,7 +204,8 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
 
 def test_the_rule_compares_the_value_with_its_margin_and_refuses_nonsense() -> None:
     for margin, value in itertools.product((-0.3, 0.0, 0.2), (-0.31, -0.29, -0.01, 0.01, 0.19, 0.21)):
-        policy = ContinuationPolicy("told", ("top1", "top2"), ToldHead(), Continuation(margin), 4)
+        parts = ("top1", "top2"), ToldHead(), Calibrator(), Calibrator(), Continuation(margin), 4
+        policy = ContinuationPolicy("told", *parts)
         step = DraftStep(1, np.ones((1, 1), dtype=bool), np.zeros((1, 1), dtype=np.int64),
                          np.array([[[0.5, value]]], dtype=np.float32), {}, np.zeros(1, dtype=np.int64))  # fmt: skip
         assert policy.keep(step, policy.start(1, np.zeros(1, dtype=np.int64)))[0].item() is (value > margin)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ....policies.calibration import Calibrator
 from ....policies.display import Progress, silent
 from ....policies.errors import InputError
 from ....policies.heads.base import Head
@@ -92,7 +93,7 @@ def fit_continuation(
         chosen = choose(select, gains[inner == 0], price, margins, firsts)
         lengths, asked = rounds_of(costs, gains, chosen.first, chosen.deepest, chosen.margin)
         rule = Continuation(chosen.margin, chosen.first, remembers=True)
-        policy = ContinuationPolicy(name, names, head, rule, chosen.deepest)
+        policy = ContinuationPolicy(name, names, head, Calibrator(), Calibrator(), rule, chosen.deepest)
         decided_s = price * asked.numpy()
         before, played = played, costs.play(lengths, decided_s)
         iteration.add(policy, replay(held, policy, profile).rate, before.visits, played.visits)
