@@ -102,14 +102,11 @@ class LayerReader(Drafter):
         last = upload([range(len(rows)), [len(part.tokens) - 1 for part in parts]], self._device)
         return out[last[0], last[1]]
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._embedding(tokens)
-        return embedded
-
     def _run(self, parts: Sequence[LayerInput]) -> Tensor:
         """Return the layer's states [S, n, H]; the last ones of short streams are padding."""
         keys, values = self._cache
-        embedded = self._embed(upload(_padded([part.tokens for part in parts], 0), self._device))
+        tokens = upload(_padded([part.tokens for part in parts], 0), self._device)
+        embedded = self._network.embed(tokens, self._embedding)
         mask = np.zeros((len(parts), embedded.shape[1], max(part.visible.shape[1] for part in parts)), dtype=bool)
         mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
         for stream_mask, part in zip(mask, parts, strict=True):
@@ -146,25 +143,26 @@ class LayerDrafter(LayerReader):
         """See `Drafter`."""
         if depth == 0:
             states = self._read_anchors(round, rows)
-            self._slots = {stream: {0: self._texts[stream].length} for stream, _ in rows}  # by stream and row
-            self._states: dict[tuple[int, int], Tensor] = {}  # by stream and row
+            # By stream and row, in the order of the slots, which begin with that of the anchor.
+            self._states: dict[int, dict[int, Tensor]] = {stream: {} for stream, _ in rows}
         else:
             states = self._read_candidates(round, depth, rows)
-        fed = [(stream, row) for stream, stream_rows in rows for row in stream_rows]
-        self._states |= zip(fed, states, strict=True)
+        row_states = iter(states)
+        for stream, stream_rows in rows:
+            self._states[stream] |= zip(stream_rows, row_states, strict=False)
         return Proposal(self._output(states).to(self._dtype), None, states)
 
     def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
         """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""
         tree, parts = round.topology, []
         for stream, stream_rows in rows:
-            base, slots, count = self._texts[stream].length, self._slots[stream], len(stream_rows)
-            slots |= zip(stream_rows, range(base + len(slots), base + len(slots) + count), strict=True)
+            base, fed, count = self._texts[stream].length, self._states[stream], len(stream_rows)
+            slots = {row: base + at for at, row in enumerate([*fed, *stream_rows])}
             visible = np.zeros((count, base + len(slots)), dtype=bool)
             visible[:, :base] = True
             for at, row in enumerate(stream_rows):
                 visible[at, [slots[ancestor] for ancestor in tree.paths[row]]] = True
-            states = torch.stack([self._states[stream, tree.parent[row]] for row in stream_rows])
+            states = torch.stack([fed[tree.parent[row]] for row in stream_rows])
             tokens, row_slots = round.tokens[stream, stream_rows].tolist(), [slots[row] for row in stream_rows]
             parts.append(LayerInput(stream, tokens, states, row_slots, [base + depth] * count, visible))
         out = self._run(parts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,7 +22,6 @@ from transformers.generation.logits_process import (
 from ...policies.errors import InputError
 
 _PREFIX, _STEPS = 24, 4  # prefix tokens, and calls per text, when a processor is tested
-_MAX_VALUES = 1024  # attribute values that are compared after each call
 _MAX_COPIES = 256  # per text; a prefix without a copy is recomputed step by step
 
 _SHARED = (type, FunctionType, ModuleType, torch.nn.Module, PreTrainedTokenizerBase)
@@ -59,24 +57,18 @@ class CopiedProcessor(PerText):
 
     Args:
         processor: in its initial state.
-        has_state: whether it has state from the first call on. Otherwise one copy is called until its attributes change.
-        batch: number of rows in the `generate` call.
     """
 
     _prompt: int
     _copies: dict[tuple[int, ...], LogitsProcessor]  # by the generated tokens of their last call
-    _stateless: LogitsProcessor
-    _values: Any
 
-    def __init__(self, processor: LogitsProcessor, has_state: bool, batch: int = 1) -> None:
-        self.name, self._has_state, self._batch = type(processor).__name__, has_state, batch
-        self._initial = copied(processor)
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.name, self._initial = type(processor).__name__, copied(processor)
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> LogitsProcessor:
         """See `PerText.for_text`."""
         text = copy.copy(self)
-        text._prompt, text._copies, text._stateless = prompt, {}, copied(self._initial)
-        text._values = _attribute_values(text._stateless)
+        text._prompt, text._copies = prompt, {}
         return text
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -84,16 +76,6 @@ class CopiedProcessor(PerText):
         return torch.cat([self._row(ids[None], row[None]) for ids, row in zip(input_ids, scores, strict=True)])
 
     def _row(self, ids: Tensor, scores: Tensor) -> Tensor:
-        if not self._has_state:
-            out: Tensor = self._stateless(ids, scores.clone())
-            if _equal_values(_attribute_values(self._stateless), self._values):
-                return out
-            if self._batch > 1:
-                raise InputError(
-                    f"logits processor {self.name} keeps state between calls that the rows of a batch share; generate one "
-                    "text at a time"
-                )
-            self._has_state = True
         generated = tuple(ids[0, self._prompt :].tolist())
         cached = len(generated) - 1
         while cached >= 0 and generated[:cached] not in self._copies:
@@ -102,41 +84,11 @@ class CopiedProcessor(PerText):
         for length in range(cached + 1, len(generated) + 1):
             processor = copied(processor)
             # `scores` of the last step replace those of earlier steps, which have no effect (`check_processor`).
-            out = processor(ids[:, : self._prompt + length], scores.clone())
+            out: Tensor = processor(ids[:, : self._prompt + length], scores.clone())
             self._copies[generated[:length]] = processor
         while len(self._copies) > _MAX_COPIES:
             del self._copies[next(iter(self._copies))]
         return out
-
-
-def _attribute_values(processor: LogitsProcessor) -> list[Any]:
-    """Return the values, container sizes and tensor versions of a processor's attributes, in a fixed order."""
-    values: list[Any] = []
-    visited: set[int] = set()
-    pending: list[Any] = [vars(processor)]
-    while pending and len(values) < _MAX_VALUES:
-        value = pending.pop()
-        values.append(value)
-        if id(value) in visited or isinstance(value, _SHARED):
-            continue
-        visited.add(id(value))
-        if isinstance(value, Tensor):
-            values.append(0 if value.is_inference() else value._version)
-        elif isinstance(value, torch.Generator):
-            values.append(value.get_state().numpy().tobytes())
-        elif isinstance(value, dict | list | tuple | set | frozenset):
-            values.append(len(value))
-            pending.extend(islice(value.values() if isinstance(value, dict) else value, _MAX_VALUES))
-        elif hasattr(value, "__dict__"):
-            pending.append(vars(value))
-    return values
-
-
-def _equal_values(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(
-        a is b or (type(a) is type(b) and isinstance(a, bool | int | float | complex | str | bytes) and a == b)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def copied(processor: LogitsProcessor) -> LogitsProcessor:
@@ -156,7 +108,7 @@ def copied(processor: LogitsProcessor) -> LogitsProcessor:
             pending.extend(value)
         elif isinstance(value, dict):
             pending.extend(value.values())
-        elif type(value).__module__.startswith("xgrammar") or type(value).__name__ in ("LLMatcher", "LLTokenizer"):
+        elif _is_grammar_object(value):
             copy_method = getattr(value, "fork", None) or getattr(value, "deep_copy", None)
             memo[id(value)] = value if copy_method is None else copy_method()
         elif isinstance(value, MethodType):
@@ -166,6 +118,13 @@ def copied(processor: LogitsProcessor) -> LogitsProcessor:
         elif not isinstance(value, Tensor):
             pending.extend(getattr(value, "__dict__", {}).values())
     return copy.deepcopy(processor, memo)
+
+
+def _is_grammar_object(value: Any) -> bool:
+    """Whether a value is an object of a grammar library: xgrammar, but not its logits processor, or llguidance."""
+    cls = type(value)
+    of_xgrammar = cls.__module__.startswith("xgrammar") and not isinstance(value, LogitsProcessor)
+    return of_xgrammar or cls.__name__ in ("LLMatcher", "LLTokenizer")
 
 
 def check_processor(
@@ -203,19 +162,17 @@ def check_processor(
     # The first text continues with the best tokens, the second one with the second-best tokens.
     texts = [_run(processor, prefix, logits[rank], rank) for rank in range(2)]
     calls = min(map(len, texts))  # 0 if the processor requires a specific prefix
-    # The function of `prefix_allowed_tokens_fn` may cache results. It receives the batch index, so rows differ.
-    by_contract = isinstance(processor, PrefixConstrainedLogitsProcessor)
-    rows_alike = _treats_rows_alike(processor, texts)
-    if calls and _is_function(processor, texts, by_contract) and (by_contract or rows_alike):
-        return processor if by_contract else CopiedProcessor(processor, False, batch)
+    # Many calls of a function such as `prefix_allowed_tokens_fn` would copy its tables, which may be large.
+    if isinstance(processor, PrefixConstrainedLogitsProcessor) and calls and _is_function(processor, texts):
+        return processor
     if not all(_is_restartable(processor, texts, last) for last in range(calls)):
         raise InputError(
             f"{name} keeps state between calls that does not depend only on the tokens (random numbers, earlier scores, or "
             "objects shared by its copies), so candidates cannot be scored; make it a function of (input_ids, scores)"
         )
-    if batch > 1 and not rows_alike:
+    if batch > 1 and not (calls and _treats_rows_alike(processor, texts)):
         raise InputError(f"{name} treats the rows of a batch differently; generate one text at a time")
-    return CopiedProcessor(processor, True, batch)
+    return CopiedProcessor(processor)
 
 
 _Call = tuple[Tensor, Tensor, Tensor]
@@ -250,14 +207,10 @@ def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> 
     return calls
 
 
-def _is_function(processor: LogitsProcessor, texts: Sequence[list[_Call]], may_cache: bool) -> bool:
-    """Whether a copy gives the same scores in another order, without a change of its attributes."""
-    processor, count = copied(processor), min(map(len, texts))
-    values = _attribute_values(processor)
-    order = [*range(count)[::-1], count // 2, count - 1]
-    same = all(_gives(processor, *text[step]) for step in order for text in texts)
-    # The effect of a counter may begin only after more calls, so attributes are compared too.
-    return same and (may_cache or _equal_values(_attribute_values(processor), values))
+def _is_function(processor: LogitsProcessor, texts: Sequence[list[_Call]]) -> bool:
+    """Whether one copy gives the same scores for calls in the reverse order."""
+    processor = copied(processor)
+    return all(_gives(processor, *call) for calls in zip(*texts, strict=False) for call in calls[::-1])
 
 
 def _is_restartable(processor: LogitsProcessor, texts: Sequence[list[_Call]], last: int) -> bool:

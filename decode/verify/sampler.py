@@ -13,18 +13,10 @@ from transformers.generation import logits_process as library
 from ...policies.errors import InputError
 from .grammar import GrammarMask
 from .processors import PerText
-from .sampling import SamplingParams
+from .sampling import WARPERS, SamplingParams
 
-_WARPERS = (
-    library.TopHLogitsWarper,
-    library.TopKLogitsWarper,
-    library.TopPLogitsWarper,
-    library.MinPLogitsWarper,
-    library.TypicalLogitsWarper,
-    library.EpsilonLogitsWarper,
-    library.EtaLogitsWarper,
-)
-"""Processors that remove unlikely tokens. Draft and target remove different tokens."""
+_WARPERS = tuple(WARPERS.values())
+"""Processors that remove tokens, not the same ones for draft and target."""
 
 Prefixes = Callable[[], Sequence[Sequence[int] | None]]
 """Returns the token ids before each row; None for rows after an end of text, which are not processed."""
