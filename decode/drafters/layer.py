@@ -105,15 +105,16 @@ class LayerReader(Drafter):
     def _run(self, parts: Sequence[LayerInput]) -> Tensor:
         """Return the layer's states [S, n, H]; the last ones of short streams are padding."""
         keys, values = self._cache
-        tokens = upload(_padded([part.tokens for part in parts], 0), self._device)
-        embedded = self._network.embed(tokens, self._embedding)
-        mask = np.zeros((len(parts), embedded.shape[1], max(part.visible.shape[1] for part in parts)), dtype=bool)
+        count, end = (max(part.visible.shape[axis] for part in parts) for axis in range(2))
+        numbers = np.zeros((3, len(parts), count), dtype=np.int64)  # tokens, slots and positions
+        numbers[1] = keys.shape[1] - 1
+        mask = np.zeros((len(parts), count, end), dtype=bool)
         mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
-        for stream_mask, part in zip(mask, parts, strict=True):
-            stream_mask[: len(part.visible), : part.visible.shape[1]] = part.visible
-        end, attention_mask = mask.shape[2], None if mask.all() else upload(mask[:, None], self._device)
-        slots = upload(_padded([part.slots for part in parts], keys.shape[1] - 1), self._device)
-        positions = upload(_padded([part.positions for part in parts], 0), self._device)
+        for at, part in enumerate(parts):
+            numbers[:, at, : len(part.tokens)] = part.tokens, part.slots, part.positions
+            mask[at, : len(part.tokens), : part.visible.shape[1]] = part.visible
+        tokens, slots, positions = upload(numbers, self._device)
+        attention_mask = None if mask.all() else upload(mask[:, None], self._device)
         streams = [part.stream for part in parts]
         index = upload(streams, self._device)
         is_batch = streams == list(range(self._streams))  # then attention reads the cache without a copy
@@ -128,6 +129,7 @@ class LayerReader(Drafter):
 
         cos, sin = self._rotation
         states = pad_sequence([part.states for part in parts], batch_first=True)
+        embedded = self._network.embed(tokens, self._embedding)
         out: Tensor = self._network(embedded, states, (cos[positions], sin[positions]), attend)
         return out
 
@@ -167,8 +169,3 @@ class LayerDrafter(LayerReader):
             parts.append(LayerInput(stream, tokens, states, row_slots, [base + depth] * count, visible))
         out = self._run(parts)
         return torch.cat([states[: len(part.tokens)] for states, part in zip(out, parts, strict=True)])
-
-
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
-    longest = max(map(len, rows))
-    return [[*row, *[fill] * (longest - len(row))] for row in rows]

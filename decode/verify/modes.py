@@ -7,7 +7,6 @@ greedy matching.
 from __future__ import annotations
 
 import math
-from abc import ABC
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -41,7 +40,7 @@ class Draw(NamedTuple):
     best: list[list[float]] | None = None
 
 
-class Verification(ABC):
+class Verification:
     """A verification mode. It has no state: one object serves all texts.
 
     Subclasses implement `accept_one`, or `accept` for all streams at once.
@@ -290,7 +289,7 @@ class Block(Rejection):
         # R_i / (R_i + 1 - w_i), the whole block with w_k. R_0 is not used.
         weight, rest = [p.new_ones(())], [p.new_zeros(())]
         for i in range(1, last + 1):
-            weight.append(block_weight(weight[-1], p[i - 1, tokens[i]], q[i - 1][tokens[i]]))
+            weight.append(ratio(weight[-1] * p[i - 1, tokens[i]], q[i - 1][tokens[i]]))
             if i < last:
                 rest.append((weight[i] * p[i] - q[i]).clamp_min(0.0).sum())
         w, chance = download(torch.stack(weight), block_chance(torch.stack(rest), torch.stack(weight[: len(rest)])))
@@ -332,11 +331,6 @@ def without(q: Tensor, token: int) -> Tensor | None:
 def ratio(p: Tensor, q: Tensor) -> Tensor:
     """Return min(1, p / q) elementwise; 1 if q is 0, NaN if one of them is."""
     return torch.where(q == 0.0, 1.0, p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0)
-
-
-def block_weight(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return min(1, w p / q), the weight of a path that continues with a token of probabilities p and q."""
-    return ratio(weight * p, q)
 
 
 def block_chance(rest: Tensor, weight: Tensor) -> Tensor:

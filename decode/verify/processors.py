@@ -6,6 +6,7 @@ tokens is called on copies, one per prefix. Each copy receives the same calls as
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from types import FunctionType, MethodType, ModuleType
@@ -161,69 +162,47 @@ def check_processor(
     logits = torch.randn(2, _STEPS, 1, vocabulary, generator=generator, device="cpu", dtype=torch.float32).to(device)
     # The first text continues with the best tokens, the second one with the second-best tokens.
     texts = [_run(processor, prefix, logits[rank], rank) for rank in range(2)]
-    calls = min(map(len, texts))  # 0 if the processor requires a specific prefix
-    # Many calls of a function such as `prefix_allowed_tokens_fn` would copy its tables, which may be large.
-    if isinstance(processor, PrefixConstrainedLogitsProcessor) and calls and _is_function(processor, texts):
+    steps = list(zip(*texts, strict=False))  # none if the processor requires a specific prefix
+    # By contract `prefix_allowed_tokens_fn` is a function. It may have large tables, which are slow to copy.
+    if isinstance(processor, PrefixConstrainedLogitsProcessor) and steps and _reproduces([copied(processor)] * 2, steps[::-1]):
         return processor
-    if not all(_is_restartable(processor, texts, last) for last in range(calls)):
+    # Longest prefixes first: the calls before them are made again, with other scores.
+    if not _reproduces([CopiedProcessor(processor).for_text(_PREFIX, ()) for _ in texts], steps[::-1]):
         raise InputError(
             f"{name} keeps state between calls that does not depend only on the tokens (random numbers, earlier scores, or "
             "objects shared by its copies), so candidates cannot be scored; make it a function of (input_ids, scores)"
         )
-    if batch > 1 and not (calls and _treats_rows_alike(processor, texts)):
-        raise InputError(f"{name} treats the rows of a batch differently; generate one text at a time")
+    if batch > 1:
+        together = [[tuple(map(torch.cat, zip(*calls, strict=True)))] for calls in steps]  # both texts in one call
+        if not steps or not _reproduces([copied(processor)], together):
+            raise InputError(f"{name} treats the rows of a batch differently; generate one text at a time")
     return CopiedProcessor(processor)
 
 
-_Call = tuple[Tensor, Tensor, Tensor]
+_Call = tuple[Tensor, ...]
 """Token ids, scores and result of one call of a processor."""
-
-
-def _try_call(processor: LogitsProcessor, ids: Tensor, scores: Tensor) -> Tensor | None:
-    """Return the processed scores, or None if the processor raises."""
-    try:
-        out: Tensor = processor(ids, scores.clone())
-    except Exception:
-        return None
-    return out
-
-
-def _gives(processor: LogitsProcessor, ids: Tensor, scores: Tensor, expected: Tensor) -> bool:
-    out = _try_call(processor, ids, scores)
-    return out is not None and torch.equal(out, expected)
 
 
 def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> list[_Call]:
     """Return the calls of a processor along a text that it determines, up to the first call that raises."""
     processor, calls = copied(processor), []
-    for scores in logits:
-        out = _try_call(processor, ids, scores)
-        if out is None:
-            break
-        calls.append((ids, scores, out))
-        best = out[0].topk(2)
-        token = best.indices[rank if best.values[rank] > -torch.inf else 0]
-        ids = torch.cat([ids, token.view(1, 1)], -1)
+    with contextlib.suppress(Exception):
+        for scores in logits:
+            out = processor(ids, scores.clone())
+            calls.append((ids, scores, out))
+            best = out[0].topk(2)
+            token = best.indices[rank if best.values[rank] > -torch.inf else 0]
+            ids = torch.cat([ids, token.view(1, 1)], -1)
     return calls
 
 
-def _is_function(processor: LogitsProcessor, texts: Sequence[list[_Call]]) -> bool:
-    """Whether one copy gives the same scores for calls in the reverse order."""
-    processor = copied(processor)
-    return all(_gives(processor, *call) for calls in zip(*texts, strict=False) for call in calls[::-1])
-
-
-def _is_restartable(processor: LogitsProcessor, texts: Sequence[list[_Call]], last: int) -> bool:
-    """Whether copies give the same scores at a step after alternating calls with different scores before it."""
-    copies = [copied(processor) for _ in texts]
-    for step in range(last):
-        for one, text in zip(copies, texts, strict=True):
-            _try_call(one, text[step][0], text[step][1].flip(-1))
-    return all([_gives(one, *text[last]) for one, text in zip(copies, texts, strict=True)])
-
-
-def _treats_rows_alike(processor: LogitsProcessor, texts: Sequence[list[_Call]]) -> bool:
-    """Whether calls with two rows give the same scores as separate calls."""
-    processor = copied(processor)
-    joined = ([torch.cat(parts) for parts in zip(*calls, strict=True)] for calls in zip(*texts, strict=False))
-    return all(_gives(processor, *call) for call in joined)
+def _reproduces(processors: Sequence[LogitsProcessor], steps: Sequence[Sequence[_Call]]) -> bool:
+    """Whether processors, one per text, return the same results for the calls of each step."""
+    try:
+        return all(
+            torch.equal(processor(ids, scores.clone()), out)
+            for calls in steps
+            for processor, (ids, scores, out) in zip(processors, calls, strict=True)
+        )
+    except Exception:
+        return False

@@ -102,11 +102,10 @@ class BatchSampler:
         device: torch.device,
     ) -> None:  # fmt: skip
         per_text = any(isinstance(processor, PerText) for processor in params.processors)
-        reads_prompt = any(name.startswith("encoder_") for name in params.options)
-        groups: dict[tuple[int, ...], list[int]] = {}
+        per_text |= any(name.startswith("encoder_") for name in params.options)
+        groups: dict[tuple[int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
-            key = (row,) if per_text else tuple(prompt) if reads_prompt else (len(prompt),)
-            groups.setdefault(key, []).append(row)
+            groups.setdefault((len(prompt), row if per_text else 0), []).append(row)
         self._parts = [
             (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
             for rows in groups.values()
