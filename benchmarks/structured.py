@@ -5,8 +5,8 @@
 
 Each schema has one prompt. It is decoded with plain decoding and with each drafter, greedy and at temperature 0.7. The
 drafters use a chain and a tree with `match` verification, which must give the text of plain decoding, and, when sampling with
-the draft model, a chain with `block` verification. The validity of a text is tested by a schema checker that does not depend on
-the grammar library. Without `--pair` the shipped pair is used.
+the draft model, a chain with `block` verification. The validity of a text is tested by a schema checker that does not depend
+on the grammar library. Without `--pair` the shipped pair is used.
 The last line of the output is a JSON object. With `--check` the exit code is 1 if a bar is not met.
 """
 

@@ -162,18 +162,24 @@ def check_processor(
     logits = torch.randn(2, _STEPS, 1, vocabulary, generator=generator, device="cpu", dtype=torch.float32).to(device)
     # The first text continues with the best tokens, the second one with the second-best tokens.
     texts = [_run(processor, prefix, logits[rank], rank) for rank in range(2)]
-    steps = list(zip(*texts, strict=False))  # none if the processor requires a specific prefix
+    # From the longest prefix on, so that the calls before it are made again, with other scores. There are no calls if the
+    # processor requires a specific prefix.
+    steps = list(zip(*texts, strict=False))[::-1]
     # By contract `prefix_allowed_tokens_fn` is a function. It may have large tables, which are slow to copy.
-    if isinstance(processor, PrefixConstrainedLogitsProcessor) and steps and _reproduces([copied(processor)] * 2, steps[::-1]):
+    if (
+        isinstance(processor, PrefixConstrainedLogitsProcessor)
+        and steps
+        and _reproduces([copied(processor)] * 2, steps)
+    ):
         return processor
-    # Longest prefixes first: the calls before them are made again, with other scores.
-    if not _reproduces([CopiedProcessor(processor).for_text(_PREFIX, ()) for _ in texts], steps[::-1]):
+    if not _reproduces([CopiedProcessor(processor).for_text(_PREFIX, ()) for _ in texts], steps):
         raise InputError(
             f"{name} keeps state between calls that does not depend only on the tokens (random numbers, earlier scores, or "
             "objects shared by its copies), so candidates cannot be scored; make it a function of (input_ids, scores)"
         )
     if batch > 1:
-        together = [[tuple(map(torch.cat, zip(*calls, strict=True)))] for calls in steps]  # both texts in one call
+        # Both texts in one call, in the order of a text.
+        together = [[tuple(map(torch.cat, zip(*calls, strict=True)))] for calls in steps[::-1]]
         if not steps or not _reproduces([copied(processor)], together):
             raise InputError(f"{name} treats the rows of a batch differently; generate one text at a time")
     return CopiedProcessor(processor)

@@ -80,9 +80,7 @@ def test_texts_are_those_of_plain_constrained_decoding(
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "rejection_replace", "typical"])
-def test_every_verification_keeps_to_the_grammar(
-    bytes_pair: Pair, asks: list[list[int]], verification: str
-) -> None:
+def test_every_verification_keeps_to_the_grammar(bytes_pair: Pair, asks: list[list[int]], verification: str) -> None:
     grammar = person(bytes_pair.tokenizer)  # type: ignore[arg-type]
     shaping = SamplingParams(processors=(grammar,), top_p=0.95, repetition_penalty=1.1)
     for tree in (None, "2,2") if verification != "block" else (None,):
@@ -113,9 +111,7 @@ def test_a_grammar_in_ebnf_or_lark(bytes_pair: Pair, asks: list[list[int]], sour
 
 
 @pytest.mark.parametrize("sampling", [False, True])
-def test_generate_takes_a_grammar_as_a_processor(
-    bytes_pair: Pair, asks: list[list[int]], sampling: bool
-) -> None:
+def test_generate_takes_a_grammar_as_a_processor(bytes_pair: Pair, asks: list[list[int]], sampling: bool) -> None:
     """Side by side, padded on the left; each text is the one of its prompt alone."""
     tokenizer: Any = bytes_pair.tokenizer
     longest = max(map(len, asks))
@@ -262,9 +258,7 @@ def test_an_invalid_schema_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("source", ["root ::= [^!", 'root ::= missing "a"', "start: MISSING", ""])
-def test_an_invalid_grammar_is_refused_in_one_line(
-    bytes_tokenizer: PreTrainedTokenizerFast, source: str
-) -> None:
+def test_an_invalid_grammar_is_refused_in_one_line(bytes_tokenizer: PreTrainedTokenizerFast, source: str) -> None:
     with pytest.raises(InputError, match="grammar: expected") as error:
         Grammar.from_text(source, bytes_tokenizer)
     assert "\n" not in str(error.value)

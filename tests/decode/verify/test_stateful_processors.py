@@ -171,7 +171,11 @@ def test_state_that_begins_in_the_middle_of_a_text_is_that_of_its_row(
     woken = int(plain_pair.target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 5])
     options["logits_processor"] = LogitsProcessorList([Sleeping(woken)])
     made = plain_pair.target.generate(
-        ids, attention_mask=torch.ones_like(ids), custom_generate=specstop_generate, draft_model=plain_pair.draft, **options
+        ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=specstop_generate,
+        draft_model=plain_pair.draft,
+        **options,
     )
     for row, prompt in zip(made, ids, strict=True):
         options["logits_processor"] = LogitsProcessorList([Sleeping(woken)])
