@@ -155,7 +155,7 @@ class CTCDrafter(LayerReader):
             last = self._positions[stream][-1]
             slot = self._texts[stream].length + len(self._positions[stream])
             visible = np.ones((1, slot + 1), dtype=bool)
-            parts.append(LayerInput(stream, [last.best], last.state, [slot], [slot], visible))
+            parts.append(LayerInput(stream, [last.best], last.state, [slot], visible))
         self._append(streams, self._run(parts)[:, 0])
 
     def _append(self, streams: Sequence[int], states: Tensor) -> None:

@@ -36,9 +36,8 @@ class LayerInput:
     stream: int
     tokens: Sequence[int]
     states: Tensor  # [n, H]
-    slots: Sequence[int]
     positions: Sequence[int]
-    visible: Array  # [n, slots] bool
+    visible: Array  # [n, slots] bool; the last n slots are those of the tokens
 
 
 class LayerReader(Drafter):
@@ -92,9 +91,9 @@ class LayerReader(Drafter):
         for stream, _ in rows:
             text, states = self._texts[stream], torch.cat(self._texts[stream].states)
             end = text.length + len(states)
-            slots, visible = range(text.length, end), np.tri(len(states), end, text.length, dtype=bool)
             tokens = [*text.tokens, int(round.tokens[stream, 0])]
-            parts.append(LayerInput(stream, tokens, states, slots, slots, visible))
+            visible = np.tri(len(states), end, text.length, dtype=bool)
+            parts.append(LayerInput(stream, tokens, states, range(text.length, end), visible))
             self._texts[stream] = _Stream([], [states[-1:]], end - 1)
         out = self._run(parts)
         if len(rows) == 1:
@@ -111,8 +110,9 @@ class LayerReader(Drafter):
         mask = np.zeros((len(parts), count, end), dtype=bool)
         mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
         for at, part in enumerate(parts):
-            numbers[:, at, : len(part.tokens)] = part.tokens, part.slots, part.positions
-            mask[at, : len(part.tokens), : part.visible.shape[1]] = part.visible
+            n, width = part.visible.shape
+            numbers[:, at, :n] = part.tokens, range(width - n, width), part.positions
+            mask[at, :n, :width] = part.visible
         tokens, slots, positions = upload(numbers, self._device)
         attention_mask = None if mask.all() else upload(mask[:, None], self._device)
         streams = [part.stream for part in parts]
@@ -165,7 +165,7 @@ class LayerDrafter(LayerReader):
             for at, row in enumerate(stream_rows):
                 visible[at, [slots[ancestor] for ancestor in tree.paths[row]]] = True
             states = torch.stack([fed[tree.parent[row]] for row in stream_rows])
-            tokens, row_slots = round.tokens[stream, stream_rows].tolist(), [slots[row] for row in stream_rows]
-            parts.append(LayerInput(stream, tokens, states, row_slots, [base + depth] * count, visible))
+            tokens = round.tokens[stream, stream_rows].tolist()
+            parts.append(LayerInput(stream, tokens, states, [base + depth] * count, visible))
         out = self._run(parts)
         return torch.cat([states[: len(part.tokens)] for states, part in zip(out, parts, strict=True)])

@@ -32,6 +32,7 @@ class Sampler:
 
     Attributes:
         reads_prefix: whether there are processors.
+        reads_tokens: whether a processor reads the tokens of prefixes.
         constrained: whether there is a grammar, so that no token may remain.
         untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
     """
@@ -47,14 +48,8 @@ class Sampler:
         self._temperature = temperature
         truncating = (at for at, processor in enumerate(self._processors) if isinstance(processor, _WARPERS))
         self._first_truncating = next(truncating, len(self._processors))
-        self._reads_tokens = not all(
-            type(processor) in (*_WARPERS, library.TemperatureLogitsWarper) for processor in self._processors
-        )
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether a processor reads the tokens of prefixes."""
-        return self._grammar is not None or self._reads_tokens
+        self._by_length = not all(type(one) in (*_WARPERS, library.TemperatureLogitsWarper) for one in self._processors)
+        self.reads_tokens = self._by_length or self._grammar is not None
 
     def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Return [R, V] processed logits. The raw logits [R, V] are not modified."""
@@ -67,7 +62,7 @@ class Sampler:
             logits = self._grammar.masked(texts, logits)
         if self._first_truncating < len(self._processors):
             self.untruncated = torch.empty_like(logits)  # filled by `_process`
-        if not self._reads_tokens:
+        if not self._by_length:
             empty = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
             return self._process(empty, logits, list(range(len(logits))))
         out = logits.clone()

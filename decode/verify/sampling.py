@@ -74,9 +74,11 @@ class SamplingParams:
         processors: further logits processors of transformers, or a `Grammar`, applied after the options and before the
             temperature.
         model_defaults: whether options that are not set default to the target's `generation_config`.
-        length_limit: number of new tokens at which `forced_eos_token_id` applies, set by the run.
         options: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `no_repeat_ngram` (length of n-grams that must not repeat),
             `min_new_tokens` (before the end of text), and the other names in `NEUTRAL`. None = not set.
+
+    Attributes:
+        length_limit: number of new tokens at which `forced_eos_token_id` applies, set by `with_defaults`.
 
     Raises:
         InputError: an option is unknown or out of range.
@@ -87,13 +89,13 @@ class SamplingParams:
         *,
         processors: tuple[LogitsProcessor, ...] = (),
         model_defaults: bool = True,
-        length_limit: int | None = None,
         **options: Any,
     ) -> None:
         if unknown := sorted(options.keys() - NEUTRAL.keys()):
             raise InputError(f"sampling options: expected {', '.join(sorted(NEUTRAL))}, not {', '.join(unknown)}")
         check_limits(**options)
-        self.processors, self.model_defaults, self.length_limit = processors, model_defaults, length_limit
+        self.processors, self.model_defaults = processors, model_defaults
+        self.length_limit: int | None = None
         self.options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
 
     @staticmethod
@@ -144,9 +146,8 @@ class SamplingParams:
             defaults.pop("min_length", None)  # same precedence as in `generate`
         options = {name: v for name, v in {**defaults, **self.options}.items() if not _is_neutral(name, v)}
         try:
-            params = SamplingParams(
-                processors=self.processors, model_defaults=False, length_limit=max_new_tokens, **options
-            )
+            params = SamplingParams(processors=self.processors, model_defaults=False, **options)
+            params.length_limit = max_new_tokens
             params.build(1.0, (0,), (0,), torch.device("cpu"))
         except InputError as error:
             raise InputError(f"the target's generation_config: {error.command_line}") from None
