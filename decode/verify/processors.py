@@ -189,7 +189,7 @@ _Call = tuple[Tensor, ...]
 """Token ids, scores and result of one call of a processor."""
 
 
-def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> list[_Call]:
+def _run(processor: LogitsProcessor, ids: Tensor, logits: Tensor, rank: int) -> Sequence[_Call]:
     """Return the calls of a processor along a text that it determines, up to the first call that raises."""
     processor, calls = copied(processor), []
     with contextlib.suppress(Exception):
