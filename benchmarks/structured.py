@@ -5,14 +5,13 @@
 
 Each schema has one prompt. It is decoded with plain decoding and with each drafter, greedy and at temperature 0.7. The
 drafters use a chain and a tree with `match` verification, which must give the text of plain decoding, and, when sampling with
-the draft model, a chain with `block` verification. The installed grammar libraries alternate between schemas. The validity of
-a text is tested by a schema checker that does not depend on the grammar libraries. Without `--pair` the shipped pair is used.
+the draft model, a chain with `block` verification. The validity of a text is tested by a schema checker that does not depend
+on the grammar library. Without `--pair` the shipped pair is used.
 The last line of the output is a JSON object. With `--check` the exit code is 1 if a bar is not met.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import sys
@@ -32,12 +31,10 @@ from specstop.decode import (
     Speculator,
     load_pair,
     plain_texts,
-    specstop_generate,
     stream_key,
     with_drafter,
 )
 from specstop.decode.loop import Request
-from specstop.decode.verify.grammar import BACKENDS
 from specstop.policies import FixedLength
 
 SCHEMAS, QUICK = 50, 4
@@ -55,31 +52,24 @@ def main() -> int:
     pair = load_pair(folder / "target", folder / "draft", dtype="float64")
     prompts = prompts_of(folder, 1, count)[1]
     ids = [tokens[-40:] for tokens in encode(prompts, pair.tokenizer, pair.readable)]
-    backends = [name for name in BACKENDS if importlib.util.find_spec(name)]
     counts: Counter[str] = Counter()
     begin = time.monotonic()
     for number in range(count):
         schema = random_object(random.Random(number), 2)
-        backend = backends[number % len(backends)]
-        compared(pair, ids[number % len(ids)], number, schema, backend, counts)
-        if backend == "xgrammar":
-            own_processor(pair, ids[number % len(ids)], schema, counts)
+        compared(pair, ids[number % len(ids)], number, schema, counts)
     bars = Bars()
-    bars.figures |= {"backends": backends, "texts": counts["texts"], "seconds": round(time.monotonic() - begin)}
-    for name in ("invalid", "greedy other", "sampled other", "own processor other"):
+    bars.figures |= {"texts": counts["texts"], "seconds": round(time.monotonic() - begin)}
+    for name in ("invalid", "greedy other", "sampled other"):
         bars.add(name, counts[name], counts[name] == 0, f"{counts[name]} texts")
     rate = counts["accepted"] / max(counts["drafted"], 1)
     bars.figures["accepted of drafted, draft model"] = round(rate, 3)
-    whole = len(backends) == len(BACKENDS)
-    return bars.finish(options, f"{counts['texts']} texts of {count} schemas, {' and '.join(backends)}", whole=whole)
+    return bars.finish(options, f"{counts['texts']} texts of {count} schemas")
 
 
-def compared(
-    pair: Pair, prompt: list[int], number: int, schema: dict[str, Any], backend: str, counts: Counter[str]
-) -> None:
+def compared(pair: Pair, prompt: list[int], number: int, schema: dict[str, Any], counts: Counter[str]) -> None:
     """Decode one prompt with a schema, each drafter and each mode, and count different and invalid texts."""
     assert pair.tokenizer is not None
-    shaping = SamplingParams(processors=(Grammar.from_json_schema(schema, pair.tokenizer, backend),))
+    shaping = SamplingParams(processors=(Grammar.from_json_schema(schema, pair.tokenizer),))
     request = Request(prompt, stream_key(number, "structured"))
     for temperature in TEMPERATURES:
         plain = plain_texts(pair, [prompt], [request.key], NEW, temperature, shaping=shaping).tokens[0]
@@ -100,25 +90,6 @@ def compared(
                 if drafter == "model":
                     counts["drafted"] += sum(step.verified for step in result.rounds)
                     counts["accepted"] += sum(step.accepted for step in result.rounds)
-
-
-def own_processor(pair: Pair, prompt: list[int], schema: dict[str, Any], counts: Counter[str]) -> None:
-    """Call `generate` with xgrammar's logits processor, with and without `specstop_generate`, and count different texts."""
-    import xgrammar
-
-    info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=pair.vocabulary)
-    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_json_schema(json.dumps(schema))
-    ids, target = torch.tensor([prompt]), pair.target
-    common: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 60}
-    speculative = {"custom_generate": specstop_generate, "draft_model": pair.draft, "policy": f"fixed:{DEPTH}"}
-    texts = [
-        target.generate(ids, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(compiled)], **common, **extra)[
-            0
-        ].tolist()
-        for extra in ({}, speculative, {**speculative, "tree": TREE})
-    ]
-    counts["texts"] += len(texts)
-    counts["own processor other"] += sum(text != texts[0] for text in texts)
 
 
 def count_validity(pair: Pair, tokens: list[int], schema: dict[str, Any], counts: Counter[str]) -> None:

@@ -173,7 +173,7 @@ class ModelSource:
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
         limit: Array | None = None
         texts = [None if text is None or text.ended else text for text in self.texts]
-        choices: list[Choices | None] = [None] * self._size
+        choices: dict[int, Choices] = {}
         for stream, text in enumerate(texts):
             if text is None:
                 continue

@@ -102,7 +102,7 @@ class RoundState:
         levels: by depth of the fed rows, their scores; None if nothing was drawn. This and the following: live rounds only.
         draft_probs: by (stream, fed row), the distribution [V] of its candidates, under rejection modes.
         ended_rows: (stream, row) of the candidates that end a text.
-        choices: by stream, its random choices in this round.
+        choices: by active stream, its random choices in this round.
         texts, anchors: by stream, the text, and the row from which its anchor was drawn.
         target_rows: rows that the target has read.
         target_raw, target_sampled: [R, V] logits of the target after these rows, raw and processed.
@@ -120,7 +120,7 @@ class RoundState:
     committed: Array
     ended: Array
     has_fixed_length = False
-    choices: Sequence[Choices | None] = ()
+    choices: dict[int, Choices]
     texts: Sequence[Text | None] = ()
     anchors: Sequence[Anchor | None] = ()
     target_rows: Rows = ()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...decode.verify.modes import block_chance, block_weight, ratio
+from ...decode.verify.modes import block_chance, ratio
 from ...decode.verify.noise import mix_one, uniform, uniform_at
 from ...policies.counter_rng import GOLDEN, signed
 
@@ -172,7 +172,7 @@ def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Te
     wp, on_text = weight[:, None] * p, text_token >= 0
     hit = on_text & draws.accepts(ratio(_entries(q, text_token), _entries(wp, text_token)) * on_text, 0)
     token = torch.where(hit, text_token, draws.tokens(_positive(q - wp, q), 0))
-    p_y, q_y, wp_y = _entries(p, token), _entries(q, token), weight * _entries(p, token)
+    q_y, wp_y = _entries(q, token), weight * _entries(p, token)
     # P(y is the text's token) is proportional to min(w p, q), P(it is another) to (q - w p)+ R / (R + 1 - w).
     overlap, rest = torch.minimum(wp_y, q_y), (wp - q).clamp_min(0.0).sum(-1)
     missed = block_chance(rest, weight) * _entries((q - wp).clamp_min(0.0), token)
@@ -180,7 +180,7 @@ def block_candidates(q: Tensor, p: Tensor | None, text_token: Tensor, weight: Te
     # Sum of min(w p, q) / w.
     next_chance = torch.minimum(p, q / weight.clamp_min(torch.finfo(q.dtype).tiny)[:, None]).sum(-1).clamp_max(1.0)
     accepted = torch.where(hit, 0, -1)
-    path_weight = block_weight(weight, p_y, q_y)
+    path_weight = ratio(wp_y, q_y)
     return Candidates(token[:, None], accepted, accept_chance[:, None], next_chance * on_text, path_weight[:, None])
 
 

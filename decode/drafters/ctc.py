@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -91,6 +91,14 @@ def first_positions(positions: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+class _Position(NamedTuple):
+    """A position that the layer has predicted."""
+
+    probs: Tensor  # [V + 1] float64, of the symbols
+    best: int  # the most likely symbol
+    state: Tensor  # [1, H], of the layer
+
+
 class CTCDrafter(LayerReader):
     """Scores candidates by the forward algorithm over the positions of a CTC layer. It has no states for policies.
 
@@ -99,13 +107,12 @@ class CTCDrafter(LayerReader):
         network: on the target's device; its depth is the maximum number of positions, and so of tokens.
     """
 
+    _network: CTCNetwork
+
     def __init__(self, pair: Pair, network: CTCNetwork) -> None:
-        self._ctc, self._blank = network, network.shape.vocabulary
-        self._depth = self.max_depth = network.shape.depth
-        # By stream: symbol probabilities [t, V + 1] at t positions, the best symbols, the layer's state [1, H] at the last.
-        self._positions: dict[int, Tensor] = {}
-        self._best: dict[int, list[int]] = {}
-        self._state: dict[int, Tensor] = {}
+        self._blank, self._depth = network.shape.vocabulary, network.shape.depth
+        self.max_depth = self._depth
+        self._positions: dict[int, list[_Position]] = {}  # by stream
         super().__init__(pair, network)
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
@@ -114,7 +121,8 @@ class CTCDrafter(LayerReader):
             self._start(round, rows)
         while short := [stream for stream, _ in rows if self._needs_position(stream, depth)]:
             self._add_position(short)
-        parts = [self._positions[stream] for stream, stream_rows in rows for _ in stream_rows]
+        probs = {stream: self._probs(stream) for stream, _ in rows}
+        parts = [probs[stream] for stream, stream_rows in rows for _ in stream_rows]
         counts, positions = [len(part) for part in parts], pad_sequence(parts, batch_first=True)
         if min(counts) < max(counts):
             positions = first_positions(positions, upload(counts, self._device))
@@ -127,40 +135,36 @@ class CTCDrafter(LayerReader):
         top = scores.topk(min(MAX_PROPOSED, scores.shape[-1]), -1)
         return Proposal(top.values.log().to(self._dtype), top.indices)
 
+    def _probs(self, stream: int) -> Tensor:
+        """Return [t, V + 1], the probabilities of the symbols at t positions."""
+        return torch.stack([position.probs for position in self._positions[stream]])
+
     def _needs_position(self, stream: int, depth: int) -> bool:
-        best = self._best[stream]
+        best = [position.best for position in self._positions[stream]]
         return len(best) < self._depth and collapsed_length(best, self._blank) <= depth
 
     def _start(self, round: RoundState, rows: Rows) -> None:
         """Read the anchors, and predict the first position after each."""
-        states = self._read_anchors(round, rows)
-        for stream, _ in rows:
-            self._positions[stream] = states.new_zeros(0, self._blank + 1, dtype=torch.float64)
-            self._best[stream] = []
-        self._append([stream for stream, _ in rows], states)
+        self._positions |= {stream: [] for stream, _ in rows}
+        self._append([stream for stream, _ in rows], self._read_anchors(round, rows))
 
     def _add_position(self, streams: Sequence[int]) -> None:
         """Predict one more position of each stream, from the best symbol of the last one."""
         parts = []
         for stream in streams:
-            best = self._best[stream]
-            slot = self._texts[stream].length + len(best)
+            last = self._positions[stream][-1]
+            slot = self._texts[stream].length + len(self._positions[stream])
             visible = np.ones((1, slot + 1), dtype=bool)
-            parts.append(LayerInput(stream, best[-1:], self._state[stream], [slot], [slot], visible))
+            parts.append(LayerInput(stream, [last.best], last.state, [slot], visible))
         self._append(streams, self._run(parts)[:, 0])
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self._ctc.embed(tokens, self._embedding)
 
     def _append(self, streams: Sequence[int], states: Tensor) -> None:
         """Add the position of each stream that the layer's states [S, H] predict."""
-        logits = self._ctc.with_blank(self._output(states), states)
-        positions = logits.double().softmax(-1)  # double, because a prefix multiplies up to T of them
+        logits = self._network.with_blank(self._output(states), states)
+        probs = logits.double().softmax(-1)  # double, because a prefix multiplies up to T of them
         best = logits.argmax(-1).tolist()
         for at, stream in enumerate(streams):
-            self._positions[stream] = torch.cat([self._positions[stream], positions[at, None]])
-            self._best[stream].append(best[at])
-            self._state[stream] = states[at, None]
+            self._positions[stream].append(_Position(probs[at], best[at], states[at, None]))
 
 
 Trie: TypeAlias = dict[int, "Trie"]
@@ -202,8 +206,8 @@ class ReleasedCTCDrafter(CTCDrafter):
             self._start(round, rows)
             for _ in range(min(SYMBOLS.deepest, self._depth) - 1):
                 self._add_position(streams)
-            positions = torch.stack([self._positions[stream] for stream in streams])  # [S, T, V + 1]
-            best = positions.topk(min(max(map(len, SYMBOLS.children)), self._blank + 1), -1).indices.tolist()
+            probs = torch.stack(list(map(self._probs, streams)))  # [S, T, V + 1]
+            best = probs.topk(min(max(map(len, SYMBOLS.children)), self._blank + 1), -1).indices.tolist()
             self._tries = {
                 stream: collapsed(symbols, self._blank) for stream, symbols in zip(streams, best, strict=True)
             }

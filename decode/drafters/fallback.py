@@ -89,10 +89,8 @@ class FallbackDrafter(Drafter):
         is_first = np.array([self._confident[stream] for stream, stream_rows in rows for _ in stream_rows])  # [R]
         scores = self._other.propose(round, depth, other_rows).dense(self._vocabulary)
         first_at, other_at = (upload(np.flatnonzero(mask), scores.device) for mask in (is_first, ~is_first))
-        if proposal is None:
-            first_scores = self._first.propose(round, depth, first_rows).dense(self._vocabulary)
-        else:
-            first_scores = proposal.dense(self._vocabulary)[first_at]
+        first_scores = (proposal or self._first.propose(round, depth, first_rows)).dense(self._vocabulary)
+        first_scores = first_scores if proposal is None else first_scores[first_at]
         merged = scores.new_empty(len(is_first), self._vocabulary)
         merged[first_at], merged[other_at] = first_scores, scores
         # With ids, although it is dense, because rows may be without any token.

@@ -49,17 +49,14 @@ class HeadsDrafter(Drafter):
         counts = [len(stream_rows) for _, stream_rows in rows]
         if depth >= self._network.shape.depth:
             return Proposal.of_weights([{}] * sum(counts), self._dtype, self._device)
-        hidden = torch.cat([self._last[stream] for stream, _ in rows])  # [S, H]
-        stream_of_row = None  # [R], None = one row per stream
-        if sum(counts) > len(counts):
-            stream_of_row = upload(np.repeat(np.arange(len(counts)), counts), self._device)
-        path: Tensor | None = None
+        hidden, path = [self._last[stream] for stream, _ in rows], None
         if self._network.reads_path:
+            hidden = [self._last[stream] for stream, stream_rows in rows for _ in stream_rows]
             paths = [round.path_tokens(stream, row) for stream, stream_rows in rows for row in stream_rows]
             path = self._embedding(upload(paths, self._device))
-            hidden, stream_of_row = hidden if stream_of_row is None else hidden[stream_of_row], None
-        states = self._network.state(depth, hidden, path)
+        states = self._network.state(depth, torch.cat(hidden), path)
         logits = self._network.outputs[depth](states)
-        if stream_of_row is not None:  # the same for all rows of a stream
+        if len(states) < sum(counts):  # the same for all rows of a stream
+            stream_of_row = upload(np.repeat(np.arange(len(counts)), counts), self._device)
             logits, states = logits[stream_of_row], states[stream_of_row]
         return Proposal(logits.to(self._dtype), None, states)

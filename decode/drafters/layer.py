@@ -36,9 +36,8 @@ class LayerInput:
     stream: int
     tokens: Sequence[int]
     states: Tensor  # [n, H]
-    slots: Sequence[int]
     positions: Sequence[int]
-    visible: Array  # [n, slots] bool
+    visible: Array  # [n, slots] bool; the last n slots are those of the tokens
 
 
 class LayerReader(Drafter):
@@ -92,9 +91,9 @@ class LayerReader(Drafter):
         for stream, _ in rows:
             text, states = self._texts[stream], torch.cat(self._texts[stream].states)
             end = text.length + len(states)
-            slots, visible = range(text.length, end), np.tri(len(states), end, text.length, dtype=bool)
             tokens = [*text.tokens, int(round.tokens[stream, 0])]
-            parts.append(LayerInput(stream, tokens, states, slots, slots, visible))
+            visible = np.tri(len(states), end, text.length, dtype=bool)
+            parts.append(LayerInput(stream, tokens, states, range(text.length, end), visible))
             self._texts[stream] = _Stream([], [states[-1:]], end - 1)
         out = self._run(parts)
         if len(rows) == 1:
@@ -102,21 +101,20 @@ class LayerReader(Drafter):
         last = upload([range(len(rows)), [len(part.tokens) - 1 for part in parts]], self._device)
         return out[last[0], last[1]]
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self._embedding(tokens)
-        return embedded
-
     def _run(self, parts: Sequence[LayerInput]) -> Tensor:
         """Return the layer's states [S, n, H]; the last ones of short streams are padding."""
         keys, values = self._cache
-        embedded = self._embed(upload(_padded([part.tokens for part in parts], 0), self._device))
-        mask = np.zeros((len(parts), embedded.shape[1], max(part.visible.shape[1] for part in parts)), dtype=bool)
+        count, end = (max(part.visible.shape[axis] for part in parts) for axis in range(2))
+        numbers = np.zeros((3, len(parts), count), dtype=np.int64)  # tokens, slots and positions
+        numbers[1] = keys.shape[1] - 1
+        mask = np.zeros((len(parts), count, end), dtype=bool)
         mask[..., 0] = True  # for padding, as attention to nothing is NaN; slot 0 is visible to all other tokens
-        for stream_mask, part in zip(mask, parts, strict=True):
-            stream_mask[: len(part.visible), : part.visible.shape[1]] = part.visible
-        end, attention_mask = mask.shape[2], None if mask.all() else upload(mask[:, None], self._device)
-        slots = upload(_padded([part.slots for part in parts], keys.shape[1] - 1), self._device)
-        positions = upload(_padded([part.positions for part in parts], 0), self._device)
+        for at, part in enumerate(parts):
+            n, width = part.visible.shape
+            numbers[:, at, :n] = part.tokens, range(width - n, width), part.positions
+            mask[at, :n, :width] = part.visible
+        tokens, slots, positions = upload(numbers, self._device)
+        attention_mask = None if mask.all() else upload(mask[:, None], self._device)
         streams = [part.stream for part in parts]
         index = upload(streams, self._device)
         is_batch = streams == list(range(self._streams))  # then attention reads the cache without a copy
@@ -131,6 +129,7 @@ class LayerReader(Drafter):
 
         cos, sin = self._rotation
         states = pad_sequence([part.states for part in parts], batch_first=True)
+        embedded = self._network.embed(tokens, self._embedding)
         out: Tensor = self._network(embedded, states, (cos[positions], sin[positions]), attend)
         return out
 
@@ -146,31 +145,27 @@ class LayerDrafter(LayerReader):
         """See `Drafter`."""
         if depth == 0:
             states = self._read_anchors(round, rows)
-            self._slots = {stream: {0: self._texts[stream].length} for stream, _ in rows}  # by stream and row
-            self._states: dict[tuple[int, int], Tensor] = {}  # by stream and row
+            # By stream and row, in the order of the slots, which begin with that of the anchor.
+            self._states: dict[int, dict[int, Tensor]] = {stream: {} for stream, _ in rows}
         else:
             states = self._read_candidates(round, depth, rows)
-        fed = [(stream, row) for stream, stream_rows in rows for row in stream_rows]
-        self._states |= zip(fed, states, strict=True)
+        row_states = iter(states)
+        for stream, stream_rows in rows:
+            self._states[stream] |= zip(stream_rows, row_states, strict=False)
         return Proposal(self._output(states).to(self._dtype), None, states)
 
     def _read_candidates(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
         """Return the states [R, H] after candidates of one depth: they share a position and have a slot each."""
         tree, parts = round.topology, []
         for stream, stream_rows in rows:
-            base, slots, count = self._texts[stream].length, self._slots[stream], len(stream_rows)
-            slots |= zip(stream_rows, range(base + len(slots), base + len(slots) + count), strict=True)
+            base, fed, count = self._texts[stream].length, self._states[stream], len(stream_rows)
+            slots = {row: base + at for at, row in enumerate([*fed, *stream_rows])}
             visible = np.zeros((count, base + len(slots)), dtype=bool)
             visible[:, :base] = True
             for at, row in enumerate(stream_rows):
                 visible[at, [slots[ancestor] for ancestor in tree.paths[row]]] = True
-            states = torch.stack([self._states[stream, tree.parent[row]] for row in stream_rows])
-            tokens, row_slots = round.tokens[stream, stream_rows].tolist(), [slots[row] for row in stream_rows]
-            parts.append(LayerInput(stream, tokens, states, row_slots, [base + depth] * count, visible))
+            states = torch.stack([fed[tree.parent[row]] for row in stream_rows])
+            tokens = round.tokens[stream, stream_rows].tolist()
+            parts.append(LayerInput(stream, tokens, states, [base + depth] * count, visible))
         out = self._run(parts)
         return torch.cat([states[: len(part.tokens)] for states, part in zip(out, parts, strict=True)])
-
-
-def _padded(rows: Sequence[Sequence[int]], fill: int) -> list[list[int]]:
-    longest = max(map(len, rows))
-    return [[*row, *[fill] * (longest - len(row))] for row in rows]

@@ -20,6 +20,8 @@ LONGEST = 3
 class TextIndex(ABC):
     """An index of the text of one stream, the anchor of the current round included."""
 
+    has_anchor = False  # whether the anchor, which the target has not read, was appended
+
     @abstractmethod
     def append(self, token: int) -> None:
         """Append a token to the text."""
@@ -42,11 +44,10 @@ class TextDrafter(Drafter):
         """See `Drafter`."""
         super().reserve(streams, tokens)
         self._indexes = [self._new_index() for _ in range(streams)]
-        self._ahead = [0] * streams  # 1 if the anchor of the round was appended already
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        self._indexes[stream], self._ahead[stream] = self._new_index(), 0
+        self._indexes[stream] = self._new_index()
 
     def renew(self) -> None:
         """See `Drafter`."""
@@ -54,16 +55,17 @@ class TextDrafter(Drafter):
 
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """See `Drafter`."""
-        for token in tokens[self._ahead[stream] :]:
-            self._indexes[stream].append(token)
-        self._ahead[stream] = 0
+        index = self._indexes[stream]
+        for token in tokens[index.has_anchor :]:
+            index.append(token)
+        index.has_anchor = False
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
         """See `Drafter`."""
-        if depth == 0:  # anchors are committed, although the target has not read them
+        if depth == 0:
             for stream, _ in rows:
                 self._indexes[stream].append(int(round.tokens[stream, 0]))
-                self._ahead[stream] = 1
+                self._indexes[stream].has_anchor = True
         weights = [
             self._indexes[stream].followers(round.path_tokens(stream, row)[1:])
             for stream, stream_rows in rows

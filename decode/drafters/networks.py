@@ -114,6 +114,10 @@ class LayerNetwork(nn.Module):
         self.gate_up, self.down = nn.Linear(width, 2 * inner, bias=False), nn.Linear(inner, width, bias=False)
         self.before, self.between, self.after = (nn.Parameter(torch.ones(width)) for _ in range(3))
 
+    def embed(self, tokens: Tensor, embedding: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return [..., H] the embeddings of tokens, given the target's embedding."""
+        return embedding(tokens)
+
     def rotations(self, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine [positions, 1, d] of rotary positions; the sine has the sign of the rotated half."""
         half = self.shape.hidden // self.shape.attention_heads // 2
@@ -162,10 +166,10 @@ class CTCNetwork(LayerNetwork):
         """Return [..., V + 1], logits [..., V] and that of the blank after them."""
         return torch.cat([logits, (states @ self.blank_out)[..., None]], -1)
 
-    def embed(self, symbols: Tensor, embedding: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return [..., H] the embeddings of symbols, given the target's embedding of tokens."""
-        is_blank = symbols == self.shape.vocabulary
-        return torch.where(is_blank[..., None], self.blank_in, embedding(symbols.masked_fill(is_blank, 0)))
+    def embed(self, tokens: Tensor, embedding: Callable[[Tensor], Tensor]) -> Tensor:
+        """See `LayerNetwork.embed`; the tokens may be blanks."""
+        is_blank = tokens == self.shape.vocabulary
+        return torch.where(is_blank[..., None], self.blank_in, embedding(tokens.masked_fill(is_blank, 0)))
 
 
 KINDS: dict[str, Callable[[Shape], MedusaHeads | LayerNetwork]] = {

@@ -36,7 +36,6 @@ from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
 from ..verify.conditions import warn_if_unmeasured, warn_if_untrained
-from ..verify.grammar import XGrammarProcessor, is_xgrammar
 from ..verify.noise import stream_key
 from ..verify.sampling import STATELESS, UNCHANGED, SamplingParams
 from .arguments import check_arguments, refuse
@@ -194,8 +193,6 @@ class _AllowedInRow:
 def _processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         return PrefixConstrainedLogitsProcessor(_AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1)
-    if is_xgrammar(processor):
-        return XGrammarProcessor(processor, row)
     if not isinstance(processor, STATELESS):
         return processor
     # A repetition penalty ignores the padding of each row; penalties of the encoder hold the prompts of all rows.

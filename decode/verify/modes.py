@@ -7,7 +7,6 @@ greedy matching.
 from __future__ import annotations
 
 import math
-from abc import ABC
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -41,7 +40,7 @@ class Draw(NamedTuple):
     best: list[list[float]] | None = None
 
 
-class Verification(ABC):
+class Verification:
     """A verification mode. It has no state: one object serves all texts.
 
     Subclasses implement `accept_one`, or `accept` for all streams at once.
@@ -90,13 +89,6 @@ class Verification(ABC):
         raise NotImplementedError
 
 
-def choices_of(round: RoundState, stream: int) -> Choices:
-    """Return the random choices of an active stream."""
-    choices = round.choices[stream]
-    assert choices is not None
-    return choices
-
-
 def candidate_counts(round: RoundState, rows: Rows) -> list[int]:
     """Return the number of candidates to draw below each fed row."""
     return [len(round.topology.children[row]) for _, fed in rows for row in fed]
@@ -130,9 +122,9 @@ class Match(Verification):
     def draw(self, round: RoundState, rows: Rows, sampled: Tensor) -> Draw:
         """See `Verification.draw`."""
         scores, depth = sampled, round.topology.depth[rows[0][1][0]]
-        if not choices_of(round, rows[0][0]).greedy:
+        if not round.choices[rows[0][0]].greedy:
             # All rows have one depth, so the candidates of a stream share the noise of one position.
-            noise = [choices_of(round, stream).noise(depth + 1, 1).expand(len(fed), -1) for stream, fed in rows]
+            noise = [round.choices[stream].noise(depth + 1, 1).expand(len(fed), -1) for stream, fed in rows]
             scores = match_scores(sampled, noise[0] if len(noise) == 1 else torch.cat(noise))
         counts = candidate_counts(round, rows)
         if max(counts) == 1:
@@ -148,7 +140,7 @@ class Match(Verification):
     def accept(self, round: RoundState, rows: Rows, sampled: Tensor) -> list[Accepted]:
         """See `Verification.accept`."""
         noise = None
-        if not choices_of(round, rows[0][0]).greedy:
+        if not round.choices[rows[0][0]].greedy:
             parts = [_noise_after(round, stream, sent) for stream, sent in rows]
             noise = parts[0] if len(parts) == 1 else torch.cat(parts)
         next_tokens = iter(round.fetch(target_tokens(sampled, noise)))
@@ -168,7 +160,7 @@ class Point(Match):
 def _noise_after(round: RoundState, stream: int, sent: Sequence[int]) -> Tensor:
     """Return the noise [n, V] for the tokens after each row."""
     depth = round.topology.depth
-    noise = choices_of(round, stream).noise(1, depth[sent[-1]] + 1)  # the last row is one of the deepest
+    noise = round.choices[stream].noise(1, depth[sent[-1]] + 1)  # the last row is one of the deepest
     return noise if round.topology.is_chain else noise[upload([depth[row] for row in sent], noise.device)]
 
 
@@ -208,7 +200,7 @@ class Typical(Verification):
                 log_prob[row] = log_prob[sent[parent]] + math.log(chance)
         end = max(log_prob, key=lambda row: (tree.depth[row], log_prob[row]))
         number = round.numbers(stream)[end]
-        return tree.paths[end], choices_of(round, stream).draw(p[index[end]], number, Purpose.RESIDUAL)
+        return tree.paths[end], round.choices[stream].draw(p[index[end]], number, Purpose.RESIDUAL)
 
 
 class Rejection(Verification):
@@ -225,7 +217,7 @@ class Rejection(Verification):
         probs = torch.softmax(sampled.double(), -1)  # float64, because residuals are differences
         tokens: list[list[int]] = []
         for stream, fed in rows:
-            choices, number = choices_of(round, stream), round.next_number(stream)
+            choices, number = round.choices[stream], round.next_number(stream)
             for row in fed:
                 q: Tensor | None = probs[len(tokens)]
                 round.draft_probs[stream, row] = probs[len(tokens)]
@@ -243,7 +235,7 @@ class Rejection(Verification):
         """See `Verification.accept_one`. Accepts x with probability min(1, p(x) / q(x)), else p becomes norm((p - q)+)."""
         all_probs = torch.softmax(sampled.double(), -1)
         probs = dict(zip(sent, all_probs, strict=True))
-        choices, numbers, path = choices_of(round, stream), round.numbers(stream), [0]
+        choices, numbers, path = round.choices[stream], round.numbers(stream), [0]
         ratios: dict[int, float] = {}  # by row of a chain, for all of which the host waits once
         if round.topology.is_chain and len(sent) > 1:
             at, chosen = upload([range(len(sent) - 1), round.tokens[stream, sent[1:]].tolist()], sampled.device)
@@ -283,14 +275,14 @@ class Block(Rejection):
 
     def accept_one(self, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> Accepted:
         """See `Verification.accept_one`. Each prefix is tested, and the longest that passes is accepted."""
-        choices, tokens, last = choices_of(round, stream), round.tokens[stream].tolist(), len(sent) - 1
+        choices, tokens, last = round.choices[stream], round.tokens[stream].tolist(), len(sent) - 1
         p = torch.softmax(sampled.double(), -1)
         q = [round.draft_probs[stream, row] for row in sent[:last]]
         # w_i = min(1, w_(i-1) p / q) and R_i = sum of (w_i p - q)+. Prefix i < k passes with probability
         # R_i / (R_i + 1 - w_i), the whole block with w_k. R_0 is not used.
         weight, rest = [p.new_ones(())], [p.new_zeros(())]
         for i in range(1, last + 1):
-            weight.append(block_weight(weight[-1], p[i - 1, tokens[i]], q[i - 1][tokens[i]]))
+            weight.append(ratio(weight[-1] * p[i - 1, tokens[i]], q[i - 1][tokens[i]]))
             if i < last:
                 rest.append((weight[i] * p[i] - q[i]).clamp_min(0.0).sum())
         w, chance = download(torch.stack(weight), block_chance(torch.stack(rest), torch.stack(weight[: len(rest)])))
@@ -332,11 +324,6 @@ def without(q: Tensor, token: int) -> Tensor | None:
 def ratio(p: Tensor, q: Tensor) -> Tensor:
     """Return min(1, p / q) elementwise; 1 if q is 0, NaN if one of them is."""
     return torch.where(q == 0.0, 1.0, p / q.clamp_min(torch.finfo(q.dtype).tiny)).clamp_max(1.0)
-
-
-def block_weight(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """Return min(1, w p / q), the weight of a path that continues with a token of probabilities p and q."""
-    return ratio(weight * p, q)
 
 
 def block_chance(rest: Tensor, weight: Tensor) -> Tensor:

@@ -13,18 +13,10 @@ from transformers.generation import logits_process as library
 from ...policies.errors import InputError
 from .grammar import GrammarMask
 from .processors import PerText
-from .sampling import SamplingParams
+from .sampling import WARPERS, SamplingParams
 
-_WARPERS = (
-    library.TopHLogitsWarper,
-    library.TopKLogitsWarper,
-    library.TopPLogitsWarper,
-    library.MinPLogitsWarper,
-    library.TypicalLogitsWarper,
-    library.EpsilonLogitsWarper,
-    library.EtaLogitsWarper,
-)
-"""Processors that remove unlikely tokens. Draft and target remove different tokens."""
+_WARPERS = tuple(WARPERS.values())
+"""Processors that remove tokens, not the same ones for draft and target."""
 
 Prefixes = Callable[[], Sequence[Sequence[int] | None]]
 """Returns the token ids before each row; None for rows after an end of text, which are not processed."""
@@ -40,6 +32,7 @@ class Sampler:
 
     Attributes:
         reads_prefix: whether there are processors.
+        reads_tokens: whether a processor reads the tokens of prefixes.
         constrained: whether there is a grammar, so that no token may remain.
         untruncated: [R, V] the latest logits before truncation, if there is a truncating processor.
     """
@@ -55,14 +48,8 @@ class Sampler:
         self._temperature = temperature
         truncating = (at for at, processor in enumerate(self._processors) if isinstance(processor, _WARPERS))
         self._first_truncating = next(truncating, len(self._processors))
-        self._reads_tokens = not all(
-            type(processor) in (*_WARPERS, library.TemperatureLogitsWarper) for processor in self._processors
-        )
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether a processor reads the tokens of prefixes."""
-        return self._grammar is not None or self._reads_tokens
+        self._by_length = not all(type(one) in (*_WARPERS, library.TemperatureLogitsWarper) for one in self._processors)
+        self.reads_tokens = self._by_length or self._grammar is not None
 
     def __call__(self, logits: Tensor, prefixes: Prefixes) -> Tensor:
         """Return [R, V] processed logits. The raw logits [R, V] are not modified."""
@@ -75,7 +62,7 @@ class Sampler:
             logits = self._grammar.masked(texts, logits)
         if self._first_truncating < len(self._processors):
             self.untruncated = torch.empty_like(logits)  # filled by `_process`
-        if not self._reads_tokens:
+        if not self._by_length:
             empty = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
             return self._process(empty, logits, list(range(len(logits))))
         out = logits.clone()
@@ -110,11 +97,10 @@ class BatchSampler:
         device: torch.device,
     ) -> None:  # fmt: skip
         per_text = any(isinstance(processor, PerText) for processor in params.processors)
-        reads_prompt = any(name.startswith("encoder_") for name in params.options)
-        groups: dict[tuple[int, ...], list[int]] = {}
+        per_text |= any(name.startswith("encoder_") for name in params.options)
+        groups: dict[tuple[int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
-            key = (row,) if per_text else tuple(prompt) if reads_prompt else (len(prompt),)
-            groups.setdefault(key, []).append(row)
+            groups.setdefault((len(prompt), row if per_text else 0), []).append(row)
         self._parts = [
             (rows, Sampler(params.build(temperature, prompts[rows[0]], eos, device), temperature))
             for rows in groups.values()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from transformers.generation import logits_process as library
 
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.limits import check_limits
-from .grammar import XGrammarProcessor, is_xgrammar
 from .processors import PerText, check_processor, processor_name
 
 NEUTRAL: Mapping[str, Any] = {
@@ -28,8 +27,12 @@ NEUTRAL: Mapping[str, Any] = {
 """All options by name, with the values that have no effect. They are the fields of `GenerationConfig` for which transformers
 creates logits processors, except that `no_repeat_ngram` is the field `no_repeat_ngram_size`."""
 
-WARPERS = frozenset({"epsilon_cutoff", "eta_cutoff", "min_p", "top_h", "top_k", "top_p", "typical_p"})
-"""Options that greedy decoding ignores."""
+WARPERS: Mapping[str, type[LogitsProcessor]] = {
+    "epsilon_cutoff": library.EpsilonLogitsWarper, "eta_cutoff": library.EtaLogitsWarper,
+    "min_p": library.MinPLogitsWarper, "top_h": library.TopHLogitsWarper, "top_k": library.TopKLogitsWarper,
+    "top_p": library.TopPLogitsWarper, "typical_p": library.TypicalLogitsWarper,
+}  # fmt: skip
+"""Options that remove unlikely tokens, with their processors. Greedy decoding ignores them."""
 
 IGNORED = {**dict.fromkeys(("dola_layers", "max_time", "stop_strings"), None), "num_beams": 1, "penalty_alpha": 0.0}
 """Fields that select another decoding method or end texts early, with their neutral values. They cause a warning."""
@@ -51,14 +54,12 @@ INERT = frozenset(
 """Fields that do not change the text of a run."""
 
 STATELESS = (
-    library.EncoderNoRepeatNGramLogitsProcessor, library.EncoderRepetitionPenaltyLogitsProcessor,
-    library.EpsilonLogitsWarper, library.EtaLogitsWarper, library.ExponentialDecayLengthPenalty,
-    library.ForcedBOSTokenLogitsProcessor, library.ForcedEOSTokenLogitsProcessor, library.InfNanRemoveLogitsProcessor,
-    library.LogitNormalization, library.MinLengthLogitsProcessor, library.MinNewTokensLengthLogitsProcessor,
-    library.MinPLogitsWarper, library.NoBadWordsLogitsProcessor, library.NoRepeatNGramLogitsProcessor,
+    *WARPERS.values(), library.EncoderNoRepeatNGramLogitsProcessor, library.EncoderRepetitionPenaltyLogitsProcessor,
+    library.ExponentialDecayLengthPenalty, library.ForcedBOSTokenLogitsProcessor, library.ForcedEOSTokenLogitsProcessor,
+    library.InfNanRemoveLogitsProcessor, library.LogitNormalization, library.MinLengthLogitsProcessor,
+    library.MinNewTokensLengthLogitsProcessor, library.NoBadWordsLogitsProcessor, library.NoRepeatNGramLogitsProcessor,
     library.RepetitionPenaltyLogitsProcessor, library.SequenceBiasLogitsProcessor,
     library.SuppressTokensAtBeginLogitsProcessor, library.SuppressTokensLogitsProcessor, library.TemperatureLogitsWarper,
-    library.TopHLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper, library.TypicalLogitsWarper,
     library.WatermarkLogitsProcessor,
 )  # fmt: skip
 """Processors of transformers that are functions of (input_ids, scores)."""
@@ -66,7 +67,6 @@ STATELESS = (
 _NEUTRAL_FIELDS = {**NEUTRAL, **IGNORED, "guidance_scale": 1.0, "token_healing": False}
 
 
-@dataclass(init=False, eq=False)
 class SamplingParams:
     """Sampling parameters other than the temperature.
 
@@ -74,32 +74,29 @@ class SamplingParams:
         processors: further logits processors of transformers, or a `Grammar`, applied after the options and before the
             temperature.
         model_defaults: whether options that are not set default to the target's `generation_config`.
-        length_limit: number of new tokens at which `forced_eos_token_id` applies, set by the run.
         options: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `no_repeat_ngram` (length of n-grams that must not repeat),
             `min_new_tokens` (before the end of text), and the other names in `NEUTRAL`. None = not set.
+
+    Attributes:
+        length_limit: number of new tokens at which `forced_eos_token_id` applies, set by `with_defaults`.
 
     Raises:
         InputError: an option is unknown or out of range.
     """
-
-    processors: tuple[LogitsProcessor, ...]
-    model_defaults: bool
-    length_limit: int | None
-    options: dict[str, Any]
 
     def __init__(
         self,
         *,
         processors: tuple[LogitsProcessor, ...] = (),
         model_defaults: bool = True,
-        length_limit: int | None = None,
         **options: Any,
     ) -> None:
         if unknown := sorted(options.keys() - NEUTRAL.keys()):
             raise InputError(f"sampling options: expected {', '.join(sorted(NEUTRAL))}, not {', '.join(unknown)}")
         check_limits(**options)
-        self.processors, self.model_defaults, self.length_limit = processors, model_defaults, length_limit
-        self.options = {name: value for name, value in options.items() if value is not None}
+        self.processors, self.model_defaults = processors, model_defaults
+        self.length_limit: int | None = None
+        self.options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SamplingParams:
@@ -149,9 +146,8 @@ class SamplingParams:
             defaults.pop("min_length", None)  # same precedence as in `generate`
         options = {name: v for name, v in {**defaults, **self.options}.items() if not _is_neutral(name, v)}
         try:
-            params = SamplingParams(
-                processors=self.processors, model_defaults=False, length_limit=max_new_tokens, **options
-            )
+            params = SamplingParams(processors=self.processors, model_defaults=False, **options)
+            params.length_limit = max_new_tokens
             params.build(1.0, (0,), (0,), torch.device("cpu"))
         except InputError as error:
             raise InputError(f"the target's generation_config: {error.command_line}") from None
@@ -159,10 +155,9 @@ class SamplingParams:
 
     def with_processors(self, processors: Iterable[LogitsProcessor]) -> SamplingParams:
         """Return the same options with other processors."""
-        return SamplingParams(
-            processors=tuple(processors), model_defaults=self.model_defaults, length_limit=self.length_limit,
-            **self.options,
-        )  # fmt: skip
+        params = copy.copy(self)
+        params.processors = tuple(processors)
+        return params
 
     def checked(self, vocabulary: int, device: torch.device, batch: int = 1) -> SamplingParams:
         """Return the parameters with processors that can be called for any prefix in any order.
@@ -171,11 +166,9 @@ class SamplingParams:
             InputError: a processor depends on more than the tokens, or cannot be copied.
         """
         return self.with_processors(
-            one if type(one) in STATELESS
-            else XGrammarProcessor(one) if is_xgrammar(one)
-            else check_processor(one, vocabulary, device, batch)
+            one if type(one) in STATELESS else check_processor(one, vocabulary, device, batch)
             for one in self.processors
-        )  # fmt: skip
+        )
 
     def build(
         self, temperature: float, prompt: Sequence[int], eos: Sequence[int], device: torch.device

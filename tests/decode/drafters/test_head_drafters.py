@@ -214,13 +214,13 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair, plain_pair: Pair
     drafter.reserve(1, 40)
     drafter.committed(0, text, states_of(plain_pair, text))
     round, blank = new_round([3], parse_tree("2,2,1"), {2: 32, 5: 35}), pair.vocabulary
-    first, drawn = drafter.propose(round, 0, [(0, [0])]), [len(drafter._best[0])]
+    first, drawn = drafter.propose(round, 0, [(0, [0])]), [len(drafter._positions[0])]
     assert first.ids is not None and first.ids.shape == (1, 32)
-    begun = drafter._positions[0][None]
+    begun = drafter._probs(0)[None]
     for depth, row in ((1, 2), (2, 5)):  # after a second candidate too
         deeper = drafter.propose(round, depth, [(0, [row])])
-        drawn.append(len(drafter._best[0]))
-    said, symbols = drafter._best[0], drafter._positions[0][None]
+        drawn.append(len(drafter._positions[0]))
+    said, symbols = [position.best for position in drafter._positions[0]], drafter._probs(0)[None]
     for depth, count in enumerate(drawn, 1):
         # As many as say so many tokens, if that many do; not one more.
         assert count == 4 or collapsed_length(said[:count], blank) >= depth
@@ -230,7 +230,7 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair, plain_pair: Pair
         prefix = prefix.extended(torch.tensor([token]), symbols)
     assert deeper.ids is not None
     torch.testing.assert_close(deeper.scores[0], prefix.next(symbols)[0][deeper.ids[0]].log(), **SAME)
-    while len(drafter._best[0]) < 4:
+    while len(drafter._positions[0]) < 4:
         drafter._add_position([0])
     network, embed, head = drafter._network, pair.target.get_input_embeddings(), pair.target.get_output_embeddings()
     read, states = [*text[1:], 3], states_of(plain_pair, text)
@@ -238,7 +238,7 @@ def test_ctc_draws_positions_as_deep_as_it_is_asked(pair: Pair, plain_pair: Pair
         embedded = network.embed(torch.tensor(read), embed)
         state = by_the_book(network, embedded, states)
         symbols = network.with_blank(head(state)[None], state[None])[0].softmax(-1)
-        torch.testing.assert_close(drafter._positions[0][position], symbols, **SAME)
+        torch.testing.assert_close(drafter._positions[0][position].probs, symbols, **SAME)
         states, read = torch.cat([states, state[None]]), [*read, int(symbols.argmax())]
     assert hidden_width(pair.target) == state.shape[-1]
     expected = Prefixes.empty(begun).next(begun)[0]

@@ -163,15 +163,24 @@ def test_state_that_begins_in_the_middle_of_a_text_follows_every_candidate(
         assert made.tolist() == expected.tolist(), token
 
 
-def test_state_that_begins_while_rows_share_it_is_refused(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
+def test_state_that_begins_in_the_middle_of_a_text_is_that_of_its_row(
+    plain_pair: Pair, prompt_ids: list[list[int]]
+) -> None:
     ids = torch.tensor([prompt_ids[3][:3], prompt_ids[4][:3]])
-    options: Any = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
-    woken = int(plain_pair.target.generate(ids, **options)[0, 5])
-    with pytest.raises(InputError, match=r"Sleeping .*rows of a batch"):
-        plain_pair.target.generate(
-            ids, logits_processor=LogitsProcessorList([Sleeping(woken)]), custom_generate=specstop_generate,
-            draft_model=plain_pair.draft, **options,
-        )  # fmt: skip
+    options: Any = {"do_sample": False, "max_new_tokens": NEW}
+    woken = int(plain_pair.target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, 5])
+    options["logits_processor"] = LogitsProcessorList([Sleeping(woken)])
+    made = plain_pair.target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=specstop_generate,
+        draft_model=plain_pair.draft,
+        **options,
+    )
+    for row, prompt in zip(made, ids, strict=True):
+        options["logits_processor"] = LogitsProcessorList([Sleeping(woken)])
+        alone = plain_pair.target.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)[0]
+        assert row[: len(alone)].tolist() == alone.tolist()
 
 
 class Random(LogitsProcessor):
