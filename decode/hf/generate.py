@@ -187,14 +187,11 @@ def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     """Return a processor for one row of the batch: some hold a value per row or receive the row number."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         return PrefixConstrainedLogitsProcessor(_AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1)
-    grammars = getattr(processor, "compiled_grammars", ())  # of xgrammar: one for all rows, or one per row
-    if not isinstance(processor, STATELESS) and len(grammars) < 2:
+    if not isinstance(processor, STATELESS):
         return processor
+    # A repetition penalty ignores the padding of each row; penalties of the encoder hold the prompts of all rows.
     processor = copy.copy(processor)
     values: Any = vars(processor)
-    if len(grammars) > 1:
-        values["compiled_grammars"] = grammars[row : row + 1]
-    # A repetition penalty ignores the padding of each row; penalties of the encoder hold the prompts of all rows.
     if isinstance(ignored := values.get("prompt_ignore_length"), Tensor):
         values["prompt_ignore_length"] = int(ignored[row])
     if isinstance(prompts := values.get("encoder_input_ids"), Tensor):
