@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from ...decode.engines.drafting import EngineDraft, EngineObserver, Options, Spent

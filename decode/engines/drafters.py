@@ -1,4 +1,4 @@
-"""The drafter of a serving engine: any of the loop that reads no hidden states of the target, which engines do not pass on."""
+"""The drafter of a serving engine: any drafter of the loop that reads no hidden states of the target."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Prefill:
         return [Request(ids, read=read) for ids, read in zip(prompts, self._read(target), strict=True)]
 
     def _left_padding(self, padded: bool) -> list[int] | None:
-        """Return the left padding of each row, or None if the prompt is not token ids at positions from 0 after left padding."""
+        """Return the left padding of each row, or None if a prompt is not token ids at positions from 0 after the padding."""
         ids, count, device = self._ids, self._ids.shape[1], self._ids.device
         input_ids, mask, positions = (self.inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if _extra(self.inputs) or self._cached or self.inputs.get("past_key_values") is not self._cache:

@@ -125,4 +125,6 @@ class PolicyStoppingCriteria(StoppingCriteria):
         self._round.tokens[0, depth] = token
         greedy = logits if self._temperature == 0.0 else None
         self._reader.drawn(depth, DraftScores([(0, [depth - 1])], [1], logits, scores=greedy))
-        return depth >= self.policy.first and not self._host.keep(self._reader.step(depth, _ONE, self._host.history))[0, 0]
+        if depth < self.policy.first:
+            return False
+        return not self._host.keep(self._reader.step(depth, _ONE, self._host.history))[0, 0]
