@@ -48,7 +48,8 @@ def load_engine_drafter(
     tokenizer = None
     if drafter != "model":  # others may read the tokenizer or the config of the target
         checkpoint = open_checkpoint(target, "target")
-        skeleton, tokenizer = checkpoint.skeleton.to(dtype), load_tokenizer(checkpoint)  # the engine has the weights
+        skeleton, tokenizer = checkpoint.skeleton, load_tokenizer(checkpoint)
+        skeleton = skeleton.to(dtype)  # without weights, because the engine has the target
     readings = (READS_ALL, reading)
     pair = Pair(skeleton, model, tokenizer, vocabulary, drafter=drafter, home=device, readings=readings)
     proposer = find_drafter(drafter, pair)
