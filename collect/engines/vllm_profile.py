@@ -178,7 +178,7 @@ class TimedProposer(Proposer):
 
     def _spent(self) -> tuple[float, float]:
         spent = Spent() if self.drafting is None else self.drafting.spent
-        return spent.model_s, spent.asked_s
+        return spent.model_s, spent.policy_s
 
 
 def measure_vllm(

@@ -156,8 +156,8 @@ class RequestRows:
                 free.remove(rows[at])
         self._previous = rows
         return [
-            self._store(row, text, name, goes_on) if row >= 0 else None
-            for row, text, name, goes_on in zip(rows, texts, labels, continued, strict=True)
+            self._store(row, text, name, is_continued) if row >= 0 else None
+            for row, text, name, is_continued in zip(rows, texts, labels, continued, strict=True)
         ]
 
     def _continues(self, index: int, text: Array, name: str | None) -> bool:
@@ -188,7 +188,7 @@ class Spent:
     drafted: int = 0
     all_s: float = 0.0
     model_s: float = 0.0
-    asked_s: float = 0.0
+    policy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,7 @@ class Drafting:
         self.timer.restart()
         draft(_Source(self, self._reader), self.host, round)
         self._has_round = True
-        self.spent.asked_s += sum(self.timer.laps["policy"])
+        self.spent.policy_s += sum(self.timer.laps["policy"])
         drafts = []
         for row in rows:
             index, drafted, decisions = row.index, int(round.drafted[row.index]), int(round.decisions[row.index])

@@ -76,7 +76,7 @@ def test_decisions_are_timed_apart_from_the_model(pair: Pair, requests: list[Req
     tool.engine.run(tool.propose, most=6)
     spent = tool.drafting.spent
     assert spent.drafted > 6
-    assert spent.drafted / 3 * 1e-3 <= spent.asked_s < spent.all_s - spent.model_s
+    assert spent.drafted / 3 * 1e-3 <= spent.policy_s < spent.all_s - spent.model_s
 
 
 def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[Request]) -> None:
