@@ -116,9 +116,9 @@ class PolicyStoppingCriteria(StoppingCriteria):
 
     def _stops(self, token: int, scores: Tensor) -> bool:
         """Return whether to stop after a token, given the scores [1, V] that it was drawn from."""
-        depth, length = self._drafted, self._host.fixed_length(_ONE)
-        if length is not None or depth >= self.policy.max_depth:
-            return depth >= min(self.policy.max_depth if length is None else length, self.policy.max_depth)
+        depth, length, longest = self._drafted, self._host.fixed_length(_ONE), self.policy.max_depth
+        if length is not None or depth >= longest:
+            return depth >= (longest if length is None else min(length, longest))
         if self._reader.has_unread_path:
             self._reader.read()
         logits = scores.float() * (self._temperature or 1.0)  # features read raw logits
