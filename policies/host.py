@@ -20,7 +20,7 @@ from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPoli
 from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
 from .features import FEATURES, HIDDEN_STATES, History
 from .profile import Profile
-from .state import empty, join, put, take
+from .state import put, take
 
 _PACKAGE = __name__.partition(".")[0] + "."
 _FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
@@ -78,8 +78,6 @@ class PolicyHost:
         self._monitor, self._warned = monitor, False
         self.failure: PolicyFailure | None = None
         self.history, self.state = History.start(0), None
-        # By row: history and state that contain it, and its index in them.
-        self._stored: dict[int, tuple[History, State, int]] = {}
         self._use(policy)
 
     def _use(self, policy: StopPolicy) -> None:
@@ -91,7 +89,6 @@ class PolicyHost:
     def _replace(self, policy: StopPolicy) -> None:
         self._use(policy)
         self.state = None
-        self._stored = {row: (history, None, at) for row, (history, _, at) in self._stored.items()}
         if self._on_replaced is not None:
             self._on_replaced(policy)
 
@@ -130,38 +127,6 @@ class PolicyHost:
     def take(self, rows: Array) -> None:
         """Continue with the streams `rows` [R] only, in that order."""
         self.history, self.state = take(self.history, rows), take(self.state, rows)
-
-    def refill_rows(self, rows: Array, keys: Array) -> None:
-        """Begin new texts with `keys` [R] in stored rows [R]; state is kept if the policy carries it."""
-        if not self.policy.carries:
-            self.start(keys)
-        else:
-            new = np.array([row for row in rows.tolist() if row not in self._stored], dtype=np.int64)
-            if len(new):
-                self.start(new)  # a row outlives its texts, so its number is the key
-                self.store_rows(new)
-            self.load_rows(rows)
-            self.history = History.start(len(rows))
-        self.store_rows(rows)
-
-    def store_rows(self, rows: Array) -> None:
-        """Store the current streams under these row numbers [S], for an engine in which each step has other requests."""
-        # Rows keep their own state instead of one padded array: its width may depend on the depth that a round reached.
-        for at, row in enumerate(rows.tolist()):
-            self._stored[row] = self.history, self.state, at
-
-    def load_rows(self, rows: Array) -> None:
-        """Continue with stored streams [S], in this order."""
-        parts: list[tuple[History, State, list[int]]] = []
-        for row in rows.tolist():
-            history, state, at = self._stored[row]
-            if not parts or parts[-1][0] is not history or parts[-1][1] is not state:
-                parts.append((history, state, []))
-            parts[-1][2].append(at)  # adjacent rows that were stored together are taken in one call
-        self.history = join([take(history, np.array(at)) for history, _, at in parts])
-        states = [take(state, np.array(at)) for _, state, at in parts]
-        like = next((state for state in states if state is not None), None)
-        self.state = join([empty(like, len(p[2])) if s is None else s for s, p in zip(states, parts, strict=True)])
 
     def fixed_length(self, alive: Array) -> int | None:
         """Return how many tokens to draft without calling the policy, for `alive` [S, B]; None = call it."""

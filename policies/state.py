@@ -1,4 +1,4 @@
-"""Rows of a policy's state: selected, replaced and joined when streams end, are refilled or move."""
+"""Rows of a policy's state: selected and replaced when streams end or are refilled."""
 
 from __future__ import annotations
 
@@ -35,16 +35,6 @@ def put(state: State, rows: Array | slice, other: State) -> State:
         return out
 
     return _map(replaced, state, other)
-
-
-def join(states: Sequence[State]) -> State:
-    """Return the state of the streams of several states in sequence, padded with zeros as by `put`."""
-    return _map(lambda *arrays: np.concatenate(_padded(arrays)), *states) if len(states) > 1 else states[0]
-
-
-def empty(like: State, rows: int) -> State:
-    """Return a state of zeros for this number of streams, of the form of another state."""
-    return _map(lambda array: np.zeros((rows, *array.shape[1:]), dtype=array.dtype), like)
 
 
 def _padded(arrays: Sequence[Array]) -> list[Array]:

@@ -38,8 +38,8 @@ def explored_by(proposer: Proposer, rows: Array) -> Array:
     host = proposer.drafting.host
     if not isinstance(host.policy, Exploring):
         return np.zeros(len(rows), dtype=bool)
-    host.load_rows(rows)
-    return host.policy.explores(host.state)
+    explored: Array = host.policy.explores(host.state)[rows]
+    return explored
 
 
 @dataclass

@@ -94,8 +94,8 @@ class ThroughVLLM:
         requests: int = REQUESTS,
         dtype: str = "float32",
     ) -> None:
-        check_engine_policy(policy, "vllm")
-        self._drafts = {"draft": draft, "drafter": check_engine_drafter(drafter, "vllm")}
+        check_engine_policy(policy)
+        self._drafts = {"draft": draft, "drafter": check_engine_drafter(drafter)}
         self._policy = exploring(policy, explore, depth) if explore else policy.limited(depth)
         self._target, self._depth, self._requests, self._dtype = target, depth, requests, dtype
         self._temperature, self._tokens = temperature, max_new_tokens

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from ...decode.engines.drafting import EngineDraft, EngineObserver, Options, Spent
@@ -72,8 +71,8 @@ class StepScript(StopPolicy):
         self._turn += step.depth == 0  # one such question a step, for all requests
         deck, place = divmod(self._turn // TWICE, len(self._deck))
         some, length = self._deck[shuffled(len(self._deck), self._number, deck)[place]]
-        # Which requests draft changes from step to step.
-        turns = (np.arange(len(step.alive)) - self._turn) % self._streams < some
+        # Which requests draft changes from step to step. Rows without a request are skipped.
+        turns = ((step.batch >= 0).cumsum() - 1 - self._turn) % self._streams < some
         return step.alive & (turns & (step.depth < length))[:, None], state
 
 
@@ -191,7 +190,7 @@ class TimedProposer(Proposer):
 
     def _spent(self) -> tuple[float, float]:
         spent = Spent() if self.drafting is None else self.drafting.spent
-        return spent.model_s, spent.asked_s
+        return spent.model_s, spent.policy_s
 
 
 def measure_vllm(
@@ -275,10 +274,10 @@ class _Run:
         self, models: tuple[str, str, str], prompts: Sequence[Sequence[int]], policies: Sequence[StopPolicy], depth: int,
         temperature: float, new_tokens: int, rows: int, readable: int, dtype: str,
     ) -> None:  # fmt: skip
-        self._policies = [check_engine_policy(policy, "vllm").limited(depth) for policy in policies]
+        self._policies = [check_engine_policy(policy).limited(depth) for policy in policies]
         self._rows = rows
         self._prompts, self._lengths = prompts, two_lengths(readable, prompts, new_tokens + depth)
-        drafter = check_engine_drafter(models[2], "vllm")
+        drafter = check_engine_drafter(models[2])
         settings = {"draft": models[1], "drafter": drafter, "rows": rows, "temperature": temperature}
         # The same texts are decoded again and again, and their prompts are to be read each time.
         self._engine = start_vllm(models[0], CLASS, depth, settings, dtype, enable_prefix_caching=False)

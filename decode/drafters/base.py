@@ -82,6 +82,15 @@ class Drafter:
     def begin(self, stream: int) -> None:
         """Forget the text of a stream, where a new one begins."""
 
+    def keep_prefix(self, stream: int, length: int) -> int:
+        """Begin a text that has the first `length` committed tokens in common with the last one of the stream.
+
+        Returns:
+            How many of them are kept and will not be committed again; 0 by default.
+        """
+        self.begin(stream)
+        return 0
+
     def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         """Receive tokens that the target has read: the prompt, then the anchor and the accepted path of each round.
 

@@ -62,8 +62,14 @@ class ModelDrafter(Drafter):
 
     def begin(self, stream: int) -> None:
         """See `Drafter`."""
-        self._model.roll_back(0, stream)
-        self._texts[stream] = _Stream()
+        self.keep_prefix(stream, 0)
+
+    def keep_prefix(self, stream: int, length: int) -> int:
+        """See `Drafter`."""
+        length = min(length, self._model.lengths[stream])
+        self._model.roll_back(length, stream)
+        self._texts[stream] = _Stream(self._texts[stream].tokens[:length])
+        return length
 
     def prepare(self, lengths: Sequence[int]) -> None:
         """Record CUDA graphs: a step reads one token, the first step of a round two if all of a draft was accepted."""

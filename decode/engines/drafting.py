@@ -1,8 +1,9 @@
 """Drafts for all requests of a serving engine. A step observes the outcomes of the last drafts, then drafts for all requests
 side by side while the policy ends each draft.
 
-A step may omit requests, trim drafts, or commit tokens that were not drafted. Therefore the outcome of a draft is what
-follows in the text. Policies cannot read what an engine does not pass on: logits and states of the target, noise.
+Each request has a row, which is a stream of policy and drafter. A step may omit requests, whose rows are idle, trim drafts,
+or commit tokens that were not drafted. Therefore the outcome of a draft is what follows in the text. Policies and drafters
+cannot read what an engine does not pass on: logits and states of the target, noise.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import NamedTuple, Protocol, cast
+from operator import methodcaller
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,13 +26,17 @@ from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
 from ...policies.host import PolicyHost, error_text
 from ...policies.profile import Profile
+from ..drafters.base import Drafter
 from ..feature_reader import FeatureReader
 from ..hooks import Timer
-from ..round_state import DraftScores, RoundState
+from ..round_state import DraftScores, RoundState, Rows
 from ..rounds import draft
-from ..texts import Anchor, Text
+from ..texts import set_anchors
 from ..topology import chain
 from ..verify.noise import best_of_rows
+
+_INITIAL_TOKENS = 512
+"""Length of a text that drafters have room for at the beginning."""
 
 
 @dataclass(slots=True)
@@ -87,40 +92,32 @@ class EngineObserver(Protocol):
         """Observe the outcome of drafts, and the seconds since each was begun."""
 
 
-class DraftRows(Protocol):
-    """A drafter that has read a text in each of its rows."""
-
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
-        """Append tokens, at least one each, to the texts of R rows; return the logits [R, V] after them.
-
-        Args:
-            rows: R rows.
-            tokens: by row: at depth 0 the tokens that the text has grown by, at other depths the token drawn there.
-            depth: of the tokens in the draft.
-        """
-
-    def roll_back(self, row: int, length: int) -> None:
-        """Keep only the first `length` tokens of a row."""
-
-
 @dataclass(slots=True)
-class _Row:
-    """The text of a row, name of the request, last step with it, tokens read by the drafter, draft without an outcome."""
+class RequestRow:
+    """A row and the request in it.
 
+    Attributes:
+        index: number of the row.
+        text: token ids in the last step with the request.
+        name: the engine's name of the request, if it is known.
+        last_step: number of that step.
+        continued: the text continues that of the step before; otherwise the request is new in this row.
+        kept: length of the common prefix with the text before.
+        new: tokens after that prefix.
+        committed: number of tokens that the drafter has received.
+        draft, round: the last draft, if its outcome is not known yet, and its round.
+    """
+
+    index: int
     text: Array
     name: str | None = None
     last_step: int = 0
-    read: int = 0
+    continued: bool = False
+    kept: int = 0
+    new: list[int] = field(default_factory=list)
+    committed: int = 0
     draft: EngineDraft | None = None
-
-
-class Placed(NamedTuple):
-    """The row of a request; whether its text continues that of the row; length of the common prefix; tokens after it."""
-
-    row: int
-    continued: bool
-    kept: int
-    new: list[int]
+    round: RoundState | None = None
 
 
 class RequestRows:
@@ -130,37 +127,37 @@ class RequestRows:
     """
 
     def __init__(self, count: int) -> None:
-        self.rows = [_Row(np.zeros(0, dtype=np.int32)) for _ in range(count)]
+        self.rows = [RequestRow(index, np.zeros(0, dtype=np.int32)) for index in range(count)]
         self._previous: list[int] = []  # row of each place in the last step
         self._step = 0
 
-    def place(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[Placed | None]:
-        """Find the rows of the requests of a step and store their texts. None for requests that exceed the rows."""
+    def place(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[RequestRow | None]:
+        """Store the texts of a step and return their rows. None for requests that exceed the rows."""
         self._step += 1
-        found, free = [-1] * len(texts), set(range(len(self.rows)))
+        rows, free = [-1] * len(texts), set(range(len(self.rows)))
         labels: Sequence[str | None] = names or [None] * len(texts)
         # The row of the same place is tried first. Of other rows the longest is taken: a shorter one may belong to another.
         for candidates in ([{row} for row in self._previous], [free] * len(texts)):
-            for at, rows in zip(range(len(texts)), candidates, strict=False):
-                fits = [r for r in rows & free if found[at] < 0 and self._continues(r, texts[at], labels[at])]
+            for at, allowed in zip(range(len(texts)), candidates, strict=False):
+                fits = [r for r in allowed & free if rows[at] < 0 and self._continues(r, texts[at], labels[at])]
                 if fits:
-                    found[at] = max(fits, key=lambda r: (len(self.rows[r].text), self.rows[r].last_step))
-                    free.remove(found[at])
-        continued = [row >= 0 for row in found]
+                    rows[at] = max(fits, key=lambda r: (len(self.rows[r].text), self.rows[r].last_step))
+                    free.remove(rows[at])
+        continued = [row >= 0 for row in rows]
         # New requests take the row that was unused for longest, because a request that was omitted may return. It is one of
         # the first 2 n rows for n requests, because attention reads all rows up to the last one in use.
         limit = 2 * max(2, len(texts))
         for at, name in enumerate(labels):
             if not continued[at] and free:
-                found[at] = min(
+                rows[at] = min(
                     free,
                     key=lambda r: (name is None or self.rows[r].name != name, r >= limit, self.rows[r].last_step, r),
                 )
-                free.remove(found[at])
-        self._previous = found
+                free.remove(rows[at])
+        self._previous = rows
         return [
-            self._store(row, text, name, goes_on) if row >= 0 else None
-            for row, text, name, goes_on in zip(found, texts, labels, continued, strict=True)
+            self._store(row, text, name, is_continued) if row >= 0 else None
+            for row, text, name, is_continued in zip(rows, texts, labels, continued, strict=True)
         ]
 
     def _continues(self, index: int, text: Array, name: str | None) -> bool:
@@ -172,26 +169,26 @@ class RequestRows:
         # Most texts differ in the last token already.
         return bool(row.text[-1] == text[length - 1]) and np.array_equal(row.text, text[:length])
 
-    def _store(self, index: int, text: Array, name: str | None, continued: bool) -> Placed:
+    def _store(self, index: int, text: Array, name: str | None, continued: bool) -> RequestRow:
         row = self.rows[index]
         kept = min(len(row.text), len(text))
-        if not continued:  # the drafter need not read a common prefix again
+        if not continued:  # the drafter may not have to read a common prefix again
             differs = np.flatnonzero(row.text[:kept] != text[:kept])
             kept = int(differs[0]) if len(differs) else kept
+        row.continued, row.kept, row.new = continued, kept, text[kept:].tolist()
         row.text, row.name, row.last_step = text.astype(np.int32), name, self._step
-        return Placed(index, continued, kept, text[kept:].tolist())
+        return row
 
 
 @dataclass
 class Spent:
-    """Numbers of steps, requests and drafted tokens; seconds in total, of the drafter, and of decisions with features."""
+    """Numbers of steps and drafted tokens; seconds in total, of the drafter, and of decisions with features."""
 
     steps: int = 0
-    requests: int = 0
     drafted: int = 0
     all_s: float = 0.0
     model_s: float = 0.0
-    asked_s: float = 0.0
+    policy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -199,9 +196,10 @@ class Options:
     """Limits of drafting in an engine.
 
     Attributes:
-        rows: maximum number of requests with drafts.
+        rows: R, maximum number of requests with drafts.
         depth: K, maximum length of a draft.
-        readable: maximum length of a text for the drafter.
+        readable: maximum length of a text for drafter and target.
+        vocabulary: V, number of tokens that the target scores.
         temperature: of sampling, for features that read it.
         eos: tokens after which nothing is drafted.
         fallback: draft length after a policy has failed.
@@ -210,6 +208,7 @@ class Options:
     rows: int
     depth: int
     readable: int
+    vocabulary: int
     temperature: float = 0.0
     eos: tuple[int, ...] = ()
     fallback: int = 4
@@ -219,7 +218,7 @@ class Drafting:
     """Drafts for the requests of an engine.
 
     Args:
-        drafter: proposes the tokens.
+        drafter: proposes the tokens; reads no hidden states of the target.
         policy: ends each draft; see `settings.check_engine_policy`.
         options: limits.
         profile: models the seconds of rounds for policies that observe them; None = rounds take 0 seconds.
@@ -232,7 +231,7 @@ class Drafting:
 
     def __init__(
         self,
-        drafter: DraftRows,
+        drafter: Drafter,
         policy: StopPolicy,
         options: Options,
         profile: Profile | None = None,
@@ -240,10 +239,11 @@ class Drafting:
     ) -> None:
         self.options, self.spent, self.observer = options, Spent(), observer
         self.eos, self.timer = frozenset(options.eos), Timer(torch.device("cpu"))
-        self._drafter: DraftRows | None = drafter
+        self._drafter: Drafter | None = drafter
         self._failed = ""  # why the drafter is not called any more
         self._profile, self._texts = profile, 0
-        self._rows = RequestRows(options.rows)
+        self._requests, self._capacity = RequestRows(options.rows), _INITIAL_TOKENS
+        drafter.reserve(options.rows, self._capacity)
         self.use(policy)
 
     def use(self, policy: StopPolicy) -> None:
@@ -251,11 +251,14 @@ class Drafting:
         fallback = FixedLength(min(self.options.fallback, self.options.depth))
         policy = policy.limited(self.options.depth)
         self.host = PolicyHost(policy, batch=self.options.rows, fallback=fallback, on_replaced=self._read_for)
+        self._has_round = False  # the policy has not observed the outcome of its last decisions
         self._read_for(policy)
+        self.host.start(np.arange(self.options.rows, dtype=np.int64))
 
     def _read_for(self, policy: StopPolicy) -> None:
         self._topology = chain(min(policy.max_depth, self.options.depth))
-        self._readers: dict[int, FeatureReader] = {}  # by number of streams
+        self._reader = FeatureReader(policy, self._topology, self.options.temperature, streams=self.options.rows)
+        self._reads_outcomes = self.host.observes or bool(Layout(policy.features).history)
 
     @property
     def policy(self) -> StopPolicy:
@@ -274,6 +277,7 @@ class Drafting:
         if self.host.failure is not None:
             raise self.host.failure
 
+    @torch.inference_mode()
     def propose(self, texts: Sequence[Array], names: Sequence[str] | None = None) -> list[list[int]]:
         """Return a draft for each text, possibly empty.
 
@@ -282,127 +286,120 @@ class Drafting:
             names: of the requests, if the engine has them.
         """
         begin_s = time.perf_counter()
-        placed = self._rows.place(texts, names)
-        self._observe([one for one in placed if one is not None and one.continued], begin_s)
-        self._begin([one for one in placed if one is not None and not one.continued])
-        drafts: list[list[int]] = [[] for _ in texts]
+        placed = self._requests.place(texts, names)
+        rows = [row for row in placed if row is not None]
+        self._observe([row for row in rows if row.continued], begin_s)
+        self._begin([row for row in rows if not row.continued])
         longest = self.options.readable - self._topology.deepest
         # Features also read the token before the anchor, so a text of one token has no draft.
-        rows = {at: one.row for at, one in enumerate(placed) if one is not None and 1 < len(texts[at]) <= longest}
-        if rows and self._topology.deepest:
-            for at, tokens in zip(rows, self._draft(list(rows.values()), begin_s), strict=True):
-                drafts[at] = tokens
+        rows = [row for row in rows if 1 < len(row.text) <= longest]
+        drafts = self._draft(rows, begin_s) if rows and self._topology.deepest else {}
         self.spent.steps += 1
-        self.spent.requests += len(texts)
         self.spent.all_s += time.perf_counter() - begin_s
-        return drafts
+        return [[] if row is None else drafts.get(row.index, []) for row in placed]
 
-    def _observe(self, placed: Sequence[Placed], now: float) -> None:
-        """Pass the outcomes of the last drafts to policy and observer. The drafter forgets rejected tokens."""
+    def _observe(self, rows: Sequence[RequestRow], now: float) -> None:
+        """Pass the outcomes of the last drafts to policy and observer, and mark the tokens that the drafter is to keep."""
         drafts = []
-        for one in placed:
-            row = self._rows.rows[one.row]
-            if row.draft is not None and one.new:
-                row.draft.set_outcome(one.new)
-                self._roll_back(one.row, row.draft.context + row.draft.accepted)
+        for row in rows:
+            if row.draft is not None and row.round is not None and row.new:
+                row.draft.set_outcome(row.new)
+                row.round.on_path[row.index, : row.draft.accepted + 1] = True
                 drafts.append(row.draft)
                 row.draft = None
-        if not drafts:
+        if drafts and self.observer is not None:
+            self.observer.on_outcomes(drafts, [now - one.begin_s for one in drafts])
+        # A policy observes each round, like in the live loop, even if all of its requests were omitted from this step.
+        if not (self._reads_outcomes and (drafts or self._has_round)):
             return
-        seconds = np.array([now - one.begin_s for one in drafts])
-        if self.observer is not None:
-            self.observer.on_outcomes(drafts, seconds.tolist())
-        if not (self.host.observes or Layout(self.policy.features).history):
-            return
-        names = ("row", "context", "drafted", "verified", "backlog", "decisions", "accepted")
-        columns = (np.array([getattr(one, name) for one in drafts]) for name in names)
-        rows, context, drafted, verified, backlog, decisions, accepted = columns
-        cut = np.array([one.hit_limit or not self.eos.isdisjoint(one.new) for one in drafts])
+        self._has_round = False
+        counts, seconds = np.zeros((6, self.options.rows), dtype=np.int64), np.zeros(self.options.rows)
+        active, cut = np.zeros((2, self.options.rows), dtype=bool)
+        for one in drafts:
+            active[one.row], seconds[one.row] = True, now - one.begin_s
+            cut[one.row] = one.hit_limit or not self.eos.isdisjoint(one.new)
+            counts[:, one.row] = one.context, one.drafted, one.verified, one.backlog, one.decisions, one.accepted
+        context, drafted, verified, backlog, decisions, accepted = counts
         if not self.policy.reads_clock:
-            seconds = np.zeros(len(drafts))
+            seconds[:] = 0.0
             if self._profile is not None and self.policy.reads_seconds:
                 price = self._profile.decision(self.policy.cost_name)
-                seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price)
-        self.host.load_rows(rows)
-        self.host.observe(RoundOutcome(np.ones(len(drafts), dtype=bool), drafted, verified, accepted, cut, seconds))
-        self.host.store_rows(rows)
+                seconds = self._profile.round_seconds(context, drafted, verified, backlog, decisions, price) * active
+        self.host.observe(RoundOutcome(active, drafted, verified, accepted, cut, seconds))
 
-    def _begin(self, placed: Sequence[Placed]) -> None:
+    def _begin(self, rows: Sequence[RequestRow]) -> None:
         """Begin new texts in rows."""
-        for one in placed:
-            row = self._rows.rows[one.row]
-            row.draft = None
-            self._roll_back(one.row, one.kept)
+        for row in rows:
+            row.draft = row.round = None
+            kept = min(row.kept, row.committed, len(row.text) - 1)
+            row.committed = self._call(methodcaller("keep_prefix", row.index, kept)) or 0
             if self.observer is not None:
-                self.observer.on_begin(one.row, row.text, row.name)
-        if placed:
-            keys = np.arange(self._texts, self._texts + len(placed), dtype=np.int64)  # numbers of the texts
-            self._texts += len(placed)
-            self.host.refill_rows(np.array([one.row for one in placed], dtype=np.int64), keys)
+                self.observer.on_begin(row.index, row.text, row.name)
+        if rows:
+            keys = np.arange(self._texts, self._texts + len(rows), dtype=np.int64)  # numbers of the texts
+            self._texts += len(rows)
+            self.host.refill(np.array([row.index for row in rows], dtype=np.int64), keys)
 
-    def _roll_back(self, index: int, length: int) -> None:
-        row = self._rows.rows[index]
-        if row.read > length:
-            row.read = length
-            try:
-                if self._drafter is not None:
-                    self._drafter.roll_back(index, length)
-            except Exception as error:  # a plugin may raise anything; the engine must continue
-                self._fail(error)
-
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
-        """See `DraftRows.read`; without scores after the drafter has failed."""
-        begin = time.perf_counter()
-        logits = None
+    def _call(self, call: Callable[[Drafter], Any]) -> Any:
+        """Return the result of a call of the drafter; None after it has failed."""
+        begin, result = time.perf_counter(), None
         try:
             if self._drafter is not None:
-                logits = self._drafter.read(rows, tokens, depth)
+                result = call(self._drafter)
         except Exception as error:  # a plugin may raise anything; the engine must continue
-            self._fail(error)
+            self._drafter, self._failed = None, error_text(error)
+            text = f"the drafter failed ({self._failed}); nothing is drafted from here on"
+            warnings.warn(text, SpecstopWarning, stacklevel=3)
         self.spent.model_s += time.perf_counter() - begin
+        return result
+
+    def scores(self, round: RoundState, depth: int, rows: Rows) -> Tensor:
+        """Return the logits [R, V] after R rows of a depth; without scores after the drafter has failed."""
+        shape = len(rows), self.options.vocabulary
+        logits = self._call(lambda drafter: drafter.propose(round, depth, rows).dense(shape[1]).reshape(shape))
         return torch.full((len(rows), 1), -math.inf) if logits is None else logits
 
-    def _fail(self, error: Exception) -> None:
-        self._drafter, self._failed = None, error_text(error)
-        text = f"the drafter failed ({self._failed}); nothing is drafted from here on"
-        warnings.warn(text, SpecstopWarning, stacklevel=3)
+    def _commit(self, rows: Sequence[RequestRow]) -> None:
+        """Pass the committed tokens of the texts to the drafter, all but the last, the anchor."""
+        needed = max(len(row.text) for row in rows) + self._topology.deepest + 1
+        if needed > self._capacity:
+            self._capacity = 2 ** (needed - 1).bit_length()
+            self._call(methodcaller("reserve", self.options.rows, self._capacity))
+            for row in self._requests.rows:  # the drafter has forgotten all texts
+                row.committed = 0
+        for row in rows:
+            if new := row.text[row.committed : -1].tolist():
+                self._call(methodcaller("committed", row.index, new, None))
+                row.committed = len(row.text) - 1
 
-    def _draft(self, indices: Sequence[int], begin_s: float) -> list[list[int]]:
-        """Return the drafts of the texts in these rows."""
-        rows, here = [self._rows.rows[index] for index in indices], np.array(indices, dtype=np.int64)
-        for index, row in zip(indices, rows, strict=True):
-            self._roll_back(index, len(row.text) - 1)  # the anchor is read in any case
-        unread = [row.text[row.read :].tolist() for row in rows]
-        reader = self._readers.get(len(rows))
-        if reader is None:
-            reader = FeatureReader(self.policy, self._topology, self.options.temperature, streams=len(rows))
-            self._readers[len(rows)] = reader
-        context, backlog = (np.array(list(map(len, x)), dtype=np.int64) for x in ([row.text for row in rows], unread))
-        round = RoundState(self._topology, np.ones(len(rows), dtype=bool), context, backlog)
-        round.tokens[:, 0] = [row.text[-1] for row in rows]
-        # Features read the last two tokens of a text only, and no logits of the target.
-        round.texts = [cast(Text, SimpleNamespace(tokens=row.text[-2:].tolist())) for row in rows]
-        round.anchors = [Anchor(torch.zeros(1, 1), 0, None)] * len(rows)
-        reader.begin(round)
-        source = _Source(self, reader, here, unread)
+    def _draft(self, rows: Sequence[RequestRow], begin_s: float) -> dict[int, list[int]]:
+        """Return the drafts of texts by their row."""
+        self._commit(rows)
+        count, at = self.options.rows, [row.index for row in rows]
+        active, context = np.zeros(count, dtype=bool), np.zeros(count, dtype=np.int64)
+        active[at], context[at] = True, [len(row.text) for row in rows]
+        backlog = self._call(lambda drafter: np.where(active, drafter.backlog(), 0))
+        round = RoundState(self._topology, active, context, np.zeros_like(context) if backlog is None else backlog)
+        set_anchors(round, {row.index: row.text[-2:].tolist() for row in rows})
+        self._reader.begin(round)
         self.timer.restart()
-        self.host.load_rows(here)
-        draft(source, self.host, round)
-        self.host.store_rows(here)
-        self.spent.asked_s += sum(self.timer.laps["policy"])
+        draft(_Source(self, self._reader), self.host, round)
+        self._has_round = True
+        self.spent.policy_s += sum(self.timer.laps["policy"])
         drafts = []
-        for at, row in enumerate(rows):
-            drafted, tokens = int(round.drafted[at]), round.tokens[at, 1 : 1 + round.verified[at]].tolist()
-            row.read += int(source.read_count[at])
+        for row in rows:
+            index, drafted, decisions = row.index, int(round.drafted[row.index]), int(round.decisions[row.index])
+            tokens = round.tokens[index, 1 : 1 + round.verified[index]].tolist()
             row.draft = EngineDraft(
-                indices[at], len(row.text), tokens, drafted, int(round.decisions[at]), len(unread[at]),
-                bool(round.hit_limit[at]), begin_s,
+                index, len(row.text), tokens, drafted, decisions, int(round.backlog[index]), bool(round.hit_limit[index]),
+                begin_s,
             )  # fmt: skip
+            row.round = round
             drafts.append(row.draft)
             self.spent.drafted += drafted
         if self.observer is not None:
             self.observer.on_drafts(drafts, time.perf_counter() - begin_s)
-        return [one.tokens for one in drafts]
+        return {one.row: one.tokens for one in drafts}
 
 
 class _Source:
@@ -410,24 +407,15 @@ class _Source:
 
     decides_ended = selects_levels = False
 
-    def __init__(self, drafting: Drafting, reader: FeatureReader, rows: Array, unread: Sequence[list[int]]) -> None:
-        self.timer, self._drafting, self._reader, self._rows, self._unread = (
-            drafting.timer,
-            drafting,
-            reader,
-            rows,
-            unread,
-        )
-        self.read_count = np.zeros(len(rows), dtype=np.int64)  # [S], tokens that the drafter has read, with drawn ones
+    def __init__(self, drafting: Drafting, reader: FeatureReader) -> None:
+        self.timer, self._drafting, self._reader = drafting.timer, drafting, reader
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed the streams [S, 1]; return which have drawn a token, and which of these continue."""
         if self._reader.has_unread_path:
             self._reader.read()
         at = np.flatnonzero(feeding[:, 0])
-        fed = [self._unread[i] for i in at.tolist()] if depth == 0 else round.tokens[at, depth : depth + 1].tolist()
-        logits = self._drafting.read(self._rows[at].tolist(), fed, depth)
-        self.read_count[at] += round.backlog[at] if depth == 0 else 1
+        logits = self._drafting.scores(round, depth, [(row, [depth]) for row in at.tolist()])
         best_tokens = best_of_rows(logits)
         best, token = logits.gather(-1, best_tokens[:, None])[:, 0], best_tokens.cpu().numpy()
         if not math.isfinite(float(best.sum())):  # a lookup may have no candidate; logits of a broken model may be NaN
@@ -442,7 +430,7 @@ class _Source:
             scores = DraftScores([(i, [depth]) for i in at.tolist()], [1] * len(at), logits, scores=logits)
             self._reader.drawn(depth + 1, scores)
             if self._drafting.observer is not None:
-                self._drafting.observer.on_draft_step(depth + 1, self._rows[at], logits, round.drawn_tokens(scores)[0])
+                self._drafting.observer.on_draft_step(depth + 1, at, logits, round.drawn_tokens(scores)[0])
         going = drawn.copy()
         going[at[[one in self._drafting.eos for one in token.tolist()]]] = False
         return drawn, drawn if np.array_equal(drawn, going) else going

@@ -34,23 +34,22 @@ def missing_in_engines(policy: StopPolicy) -> list[str]:
     return [name for name in policy.features if not known_in_engines(name, greedy)] + list(policy.hidden)
 
 
-def check_engine_policy(policy: StopPolicy, engine: str) -> StopPolicy:
-    """Return the policy. Raises `PolicyError` if it reads what the engine does not pass on."""
-    missing = missing_in_engines(policy)
-    if missing:
+def check_engine_policy(policy: StopPolicy) -> StopPolicy:
+    """Return the policy. Raises `PolicyError` if it reads what vLLM does not pass on."""
+    if missing := missing_in_engines(policy):
         raise PolicyError(
-            f"{policy.name}: reads {', '.join(missing)}, which {engine} does not pass to a drafter (neither logits and "
-            f"hidden states of the target nor its noise); train a policy with `specstop train --for {engine}`"
+            f"{policy.name}: reads {', '.join(missing)}, which vllm does not pass to a drafter (neither logits and hidden "
+            "states of the target nor its noise); train a policy with `specstop train --for vllm`"
         )
     return policy
 
 
-def check_engine_drafter(name: str, engine: str, reads: bool = False) -> str:
+def check_engine_drafter(name: str, reads: bool = False) -> str:
     """Return the name of a drafter. Raises `InputError` if it `reads` hidden states of the target."""
     if reads or reads_states(name):
         raise InputError(
-            f"drafter {name}: it reads the target's hidden states, which {engine} does not pass to a drafter; expected "
-            "model, lookup, suffix, or two such as suffix+model"
+            f"drafter {name}: it reads the target's hidden states, which vllm does not pass to a drafter; expected model, "
+            "lookup, suffix, or two such as suffix+model"
         )
     return name
 

@@ -89,7 +89,7 @@ class CostedSteps:
         return self._candidates[sizes[max(0, bisect.bisect_right(sizes, size) - 1)]]
 
 
-def in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
+def costed_steps_factory(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a factory of `CostedSteps` if the configuration has the entry `specstop`, otherwise of SGLang's rule."""
 
     def create(initial_steps: int, cfg_path: str | None = None) -> Any:
@@ -102,15 +102,15 @@ def in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Replace SGLang's rule by `in_place_of` it."""
+    """Replace SGLang's rule by `costed_steps_factory`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative import adaptive_spec_params
 
-    hook = in_place_of(adaptive_spec_params.AdaptiveSpeculativeParams)
+    hook = costed_steps_factory(adaptive_spec_params.AdaptiveSpeculativeParams)
     HookRegistry.register(TARGET, hook, HookType.REPLACE)
 
 
-def rule_of(
+def rule_entry(
     acceptance: Sequence[float], seconds: Mapping[int, Sequence[float]], strength: float = 200.0
 ) -> dict[str, Any]:
     """Return the entry `specstop` of a configuration."""

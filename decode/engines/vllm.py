@@ -13,7 +13,7 @@ token x is accepted with the target's p(x).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ...policies.host import with_costs
 from ...policies.profile import Profile
 from ...policies.registry import load_policy
 from ..models.pair import check_dtype, end_tokens
-from .drafters import load_rows
+from .drafters import load_engine_drafter
 from .drafting import Drafting, EngineObserver, Options
 from .settings import check_engine_policy, read_settings
 
@@ -51,11 +51,10 @@ class Proposer:
                 "specstop.collect.engines.serving.RecordingProposer, and with no other class"
             )
         self._config = vllm_config
-        policy = check_engine_policy(load_policy(self.settings.policy), "vllm")
+        policy = check_engine_policy(load_policy(self.settings.policy))
         self.depth = int(vllm_config.speculative_config.num_speculative_tokens)
         self._profile = Profile.load(self.settings.profile) if self.settings.profile else None
         self._policy = self.prepared(with_costs(policy, self._profile))
-        self._names: Names | None = None
         self.drafting: Drafting | None = None
 
     def prepared(self, policy: StopPolicy) -> StopPolicy:
@@ -73,18 +72,17 @@ class Proposer:
         dtype = check_dtype(settings.dtype) if settings.dtype else config.dtype
         self.device = torch.device(settings.device or self._config.device_config.device)
         rows = min(settings.rows, int(self._config.scheduler_config.max_num_seqs))
-        drafter, readable = load_rows(
-            settings.drafter, settings.draft, str(config.model), self.device, dtype, vocabulary, rows, self.depth
+        drafter = load_engine_drafter(
+            settings.drafter, settings.draft, str(config.model), self.device, dtype, vocabulary
         )
         kernels.load()  # before the first request
         generation = config.try_get_generation_config()
         eos = generation.get("eos_token_id") if isinstance(generation, dict) else None
         eos = end_tokens(getattr(config.hf_text_config, "eos_token_id", None) if eos is None else eos)
-        readable = min(readable, int(config.max_model_len))
-        options = Options(rows, self.depth, readable, settings.temperature, eos, settings.fallback)
+        readable = min(drafter.readable, int(config.max_model_len))
+        options = Options(rows, self.depth, readable, vocabulary, settings.temperature, eos, settings.fallback)
         self.drafting = Drafting(drafter, self._policy, options, self._profile, self.observer(options))
 
-    @torch.inference_mode()
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
@@ -104,37 +102,26 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         at = [i for i, new in enumerate(sampled_token_ids) if len(new)]
         if at:
-            if self._names is None:
-                self._names = find_names(token_ids_cpu)
             texts = [token_ids_cpu[i, : int(num_tokens_no_spec[i])] for i in at]
-            names = self._names(len(sampled_token_ids))
+            names = request_names(token_ids_cpu, len(sampled_token_ids))
             proposed = self.drafting.propose(texts, None if names is None else [names[i] for i in at])
             for place, tokens in zip(at, proposed, strict=True):
                 drafts[place] = tokens
         return drafts
 
 
-Names = Callable[[int], list[str] | None]
-"""Returns the names of that many requests of a step, or None."""
-
-
-def find_names(token_ids: Array) -> Names:
-    """Return a function for the names of a step's requests.
+def request_names(token_ids: Array, count: int) -> list[str] | None:
+    """Return the names of the first `count` requests of a step, or None if they are unknown.
 
     `propose` does not receive them. Its caller, vLLM's model runner, has them in its `input_batch`, which is recognized by
-    the array of texts (0.32.0 and 0.33.0). Without such a caller there are no names.
+    the array of texts (0.32.0 and 0.33.0).
     """
-    frame, batch = inspect.currentframe(), None
-    while frame is not None:
-        candidate = getattr(frame.f_locals.get("self"), "input_batch", None)
-        if getattr(candidate, "token_ids_cpu", None) is token_ids:
-            batch = candidate
-        frame = frame.f_back if batch is None else None
-
-    def names(count: int) -> list[str] | None:
-        ids = getattr(batch, "req_ids", None)
-        if not isinstance(ids, list) or len(ids) < count or not all(isinstance(name, str) for name in ids[:count]):
+    frame = inspect.currentframe()
+    while frame is not None and (frame := frame.f_back) is not None:
+        batch = getattr(frame.f_locals.get("self"), "input_batch", None)
+        if getattr(batch, "token_ids_cpu", None) is token_ids:
+            names = getattr(batch, "req_ids", None)
+            if isinstance(names, list) and len(names) >= count and all(isinstance(name, str) for name in names[:count]):
+                return names[:count]
             return None
-        return ids[:count]
-
-    return names
+    return None

@@ -32,7 +32,7 @@ def register() -> None:
         text = f"{SWITCH}: this vLLM has no adaptive verification as 0.32 has it ({error}); {path} is not used"
         warnings.warn(text, SpecstopWarning, stacklevel=2)
         return
-    begin_with(OnlineAcceptanceEstimator, slope, intercepts)
+    set_coefficients(OnlineAcceptanceEstimator, slope, intercepts)
 
 
 def read_coefficients(path: Path) -> tuple[float, list[float]]:
@@ -49,7 +49,7 @@ def read_coefficients(path: Path) -> tuple[float, list[float]]:
     return slope, intercepts
 
 
-def begin_with(estimator: Any, slope: float, intercepts: list[float]) -> None:
+def set_coefficients(estimator: Any, slope: float, intercepts: list[float]) -> None:
     """Set the initial coefficients of a class of estimators. The last intercept holds for all later positions too."""
     initialize = getattr(estimator.__init__, "__wrapped__", estimator.__init__)  # not wrapped a second time
 

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.registry import load_policy
 from ...policies.safe_loading import read_json
-from ...policies.storage import load_policy_folder
 from ..drafters.spec import change_paths
 from .arguments import generate_arguments, refuse
 from .generate import check_draft_model, specstop_generate
@@ -59,8 +55,7 @@ def generate_exported(model: PreTrainedModel, arguments: Mapping[str, Any]) -> A
     exported = str(figures.get("drafter", "model"))
     check_draft_model(options.get("draft_model"), options.get("drafter", exported), "draft_model= or assistant_model=")
     options.setdefault("drafter", change_paths(exported, lambda path: str(folder / path)))
-    if "policy" not in options:
-        options["policy"] = _load_policy(folder, figures.get("spec"), (folder / FIGURES).stat().st_mtime_ns)
+    options.setdefault("policy", figures.get("spec") or folder / POLICY)
     if (streamer := options.pop("streamer", None)) is not None:
         options.setdefault("text_streamer", streamer)
     _replace_stop_strings(options)
@@ -83,12 +78,6 @@ def _local_folder(repository: str, download: Mapping[str, Any]) -> Path:
         raise InputError(
             f"custom_generate: expected a folder or a repository of the hub, and {repository} cannot be downloaded: {reason}"
         ) from None
-
-
-@lru_cache(maxsize=8)
-def _load_policy(folder: Path, spec: str | None, stamp: int) -> StopPolicy:
-    """Return the exported policy. It is cached per `stamp`, the modification time of the export."""
-    return load_policy_folder(folder / POLICY) if spec is None else load_policy(spec)
 
 
 def _replace_stop_strings(options: dict[str, Any]) -> None:

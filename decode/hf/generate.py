@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -31,7 +33,7 @@ from ...policies.limits import LIMITS
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
 from ..drafters.spec import check_drafter, find_drafter, needs_draft
-from ..loop import Request, Speculator
+from ..loop import Speculator
 from ..models.pair import end_tokens, join
 from ..records import Tally
 from ..settings import Settings
@@ -94,18 +96,12 @@ def specstop_generate(
     if text_streamer is not None and len(input_ids) > 1:
         raise refuse("text_streamer", "a streamer shows one text; expected a batch of one")
     shaping, temperature = _shaping(logits_processor, bool(generation_config.do_sample))
-    max_length, eos = _limits(stopping_criteria or (), generation_config)
+    max_length, eos, stops = _limits(stopping_criteria or (), generation_config)
+    rule, new_tokens = with_costs(as_policy(policy), profile), max_length - input_ids.shape[1]
     settings = Settings(
-        temperature,
-        max_length - input_ids.shape[1],
-        verification=verification,
-        tree=tree,
-        shaping=shaping,
-        stops=tuple(c for c in stopping_criteria or () if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)),
-    )
+        temperature, new_tokens, verification=verification, tree=tree, shaping=shaping, stops=stops
+    ).for_policy(rule)
     pair = dataclasses.replace(join(model, draft_model), eos=eos)
-    rule = with_costs(as_policy(policy), profile)
-    settings = settings.for_policy(rule)
     warn_if_untrained(rule, settings, config=generation_config)
     warn_if_unmeasured(profile, [rule], settings, drafter)
     speculator = Speculator(pair, rule, settings, profile, drafter=find_drafter(drafter, pair), batch=len(input_ids))
@@ -113,22 +109,17 @@ def specstop_generate(
     if text_streamer is not None:
         text_streamer.put(input_ids.cpu())  # as `generate` does; a streamer may skip the prompt
     keys = [_key(seed, row, temperature) for row in range(len(input_ids))]  # before a plugin can seed torch's generator
-    padding = prefill.left_padding(pair.readings[0].padded)
-    read = prefill.read(speculator.target) if padding is None else [None] * len(input_ids)
-    prompts: list[list[int]] = input_ids.tolist()
     requests = []
-    for row, ids in enumerate(prompts):
-        start = padding[row] if padding is not None else 0
-        row_shaping = _of_row(shaping, row).checked(pair.vocabulary, pair.device, len(prompts))
-        requests.append(Request(ids[start:], keys[row], ids[:start], row_shaping, read[row]))
-    stream = (lambda _, new: text_streamer.put(_ordinary_tensor(new))) if text_streamer is not None else None
-    generations = speculator.run(requests, stream)
+    for row, request in enumerate(prefill.requests(speculator.target, pair.readings[0].padded)):
+        row_shaping = shaping.with_processors(_of_row(one, row) for one in shaping.processors)
+        row_shaping = row_shaping.checked(pair.vocabulary, pair.device, len(keys))
+        requests.append(dataclasses.replace(request, key=keys[row], shaping=row_shaping))
+    generations = speculator.run(requests, None if text_streamer is None else partial(_stream, text_streamer))
     if text_streamer is not None:
         text_streamer.end()
-    texts = [[*ids, *generation.tokens] for ids, generation in zip(prompts, generations, strict=True)]
-    longest, pad = max(map(len, texts)), generation_config.pad_token_id
-    filler = pad if pad is not None else (eos[0] if eos else 0)
-    sequences = torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], device=input_ids.device)
+    texts = [torch.tensor([*ids, *one.tokens]) for ids, one in zip(input_ids.tolist(), generations, strict=True)]
+    filler = generation_config.pad_token_id if generation_config.pad_token_id is not None else (*eos, 0)[0]
+    sequences = pad_sequence(texts, batch_first=True, padding_value=filler).to(input_ids.device)
     if generation_config.return_dict_in_generate:
         tally = Tally.of(generations)
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
@@ -136,10 +127,10 @@ def specstop_generate(
     return sequences
 
 
-def _ordinary_tensor(tokens: list[int]) -> Tensor:
-    """Return tokens as an ordinary tensor, although the loop runs in inference mode."""
+def _stream(streamer: BaseStreamer, _: int, tokens: list[int]) -> None:
+    """Pass new tokens to a streamer as an ordinary tensor, although the loop runs in inference mode."""
     with torch.inference_mode(False):
-        return torch.tensor(tokens)
+        streamer.put(torch.tensor(tokens))
 
 
 def check_draft_model(draft: PreTrainedModel | None, drafter: str, argument: str) -> None:
@@ -152,13 +143,20 @@ def check_draft_model(draft: PreTrainedModel | None, drafter: str, argument: str
         raise refuse("draft_model", f"the drafter {drafter} takes no draft model; leave {argument} out")
 
 
-def _limits(criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> tuple[int, tuple[int, ...]]:
-    """Return the maximum length and the end-of-text ids. Criteria of the call take precedence over the configuration."""
-    limit = min((one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)), default=config.max_length)
-    ends = [
-        token for one in criteria if isinstance(one, EosTokenCriteria) for token in one.eos_token_id.view(-1).tolist()
-    ]
-    return int(limit), tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
+def _limits(
+    criteria: Iterable[StoppingCriteria], config: GenerationConfig
+) -> tuple[int, tuple[int, ...], tuple[StoppingCriteria, ...]]:
+    """Return the maximum length, the end-of-text ids and other criteria. Criteria take precedence over the configuration."""
+    lengths, ends, others = [], [], []
+    for one in criteria:
+        if isinstance(one, MaxLengthCriteria):
+            lengths.append(one.max_length)
+        elif isinstance(one, EosTokenCriteria):
+            ends += one.eos_token_id.view(-1).tolist()
+        else:
+            others.append(one)
+    eos = tuple(dict.fromkeys(ends)) or end_tokens(config.eos_token_id)
+    return int(min(lengths, default=config.max_length)), eos, tuple(others)
 
 
 def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple[SamplingParams, float]:
@@ -174,11 +172,6 @@ def _shaping(processors: LogitsProcessorList | None, is_sampling: bool) -> tuple
             return UNCHANGED.with_processors(several), 1.0 if is_sampling else 0.0
 
 
-def _of_row(shaping: SamplingParams, row: int) -> SamplingParams:
-    """Return the processors for one row of the batch: some hold a value per row or receive the row number."""
-    return shaping.with_processors([_processor_of_row(one, row) for one in shaping.processors])
-
-
 @dataclasses.dataclass
 class _AllowedInRow:
     """A `prefix_allowed_tokens_fn` called with the batch index of a row instead of 0. A closure could not be copied."""
@@ -190,7 +183,8 @@ class _AllowedInRow:
         return self.allowed(self.row, ids)
 
 
-def _processor_of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """Return a processor for one row of the batch: some hold a value per row or receive the row number."""
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         return PrefixConstrainedLogitsProcessor(_AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1)
     if not isinstance(processor, STATELESS):

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..models.cache import CachedModel, ReadPrompt
+from ..texts import Request
 from .arguments import refuse
 
 _LOOP_INPUTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -47,11 +48,18 @@ class Prefill:
             )
         )
 
-    def left_padding(self, padded: bool = True) -> list[int] | None:
-        """Return the left padding of each row, or None if the prompt is not token ids at positions from 0 after left padding.
+    def requests(self, target: CachedModel, padded: bool) -> list[Request]:
+        """Return a request for each row, without random keys. The target has read its prompt unless the loop can read it.
 
         `padded` is whether padding has no effect on the logits of the target (`Reading`).
         """
+        prompts: list[list[int]] = self._ids.tolist()
+        if (padding := self._left_padding(padded)) is not None:
+            return [Request(ids[count:], padding=ids[:count]) for ids, count in zip(prompts, padding, strict=True)]
+        return [Request(ids, read=read) for ids, read in zip(prompts, self._read(target), strict=True)]
+
+    def _left_padding(self, padded: bool) -> list[int] | None:
+        """Return the left padding of each row, or None if a prompt is not token ids at positions from 0 after the padding."""
         ids, count, device = self._ids, self._ids.shape[1], self._ids.device
         input_ids, mask, positions = (self.inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         if _extra(self.inputs) or self._cached or self.inputs.get("past_key_values") is not self._cache:
@@ -70,7 +78,7 @@ class Prefill:
         return list(map(int, padding))
 
     @torch.no_grad()
-    def read(self, target: CachedModel) -> list[ReadPrompt]:
+    def _read(self, target: CachedModel) -> list[ReadPrompt]:
         """Read the prompts of all rows with the target, and one more token to determine how `generate` continues."""
         model: Any = target.model
         out = target.call(**self.inputs, return_dict=True)

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from ...policies.contract import Array, RoundOutcome, StopPolicy
+from ...policies.contract import RoundOutcome, StopPolicy
 from ...policies.errors import PolicyError
-from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, DrawnTokens, Layout
+from ...policies.features import RUN_FEATURES, TOKEN_FEATURES, Layout
 from ...policies.host import PolicyHost, validate_policy
 from ...policies.registry import as_policy
-from ..feature_reader import read_anchors, single_step
-from ..summaries import read_columns
+from ..feature_reader import FeatureReader
+from ..round_state import DraftScores, RoundState
+from ..texts import set_anchors
+from ..topology import chain
 from ..verify.modes import is_trimming
+
+_ONE = np.ones((1, 1), dtype=bool)
 
 
 @contextlib.contextmanager
@@ -54,15 +58,17 @@ class PolicyStoppingCriteria(StoppingCriteria):
 
     def __init__(self, policy: StopPolicy | str, temperature: float = 0.0) -> None:
         self.policy = validate_policy(as_policy(policy))
-        self._host, self._layout = PolicyHost(self.policy), Layout(self.policy.features)
-        missing = {*self.policy.hidden, *self._layout.anchor} - {*RUN_FEATURES, *TOKEN_FEATURES}
-        missing |= {name for name in self._layout.node if temperature > 0 and name.startswith("noisy_")}
+        self._host, layout = PolicyHost(self.policy), Layout(self.policy.features)
+        missing = {*self.policy.hidden, *layout.anchor} - {*RUN_FEATURES, *TOKEN_FEATURES}
+        missing |= {name for name in layout.node if temperature > 0 and name.startswith("noisy_")}
         if missing:
             raise PolicyError(
                 f"{self.policy.name}: reads {', '.join(sorted(missing))}, which assisted generation has not"
             )
         if is_trimming(self.policy):
             raise PolicyError(f"{self.policy.name}: leaves drawn tokens out; assisted generation verifies all of them")
+        self._topology = chain(self.policy.max_depth)
+        self._reader = FeatureReader(self.policy, self._topology, temperature)
         self._temperature, self._drafted = temperature, 0
         self._text: list[int] = []
         self.rounds: list[tuple[int, int]] = []
@@ -96,31 +102,29 @@ class PolicyStoppingCriteria(StoppingCriteria):
         else:
             self._host.start(np.zeros(1, dtype=np.int64))
         self._text, self._drafted = text, 0
-        anchor = text[-1], text[-2] if len(text) > 1 else -1
-        # No row of the target is read: the ANCHOR features that are allowed are of tokens and of the run.
-        self._base = np.zeros((1, len(self._layout.names)), dtype=np.float32)
-        read_anchors(self._layout, torch.zeros(1, 1), [anchor], self._temperature, self._base)
-        self._base[:, self._layout.history_at] = self._host.history.values(self._layout.history)
-        self._path: Array | None = None
+        none = np.zeros(1, dtype=np.int64)
+        self._round = RoundState(self._topology, _ONE[0], none + len(text), none)
+        set_anchors(self._round, {0: [-1, *text][-2:]})
+        self._reader.begin(self._round)
         if self.policy.first == 0:  # its answer has no effect, since transformers drafts at least one token
-            self._host.keep(single_step(0, self._base.copy()))
+            self._host.keep(self._reader.step(0, _ONE, self._host.history))
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Return [1] bool, whether to stop after the token that was just drawn."""
         self._drafted += 1
-        return torch.tensor([self._stops(input_ids[0, -2:].tolist(), scores[-1])], device=input_ids.device)
+        return torch.tensor([self._stops(int(input_ids[0, -1]), scores[-1])], device=input_ids.device)
 
-    def _stops(self, tokens: list[int], scores: Tensor) -> bool:
-        """Return whether to stop after the last of two tokens, given the scores [1, V] that it was drawn from."""
-        length = self._host.fixed_length(np.ones((1, 1), dtype=bool))
-        if length is not None or self._drafted >= self.policy.max_depth:
-            return self._drafted >= min(self.policy.max_depth if length is None else length, self.policy.max_depth)
+    def _stops(self, token: int, scores: Tensor) -> bool:
+        """Return whether to stop after a token, given the scores [1, V] that it was drawn from."""
+        depth, length, longest = self._drafted, self._host.fixed_length(_ONE), self.policy.max_depth
+        if length is not None or depth >= longest:
+            return depth >= (longest if length is None else min(length, longest))
+        if self._reader.has_unread_path:
+            self._reader.read()
         logits = scores.float() * (self._temperature or 1.0)  # features read raw logits
-        parent, token = tokens
-        drawn = DrawnTokens.of([(0, token, parent, 0, 1, self._drafted)], self._path)
-        features = self._base.copy()
+        self._round.tokens[0, depth] = token
         greedy = logits if self._temperature == 0.0 else None
-        self._path = read_columns(self._layout.node_columns, logits, drawn, self._temperature, features, scores=greedy)
-        if self._drafted < self.policy.first:
+        self._reader.drawn(depth, DraftScores([(0, [depth - 1])], [1], logits, scores=greedy))
+        if depth < self.policy.first:
             return False
-        return not self._host.keep(single_step(self._drafted, features))[0, 0]
+        return not self._host.keep(self._reader.step(depth, _ONE, self._host.history))[0, 0]

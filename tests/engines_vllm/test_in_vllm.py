@@ -53,7 +53,7 @@ drafter = getattr(engine.engine_core.engine_core.model_executor.driver_worker.wo
 told = {}
 if drafter is not None:
     told = {"drafted": drafter.drafting.spent.drafted, "steps": drafter.drafting.spent.steps,
-            "names": drafter._names(1) is not None or drafter._names(0) == [], "policy": drafter.drafting.policy.name}
+            "names": drafter.drafting._requests.rows[0].name is not None, "policy": drafter.drafting.policy.name}
 print("ANSWER" + json.dumps({"texts": [texts[f"r{at}"] for at in range(len(texts))], **told}))
 """
 

@@ -19,7 +19,7 @@ from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.host import PolicyHost, error_text, is_trusted, plugin_errors
 from specstop.policies.published.bandit import Bandit
-from specstop.policies.state import empty, join, put, take
+from specstop.policies.state import put, take
 from specstop.policies.testing import keys, make_step, make_tree, same
 
 
@@ -269,22 +269,6 @@ def test_streams_are_refilled_and_taken(carries: bool) -> None:
     assert len(host.history.record) == (2 if carries else 0)
 
 
-@pytest.mark.parametrize("carries", [False, True])
-def test_rows_of_an_engine_come_and_go(carries: bool) -> None:
-    host = PolicyHost(Counts(carries), batch=4)
-    host.refill_rows(np.array([3, 1]), np.array([30, 10]))
-    host.load_rows(np.array([1]))
-    host.observe(tell([1], [2]))
-    host.store_rows(np.array([1]))
-    host.refill_rows(np.array([0]), np.array([50]))
-    host.load_rows(np.array([0, 1, 3]))
-    assert host.state[0].tolist() == ([0, 1, 3] if carries else [50, 10, 30])
-    assert host.state[1].tolist() == [0, 1, 0] and (host.history.record[:, 4] > 0).tolist() == [False, True, False]
-    host.refill_rows(np.array([1, 2]), np.array([70, 71]))
-    host.load_rows(np.array([1, 2]))
-    assert host.state[1].tolist() == ([1, 0] if carries else [0, 0]) and not host.history.record.any()
-
-
 @dataclass(frozen=True)
 class Memory:
     count: Array
@@ -312,12 +296,6 @@ def test_states_of_different_widths_are_padded_with_zeros() -> None:
     wide = put(np.ones((2, 1)), np.array([1]), np.full((1, 3), 5.0))
     assert wide.tolist() == [[1.0, 0.0, 0.0], [5.0, 5.0, 5.0]]
     assert put(np.ones((2, 1)), np.array([1]), None).tolist() == [[1.0], [0.0]]
-    one, other = (np.ones((2, 1)), np.array([1, 2])), (np.full((1, 3), 7.0), np.array([3]))
-    wide, counts = join([one, other])
-    assert wide.tolist() == [[1, 0, 0], [1, 0, 0], [7, 7, 7]] and counts.tolist() == [1, 2, 3]
-    assert join([one]) is one and join([None, None]) is None
-    (zeros,) = empty((np.ones((2, 3), dtype=np.int64),), 1)
-    assert zeros.tolist() == [[0, 0, 0]] and zeros.dtype == np.int64
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...decode.benchmark import Ratio
-from ...decode.engines.sglang import KEY, rule_of
+from ...decode.engines.sglang import KEY, rule_entry
 from ..replay.traces.arrays import TraceArrays, typical_context
 from ..report.whatif.records import markdown_table
 from ..statistics import Resamples, Values
@@ -100,7 +100,7 @@ def costed(export: Export, lengths: Mapping[int, int]) -> dict[str, Any]:
         for size, length in lengths.items()
     }
     config: dict[str, Any] = {str(size): {"candidate_steps": steps} for size, steps in near.items()}
-    return {**config, KEY: rule_of(acceptance, seconds)}
+    return {**config, KEY: rule_entry(acceptance, seconds)}
 
 
 def rules_around(length: int, depth: int) -> list[Steps]:

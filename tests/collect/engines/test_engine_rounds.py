@@ -18,7 +18,7 @@ from specstop.collect.explore import exploring
 from specstop.collect.live import LiveCollector
 from specstop.collect.schema import Header, chain
 from specstop.collect.work import Work
-from specstop.decode.engines.drafters import ModelRows
+from specstop.decode.drafters import find_drafter
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.vllm import Proposer
 from specstop.decode.models.pair import Pair
@@ -56,7 +56,8 @@ def recorded(
         return explored_by(cast(Proposer, SimpleNamespace(drafting=made[0])), rows)
 
     recorder = (made_by or RoundRecorder)(3, K, 0.0, explored)
-    made.append(Drafting(ModelRows(pair.draft_model, 3, pair.vocabulary), asked, Options(3, K, 128), observer=recorder))
+    options = Options(3, K, 128, pair.vocabulary)
+    made.append(Drafting(find_drafter("model", pair), asked, options, observer=recorder))
     engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], 3, seed, gentle=gentle)
 
     def propose(sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -209,7 +210,7 @@ def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(en
     text = np.array([20, 21, 22, 23, 24, 25, 26, 27, 28, 29], dtype=np.int32)
     recorder = RoundRecorder(2, K, 0.0, lambda rows: np.zeros(len(rows), bool))
     drafting = Drafting(
-        ModelRows(endless_pair.draft_model, 2, endless_pair.vocabulary), load_policy("fixed:2"), Options(2, K, 128),
+        find_drafter("model", endless_pair), load_policy("fixed:2"), Options(2, K, 128, endless_pair.vocabulary),
         observer=recorder,
     )  # fmt: skip
     for length in (3, 4):

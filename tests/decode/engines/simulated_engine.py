@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from specstop.decode.engines.drafting import Drafting, DraftRows, Options
+from conftest import VOCABULARY
+from specstop.decode.drafters import Drafter
+from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import StopPolicy
@@ -132,7 +134,7 @@ class Asked:
     """Drafting with its engine, and what it was asked for: each text with its draft.
 
     Args:
-        draft: what drafts, K tokens at most for `PLACES` requests.
+        drafter: that drafts, K tokens at most for `PLACES` requests.
         policy: that ends the drafts.
         seed: of the engine.
         requests: not begun yet; they are left so.
@@ -141,9 +143,10 @@ class Asked:
     """
 
     def __init__(
-        self, draft: DraftRows, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool, **more: int
+        self, drafter: Drafter, policy: StopPolicy, seed: int, requests: Sequence[Request], named: bool, **more: int
     ) -> None:
-        self.drafting = Drafting(draft, policy, Options(**{"rows": PLACES, "depth": K, "readable": 128, **more}))
+        options = Options(**{"rows": PLACES, "depth": K, "readable": 128, "vocabulary": VOCABULARY, **more})
+        self.drafting = Drafting(drafter, policy, options)
         self.engine = Engine([Request(r.name, r.prompt, r.answer) for r in requests], PLACES, seed)
         self.named = named
         self.asked: list[tuple[list[int], list[int]]] = []

@@ -10,9 +10,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from simulated_engine import PLACES, Asked, K, Request, requests_of
-from specstop.decode.engines import drafters
-from specstop.decode.engines.drafters import ModelRows
+from simulated_engine import Asked, K, Request, requests_of
+from specstop.decode.drafters import find_drafter
+from specstop.decode.engines import drafting as drafting_module
 from specstop.decode.engines.drafting import Drafting, EngineDraft, Options
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import RoundOutcome, State, StopPolicy
@@ -43,7 +43,7 @@ def requests(pair: Pair) -> list[Request]:
 
 
 def of_model(pair: Pair, *args: object, **more: object) -> Asked:
-    return Asked(ModelRows(pair.draft_model, PLACES, pair.vocabulary), *args, **more)  # type: ignore[arg-type]
+    return Asked(find_drafter("model", pair), *args, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -76,7 +76,7 @@ def test_decisions_are_timed_apart_from_the_model(pair: Pair, requests: list[Req
     tool.engine.run(tool.propose, most=6)
     spent = tool.drafting.spent
     assert spent.drafted > 6
-    assert spent.drafted / 3 * 1e-3 <= spent.asked_s < spent.all_s - spent.model_s
+    assert spent.drafted / 3 * 1e-3 <= spent.policy_s < spent.all_s - spent.model_s
 
 
 def test_a_policy_hears_what_followed_of_each_draft(pair: Pair, requests: list[Request]) -> None:
@@ -142,6 +142,41 @@ def test_a_state_that_grows_with_a_round_begins_anew_with_each(pair: Pair, reque
     assert first or any(not draft for _, draft in tool.asked)
 
 
+def test_a_request_that_is_omitted_from_steps_keeps_its_state(pair: Pair) -> None:
+    """Its rounds are counted alone, whatever other requests draft meanwhile."""
+
+    class Counting(StopPolicy):
+        name, first, max_depth = "counting", 0, K
+
+        def start(self, streams: int, keys: np.ndarray) -> State:
+            return np.zeros(streams, dtype=np.int64)
+
+        def keep(self, step, state):
+            return step.alive & (step.depth <= state)[:, None], state
+
+        def observe(self, outcome: RoundOutcome, state: State) -> State:
+            return state + outcome.active
+
+    drafting = Drafting(find_drafter("model", pair), Counting(), Options(2, K, 128, pair.vocabulary))
+    texts = {"a": [20, 21, 22], "b": [30, 31, 32]}
+    lengths: dict[str, list[int]] = {"a": [], "b": []}
+    for names in ("ab", "b", "ab", "b", "b", "a"):
+        for name, draft in zip(names, drafting.propose([np.array(texts[n]) for n in names], list(names)), strict=True):
+            lengths[name].append(len(draft))
+            texts[name].append(40)
+    assert lengths == {"a": [1, 2, 3], "b": [1, 2, 3, 4, 5]}
+
+
+def test_a_prefix_that_two_requests_of_a_row_have_in_common_is_read_once(pair: Pair, plain_pair: Pair) -> None:
+    first, second = [*range(20, 40), 41], [*range(20, 36), 42, 43, 44]
+    drafting = Drafting(find_drafter("model", pair), load_policy("fixed:3"), Options(1, K, 128, pair.vocabulary))
+    backlogs = []
+    for text in (first, second, second[:10]):
+        assert drafting.propose([np.array(text)]) == [greedy(plain_pair.draft_model, text, 3)[0]]
+        backlogs.append(drafting._requests.rows[0].draft.backlog)  # type: ignore[union-attr]
+    assert backlogs == [21, 3, 1]
+
+
 @pytest.mark.parametrize(
     ("draft", "new", "expected"),
     [
@@ -185,26 +220,26 @@ def test_an_end_of_text_or_of_the_draft_s_room_ends_a_draft(pair: Pair, plain_pa
     text = [20, 21, 22]
     tokens, _ = greedy(plain_pair.draft_model, text, K)
     for options, expected in (
-        (Options(1, K, 128, eos=(tokens[1],)), tokens[: tokens.index(tokens[1]) + 1]),
-        (Options(1, K, len(text) + K), tokens),
-        (Options(1, K, len(text) + K - 1), []),
+        (Options(1, K, 128, pair.vocabulary, eos=(tokens[1],)), tokens[: tokens.index(tokens[1]) + 1]),
+        (Options(1, K, len(text) + K, pair.vocabulary), tokens),
+        (Options(1, K, len(text) + K - 1, pair.vocabulary), []),
     ):
-        drafting = Drafting(ModelRows(pair.draft_model, 1, pair.vocabulary), load_policy("fixed:5"), options)
+        drafting = Drafting(find_drafter("model", pair), load_policy("fixed:5"), options)
         assert drafting.propose([np.array(text)]) == [expected]
 
 
 def test_more_requests_than_rows_get_no_draft_and_no_length_none(pair: Pair) -> None:
-    rows = ModelRows(pair.draft_model, 2, pair.vocabulary)
-    drafting = Drafting(rows, load_policy("fixed:2"), Options(2, K, 128))
+    drafter, options = find_drafter("model", pair), Options(2, K, 128, pair.vocabulary)
+    drafting = Drafting(drafter, load_policy("fixed:2"), options)
     assert [len(d) for d in drafting.propose([np.array([20, 21 + i]) for i in range(3)])] == [2, 2, 0]
-    none = Drafting(rows, load_policy("fixed:0"), Options(2, K, 128))
+    none = Drafting(drafter, load_policy("fixed:0"), options)
     assert none.propose([np.array([20, 21])]) == [[]]
 
 
 def test_a_cache_that_grows_reads_its_texts_again(
     pair: Pair, plain_pair: Pair, requests: list[Request], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafters, "_INITIAL_TOKENS", 4)
+    monkeypatch.setattr(drafting_module, "_INITIAL_TOKENS", 4)
     tool = of_model(pair, load_policy("fixed:3"), 2, requests[:6], True)
     tool.engine.run(tool.propose)
     assert len({(len(text) - 1).bit_length() for text, _ in tool.asked}) > 3

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from simulated_engine import PLACES, Asked, K, Request, requests_of
+from simulated_engine import Asked, K, Request, requests_of
 from specstop.decode.drafters import Drafter, find_drafter
-from specstop.decode.engines import drafters
-from specstop.decode.engines.drafters import DrafterRows, load_rows
+from specstop.decode.drafters.base import Proposal
+from specstop.decode.drafters.lookup import LookupDrafter
+from specstop.decode.engines import drafting
+from specstop.decode.engines.drafters import load_engine_drafter
 from specstop.decode.models.pair import Pair
-from specstop.decode.round_state import RoundState
+from specstop.decode.round_state import RoundState, Rows
 from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, PairError, SpecstopWarning
 from specstop.policies.registry import load_policy
@@ -53,8 +55,7 @@ def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request
     """Preempted, moved, aborted, trimmed, read in chunks: the drafter never mistakes a request for another."""
     done, known = Counter[str](), find_drafter(spec, pair)
     for seed in range(2):
-        rows = DrafterRows(find_drafter(spec, pair), PLACES, K, pair.vocabulary)
-        tool = Asked(rows, load_policy(f"confidence:{LEAST}"), seed, requests, named=bool(seed))
+        tool = Asked(find_drafter(spec, pair), load_policy(f"confidence:{LEAST}"), seed, requests, named=bool(seed))
         tool.engine.run(tool.propose)
         done.update(tool.engine.counts)
         for text, draft in tool.asked[:: 2 if spec == "lookup" else 7]:
@@ -68,9 +69,8 @@ def test_each_draft_is_that_of_its_text_alone(pair: Pair, requests: list[Request
 def test_a_drafter_that_is_given_more_room_is_told_its_texts_again(
     pair: Pair, requests: list[Request], spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafters, "_INITIAL_TOKENS", 4)
-    rows = DrafterRows(find_drafter(spec, pair), PLACES, K, pair.vocabulary)
-    tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 2, requests[:6], named=True)
+    monkeypatch.setattr(drafting, "_INITIAL_TOKENS", 4)
+    tool = Asked(find_drafter(spec, pair), load_policy(f"confidence:{LEAST}"), 2, requests[:6], named=True)
     tool.engine.run(tool.propose)
     known = find_drafter(spec, pair)
     assert len({(len(text) + K).bit_length() for text, _ in tool.asked}) > 2
@@ -82,20 +82,17 @@ def test_earlier_texts_are_drafted_from_if_asked(pair: Pair, requests: list[Requ
     """One request after the other, the same text twice: the second time nearly all of it is a draft."""
     twice, rounds = [requests[0], Request("again", requests[0].prompt, requests[0].answer)], {}
     for keep in (0, 1):
-        rows = DrafterRows(find_drafter(f"suffix?keep={keep}", pair), 1, K, pair.vocabulary)
-        tool = Asked(rows, load_policy(f"fixed:{K}"), 0, twice, named=True, rows=1)
+        tool = Asked(find_drafter(f"suffix?keep={keep}", pair), load_policy(f"fixed:{K}"), 0, twice, named=True, rows=1)
         tool.engine.places, tool.engine.gentle = 1, True
         tool.engine.run(tool.propose)
         rounds[keep] = [len(request.rounds) for request in tool.engine.finished]
     assert rounds[1][0] == rounds[0][0] == rounds[0][1] and rounds[1][1] < rounds[0][1]
 
 
-class Breaking(DrafterRows):
-    """Fails at its `at`-th call, and must not be called again."""
+class Breaking(LookupDrafter):
+    """Fails at its `left`-th call after it was made, and must not be called again."""
 
-    def __init__(self, at: int, *args: Any) -> None:
-        super().__init__(*args)
-        self.left = at
+    left = 0
 
     def counted(self) -> None:
         assert self.left > 0, "a drafter that has failed was called again"
@@ -103,23 +100,32 @@ class Breaking(DrafterRows):
         if not self.left:
             raise RuntimeError("out of words")
 
-    def read(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], depth: int) -> Tensor:
+    def begin(self, stream: int) -> None:
         self.counted()
-        return super().read(rows, tokens, depth)
+        super().begin(stream)
 
-    def roll_back(self, row: int, length: int) -> None:
+    def committed(self, stream: int, tokens: Sequence[int], states: Tensor | None) -> None:
         self.counted()
-        super().roll_back(row, length)
+        super().committed(stream, tokens, states)
+
+    def backlog(self) -> Any:
+        self.counted()
+        return super().backlog()
+
+    def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
+        self.counted()
+        return super().propose(round, depth, rows)
 
 
 @pytest.mark.parametrize("at", range(20, 26))
 def test_an_engine_outlives_its_drafter(pair: Pair, requests: list[Request], at: int) -> None:
     """Whatever call fails, it is said once, and the requests are finished without drafts."""
-    rows = Breaking(at, find_drafter("lookup", pair), PLACES, K, pair.vocabulary)
-    tool = Asked(rows, load_policy(f"confidence:{LEAST}"), 0, requests, named=True)
+    drafter = Breaking(pair)
+    drafter.left = at
+    tool = Asked(drafter, load_policy(f"confidence:{LEAST}"), 0, requests, named=True)
     with pytest.warns(SpecstopWarning, match=r"the drafter failed \(.*out of words.*\); nothing is drafted") as told:
         tool.engine.run(tool.propose)
-    assert len(told) == 1 and rows.left == 0
+    assert len(told) == 1 and drafter.left == 0
     assert all(request.text == request.prompt + request.answer for request in tool.engine.finished)
     lengths = [len(draft) for _, draft in tool.asked]
     assert any(lengths) and not any(lengths[-40:])
@@ -127,16 +133,27 @@ def test_an_engine_outlives_its_drafter(pair: Pair, requests: list[Request], at:
         tool.drafting.check_failed()  # as `collect` and `profile` do
 
 
-def load(drafter: str, folder: Path, draft: str = "") -> tuple[object, int]:
-    return load_rows(drafter, draft, str(folder / "target"), torch.device("cpu"), torch.float64, 48, 2, K)
+def load(drafter: str, folder: Path, draft: str = "") -> Drafter:
+    return load_engine_drafter(drafter, draft, str(folder / "target"), torch.device("cpu"), torch.float64, 48)
 
 
 def test_drafters_are_made_without_the_engine_s_target(pair_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "seen.txt").write_text("a b c", encoding="utf-8")
+    none = np.zeros(2, dtype=np.int64)
     for spec in ("lookup", "suffix", f"suffix:{tmp_path / 'seen.txt'}", "suffix+model", "model"):
-        rows, readable = load(spec, pair_folder, str(pair_folder / "draft") if spec.endswith("model") else "")
-        assert rows.read([1], [[20, 21, 20]], 0).shape == (1, 48)  # type: ignore[attr-defined]
-        assert (readable < 1 << 20) == spec.endswith("model")
+        drafter = load(spec, pair_folder, str(pair_folder / "draft") if spec.endswith("model") else "")
+        drafter.reserve(2, 64)
+        drafter.begin(1)
+        drafter.committed(1, [20, 21], None)
+        round = RoundState(chain(K), none == 0, none, none)
+        round.tokens[1, 0] = 20
+        assert drafter.propose(round, 0, [(1, [0])]).dense(48).shape == (1, 48)
+        assert (drafter.readable < 1 << 20) == spec.endswith("model")
+
+
+def test_a_draft_model_alone_needs_no_files_of_the_target(pair_folder: Path, tmp_path: Path) -> None:
+    draft = str(pair_folder / "draft")
+    load_engine_drafter("model", draft, str(tmp_path), torch.device("cpu"), torch.float64, 48)
 
 
 @pytest.mark.parametrize("spec", ["medusa:heads", "suffix+ctc:heads"])

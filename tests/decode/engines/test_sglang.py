@@ -9,14 +9,14 @@ import json
 from pathlib import Path
 
 import pytest
-from specstop.decode.engines.sglang import MEMORY, CostedSteps, in_place_of, rule_of
+from specstop.decode.engines.sglang import MEMORY, CostedSteps, costed_steps_factory, rule_entry
 
 CANDIDATES = {1: [1, 2, 4], 8: [0, 1, 2]}
 
 
 def rule(acceptance: float = 0.8, row: float = 0.1, strength: float = 1.0) -> dict:
     """Return a rule in which a step of k costs 1 + row x k x batch."""
-    return rule_of([acceptance] * 4, {size: [1 + row * k * size for k in range(5)] for size in (1, 8)}, strength)
+    return rule_entry([acceptance] * 4, {size: [1 + row * k * size for k in range(5)] for size in (1, 8)}, strength)
 
 
 def best(acceptance: list[float], seconds: list[float], candidates: list[int]) -> int:
@@ -67,7 +67,7 @@ def test_a_rule_that_lacks_steps_is_refused(wrong: dict) -> None:
 
 
 def test_without_our_object_the_engine_s_own_rule_runs(tmp_path: Path) -> None:
-    made = in_place_of(lambda steps, path: ("theirs", steps, path))
+    made = costed_steps_factory(lambda steps, path: ("theirs", steps, path))
     plain, ours = tmp_path / "plain.json", tmp_path / "ours.json"
     entries = {str(size): {"candidate_steps": steps} for size, steps in CANDIDATES.items()}
     plain.write_text(json.dumps(entries))

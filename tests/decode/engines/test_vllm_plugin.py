@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from specstop.decode.engines.vllm_plugin import SWITCH, begin_with, read_coefficients, register
+from specstop.decode.engines.vllm_plugin import SWITCH, read_coefficients, register, set_coefficients
 from specstop.policies.errors import InputError, SpecstopWarning
 
 MODULE = "vllm.v1.worker.gpu.spec_decode.acceptance_estimator"
@@ -29,7 +29,7 @@ def estimator() -> type:
 def test_an_estimator_begins_with_the_coefficients_however_often_it_is_told() -> None:
     kind = estimator()
     for slope in (0.1, 0.9):
-        begin_with(kind, slope, [0.3, -0.4])
+        set_coefficients(kind, slope, [0.3, -0.4])
     made = kind(8, 4, device=torch.device("cpu"))
     assert made.slope.tolist() == pytest.approx([0.9])
     assert made.intercepts.tolist() == pytest.approx([0.3, -0.4, -0.4, -0.4])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from specstop.decode.engines.settings import EngineSettings, check_engine_policy, missing_in_engines, read_settings
-from specstop.decode.engines.vllm import Proposer, find_names
+from specstop.decode.engines.vllm import Proposer, request_names
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PairError, PolicyError
 from specstop.policies.learned import LearnedPolicy
@@ -60,8 +60,8 @@ class ModelRunner:
     def __init__(self, names: Any) -> None:
         self.input_batch = SimpleNamespace(token_ids_cpu=np.zeros((2, 8), dtype=np.int32), req_ids=names)
 
-    def ask(self) -> Any:
-        return find_names(self.input_batch.token_ids_cpu)
+    def ask(self, count: int) -> Any:
+        return request_names(self.input_batch.token_ids_cpu, count)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ class ModelRunner:
     ],
 )
 def test_names_come_from_the_caller_that_handed_over_the_texts(names: Any, count: int, expected: Any) -> None:
-    assert ModelRunner(names).ask()(count) == expected
+    assert ModelRunner(names).ask(count) == expected
 
 
 def test_there_are_no_names_where_no_caller_is_a_model_runner() -> None:
-    assert find_names(np.zeros((1, 4), dtype=np.int32))(1) is None
+    assert request_names(np.zeros((1, 4), dtype=np.int32), 1) is None
 
 
 def learned(features: tuple[str, ...], temperature: float, hidden: tuple[str, ...] = ()) -> LearnedPolicy:
@@ -112,9 +112,9 @@ def test_what_an_engine_does_not_hand_over_is_named(
     assert missing_in_engines(policy) == missing
     if missing:
         with pytest.raises(PolicyError, match=f"mine: reads {', '.join(missing)}, which vllm .*--for vllm"):
-            check_engine_policy(policy, "vllm")
+            check_engine_policy(policy)
     else:
-        assert check_engine_policy(policy, "vllm") is policy
+        assert check_engine_policy(policy) is policy
 
 
 def test_a_rule_that_reads_noise_is_refused_whatever_the_temperature() -> None:

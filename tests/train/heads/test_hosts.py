@@ -24,7 +24,7 @@ def test_a_policy_for_vllm_reads_what_vllm_knows(traces: dict[float, Trace], pro
     sampled = train(labelled(traces[0.7], "point"), profile, host="vllm", folds=2, cross_fit=False).policy
     assert "noisy_margin" not in sampled.features and {"margin", "entropy", "top1"} <= set(sampled.features)
     for policy in (greedy, sampled):
-        assert check_engine_policy(policy, "vllm") is policy and policy.hidden == ()
+        assert check_engine_policy(policy) is policy and policy.hidden == ()
 
 
 @pytest.mark.parametrize(
