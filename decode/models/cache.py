@@ -5,11 +5,10 @@ One stream is read in slices of the buffers. Several streams are read by one pac
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -98,7 +97,7 @@ class CachedModel:
     Attributes:
         masked: Whether the model takes masks.
         states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
-            of all tokens, after `read_parts` [1, R, H] of the tokens with wanted logits.
+            of all tokens, after `read_parts` [1, R, H] of the tokens whose logits are returned.
     """
 
     def __init__(
@@ -128,6 +127,7 @@ class CachedModel:
         self._windows = LayerMasks.of(model) if reading.masked else None
         self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
         self.masked = reading.masked
+        self._reads_beyond = streams > 1  # whether attention reads slots behind the text, masked
         # Streams with hidden slots or shifted positions: `ReadPrompt.hidden` and `offset`.
         self._layouts: dict[int, tuple[Tensor, Tensor]] = {}
         self._positions = torch.arange(capacity, device=self._device)[None]
@@ -150,12 +150,6 @@ class CachedModel:
     def refresh(self) -> None:
         """Use the current layers of the model; called before the first text of a run."""
         vars(self).pop("_view", None)
-
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[PreTrainedModel]:
-        model, guard = self._view
-        with guard(), without_cudnn(self._device):
-            yield model
 
     @property
     def lengths(self) -> Sequence[int]:
@@ -245,11 +239,6 @@ class CachedModel:
             self.read(text, 1, stream=stream)
             self._kv.lengths[stream] = start
 
-    @property
-    def _reads_beyond(self) -> bool:
-        """Whether attention reads slots behind the text, masked."""
-        return self.streams > 1
-
     def _hide(self, mask: Tensor, first: int = 0) -> None:
         """Mask the hidden slots in a mask [B, 1, n, slots] bool of the streams from `first` on, in place."""
         for stream, (hidden, _) in self._layouts.items():
@@ -274,15 +263,18 @@ class CachedModel:
         """
         if not self.masked and (prompt.hidden.any() or prompt.offset.any()):
             raise prompt.refusal(self.original)
-        self._kv.clear(stream)
+        kv = self._kv
+        kv.clear(stream)
+        kv.stream = stream
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
-                layer.fill(stream, prompt.slots, *states)
+                kv.lengths[stream] = prompt.slots - states[0].shape[2]
+                layer.update(*states)
         prompt.layers.clear()
         if self.masked:
             self._layouts[stream] = prompt.hidden, prompt.offset
         self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
-        self._kv.lengths[stream] = prompt.slots
+        kv.lengths[stream] = prompt.slots
         token, expected = prompt.next
         logits = self.read(upload([[token]], self._device), 1, stream=stream)[0, -1]
         self.roll_back(prompt.slots, stream)
@@ -301,7 +293,7 @@ class CachedModel:
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
         model, guard = self._view
-        with guard(), without_cudnn(self._device):
+        with guard(), without_cudnn(self._device), attending_packed(model, self._kv.call):
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -318,7 +310,7 @@ class CachedModel:
         return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Append tokens to several streams, at most one part each, and return the wanted logits [R, V] of all parts.
+        """Append tokens to several streams, at most one part each, and return their logits [R, V].
 
         One packed call reads them, except the beginnings of texts and other long parts.
         """
@@ -360,7 +352,7 @@ class CachedModel:
             mask[0, 0, :, tree.base :] = relation
             positions = upload(tree.positions()[None], self._device)
         line = tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
-        logits = self.read(line, part.wanted, mask, positions, stream)[0]
+        logits = self.read(line, part.rows, mask, positions, stream)[0]
         if self.states is not None:
             self.states = self.states[:, -len(logits) :]
         return logits
@@ -373,17 +365,16 @@ class CachedModel:
         for part in parts:
             self._kv.lengths[part.stream] += len(part.tokens)
         count = int(split(parts)[-1])  # without the rows that fill the call up
-        if states is not None and call.wanted is not None:
-            states = states[:, call.wanted]
+        if states is not None and call.rows is not None:
+            states = states[:, call.rows]
         self.states = None if states is None else states[:, :count]
         return logits[0, :count]
 
     def _pack(self, parts: Sequence[Part]) -> PackedCall:
-        rows = 1 + max(part.stream for part in parts)
-        return pack(parts, self._kv.lengths, rows, self._device)
+        return pack(parts, self._kv.lengths, 1 + max(part.stream for part in parts), self._device)
 
     def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
-        """Return the scores [1, R, V] of the wanted rows and, if they are kept, all hidden states [1, T, H]."""
+        """Return the scores [1, R, V] of its rows and, if they are kept, all hidden states [1, T, H]."""
         mask, positions, stream, slot = call.mask(), call.line[1:2], call.line[2], call.line[3]
         if self._windows:
             self._position_at[stream, slot] = positions[0]
@@ -392,9 +383,8 @@ class CachedModel:
         mask = self._additive(mask, call.query_positions() if self._windows else positions, key_positions)
         self._kv.call = call
         try:
-            with self._calling() as model, attending_packed(model, call):
-                rows = 0 if call.wanted is None else call.wanted
-                return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
+            rows = 0 if call.rows is None else call.rows
+            return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
         finally:
             self._kv.call = None
 

@@ -75,7 +75,7 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
 def packed_refusal(device: torch.device, dtype: torch.dtype) -> str:
     """Return why weights of this kind cannot be reordered, or an empty string."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return f"weights are reordered for the CPU in float32 and bfloat16, not for {device.type} in {_name(dtype)}"
+        return f"weights are reordered for the CPU in float32 and bfloat16, not for {device.type} in {dtype}"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this build of torch has no oneDNN"
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -90,7 +90,7 @@ def compact_refusal(model: PreTrainedModel) -> str:
         return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
     # On a CPU its norms are composed of operations that would each round to half.
     if device != "cuda" and (device != "cpu" or dtype not in (torch.float32, torch.float64)):
-        return f"the compact forward is for CUDA, and for the CPU in float32 and float64, not for {device} in {_name(dtype)}"
+        return f"the compact forward is for CUDA, and for the CPU in float32 and float64, not for {device} in {dtype}"
     rotation = config.rope_parameters["rope_type"]
     if LayerMasks.of(model) is not None or config._attn_implementation != "sdpa":
         return "the compact forward attends by sdpa, with no sliding windows"
@@ -101,10 +101,6 @@ def compact_refusal(model: PreTrainedModel) -> str:
     if any(type(p) is not nn.Linear for p in (model.lm_head, *_linears(model.model.layers[0]))):
         return "its linear layers are not plain ones"
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class PackedLinear(nn.Module):

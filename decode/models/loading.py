@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from huggingface_hub import is_offline_mode, model_info, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, StrictDataclassError
@@ -224,16 +225,12 @@ def available_bytes(device: torch.device) -> int | None:
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
-    limits, cgroup = [], Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, KeyError):  # Linux only
-        raw = Path("/proc/meminfo").read_text()
-        sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", raw, re.MULTILINE)}
-        limits.append(sizes["MemAvailable"] + sizes["SwapFree"])
-    with contextlib.suppress(OSError, ValueError):  # "max" without a limit of the container
-        free = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
-        cached = re.search(r"^file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)
-        limits.append(max(0, free + int(cached[1] if cached else 0)))
-    return min(limits, default=None)
+    available = int(psutil.virtual_memory().available + psutil.swap_memory().free)
+    with contextlib.suppress(OSError, ValueError):  # no container, or "max" for one without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.search(r"^file (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text(), re.MULTILINE)
+        available = min(available, max(0, limit - used + int(cached[1] if cached else 0)))
+    return available
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:

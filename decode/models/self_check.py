@@ -36,10 +36,6 @@ _RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, Reading]] = weak
 _LOCK = threading.Lock()  # threads may share a model; only one of them checks it
 
 
-class _Differs(Exception):
-    """The logits differ from those of the library."""
-
-
 def check_model(role: str, model: PreTrainedModel) -> Reading:
     """Return the kinds of calls that a model supports. The result is cached until its configuration or adapters change.
 
@@ -69,7 +65,7 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
             return Reading() if ids is None else _Check(view, ids).run(role, model)
         except Exception as error:  # the type of the error depends on the class
             text = str(error).strip().split("\n")[0][:160]
-            why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
+            why = text if isinstance(error, PairError) else f"{type(error).__name__}: {text}"
             raise PairError(
                 f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder whose cache "
                 "is a list of keys and values"
@@ -114,7 +110,7 @@ class _Check:
             return Reading()  # decoding reports a broken model
         is_rounded = is_quantised(model.config) or modified_module(model) or not all(map(is_plain, model.parameters()))
         if self.drift > (_CAUSAL if is_rounded else self.tolerance):
-            raise _Differs("the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)")
+            raise PairError("the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)")
         try:
             reading = self._read(model, Reading())
         except Exception as error:
@@ -138,7 +134,7 @@ class _Check:
     def _read(self, model: PreTrainedModel, reading: Reading) -> Reading:
         cache = CachedModel(model, self.texts[0].shape[1] + 4, self.rows[0].shape[-1], streams=2, reading=reading)
         if not self._chain(cache):
-            raise _Differs("a text read through a cache gets other logits than as a whole (an encoder?)")
+            raise PairError("a text read through a cache gets other logits than as a whole (an encoder?)")
         if not reading.masked:
             return Reading(masked=False, tree=False, side_by_side=False, padded=self.padded)
         start, results = self.start + 5, []
