@@ -60,7 +60,6 @@ _CUSTOM_CODE = (
 )
 _BEYOND_LAYERS = ("XLORA", "POLY", "SHADOW", "ADAPTION_PROMPT")
 """Adapter types that act outside the layers of the model or depend on more than the inputs of a layer."""
-_EXPECTED_ADAPTER = "expected one that changes weights, such as LoRA"
 
 
 @contextlib.contextmanager
@@ -330,7 +329,7 @@ def _adapter_refusal(config: Any) -> str:
     elif not config.is_prompt_learning and kind not in _BEYOND_LAYERS:
         return ""
     other = ", or call target.generate(custom_generate=specstop_generate)" if config.is_prompt_learning else ""
-    return f"its {kind} adapter is more than a change of layers; {_EXPECTED_ADAPTER}{other}"
+    return f"its {kind} adapter is more than a change of layers; expected one that changes weights, such as LoRA{other}"
 
 
 def unwrap(model: Any, role: str) -> PreTrainedModel:

@@ -137,37 +137,37 @@ def _copy(value: Any, copies: dict[int, Any]) -> Any:
         return dict(zip(value, copied, strict=True)) if type(value) is dict else type(value)(copied)
     if not isinstance(value, nn.Module | PreTrainedConfig):
         return value
-    copy, state = object.__new__(type(value)), dict(vars(value))
+    copy, state, module_attributes = object.__new__(type(value)), dict(vars(value)), {}
     copies[id(value)] = copy
-    is_module = isinstance(value, nn.Module)
-    if is_module and not _is_viewable(value):
-        raise _NotViewableError
+    if isinstance(value, nn.Module):
+        _check_viewable(value)
+        module_attributes = _MODULE_ATTRIBUTES
     for name, item in state.items():
-        if not (is_module and name in _MODULE_ATTRIBUTES):
+        if name not in module_attributes:
             state[name] = _copy(item, copies)
         elif isinstance(item, dict | set):  # parameters, buffers, children and hooks, which are mutated in place
             state[name] = item.copy()
-    if is_module:
-        state["_modules"].update((name, _copy(child, copies)) for name, child in value._modules.items())
+    if module_attributes:
+        state["_modules"].update({name: _copy(child, copies) for name, child in state["_modules"].items()})
         state["training"] = False
     vars(copy).update(state)
     return copy
 
 
-def _is_viewable(module: nn.Module) -> bool:
-    """Whether a copy of a module works: accelerate and torch.compile replace `forward` by functions that hold the module.
-
-    FSDP gathers the parameters into the original modules. A script is not a Python object.
-    """
+def _check_viewable(module: nn.Module) -> None:
+    """Raise `_NotViewableError` if a copy of a module would call or change the original."""
     state = vars(module)
     forward = state.get("forward")
-    return (
-        (forward is None or (isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module)))
-        and "_hf_hook" not in state
-        and state.get("_compiled_call_impl") is None
-        and not any(base.__module__.startswith("torch.distributed") for base in type(module).__mro__)
-        and all(type(state[name]) in (dict, OrderedDict) for name in ("_parameters", "_buffers", "_modules"))
-    )
+    # accelerate and torch.compile replace `forward` with functions that hold the module. FSDP gathers the parameters into
+    # the original modules. A script is not a Python object.
+    if (
+        not (forward is None or (isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module)))
+        or "_hf_hook" in state
+        or state.get("_compiled_call_impl") is not None
+        or any(base.__module__.startswith("torch.distributed") for base in type(module).__mro__)
+        or any(type(state[name]) not in (dict, OrderedDict) for name in ("_parameters", "_buffers", "_modules"))
+    ):
+        raise _NotViewableError
 
 
 _EXCLUSIVE = threading.RLock()
