@@ -68,13 +68,6 @@ class ReadPrompt:
     next: tuple[int, Tensor]  # a token, and the model's own logits [V] after it
     arguments: tuple[str, ...]  # inputs besides the token ids, for messages
 
-    def refusal(self, model: PreTrainedModel) -> InputError:
-        """Return the error for a prompt that the loop cannot continue."""
-        return InputError(
-            f"specstop_generate: {', '.join(self.arguments)}: {type(model).__name__} continues such a prompt in a form "
-            "that the loop does not support; leave it out, or call generate without custom_generate"
-        )
-
 
 class CachedModel:
     """A causal language model and the texts that it has read.
@@ -249,11 +242,9 @@ class CachedModel:
         """Return positions [1, n] or [D, 1, n] of tokens with positions [1, n] in their streams [n]."""
         if not self._layouts:
             return positions
-        depth = max(len(offset) for _, offset in self._layouts.values())
-        offsets = positions.new_zeros(depth, 1, positions.shape[1])
-        for number, (_, offset) in self._layouts.items():
-            offsets += offset[:, None, None] * (stream == number)
-        return positions + offsets[0] if depth == 1 else positions[None] + offsets
+        shifts = (offset[:, None, None] * (stream == number) for number, (_, offset) in self._layouts.items())
+        shifted = sum(shifts, positions)  # [D, 1, n]
+        return shifted if len(shifted) > 1 else shifted[0]
 
     def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
         """Replace a stream's text by a prompt that the model has read itself.
@@ -261,8 +252,12 @@ class CachedModel:
         Raises:
             InputError: The logits after the prompt's next token differ from the model's by more than rounding.
         """
+        refusal = InputError(
+            f"specstop_generate: {', '.join(prompt.arguments)}: {type(self.original).__name__} continues such a prompt in a "
+            "form that the loop does not support; leave it out, or call generate without custom_generate"
+        )
         if not self.masked and (prompt.hidden.any() or prompt.offset.any()):
-            raise prompt.refusal(self.original)
+            raise refusal
         kv = self._kv
         kv.clear(stream)
         kv.stream = stream
@@ -279,7 +274,7 @@ class CachedModel:
         logits = self.read(upload([[token]], self._device), 1, stream=stream)[0, -1]
         self.roll_back(prompt.slots, stream)
         if logit_difference(logits[None], expected[None]) > _TOLERANCE.get(self.model.dtype, 0.1):
-            raise prompt.refusal(self.model)
+            raise refusal
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, R, V] of the last or of certain `rows` and, if they are kept, all hidden states."""

@@ -15,7 +15,7 @@ from .view import hidden_width
 
 
 def check_rows(logits: Tensor, role: str = "target") -> None:
-    """Raise `PairError` if the best raw score of a row of logits [..., V] is NaN or infinite. Single tokens may be at -inf."""
+    """Raise `PairError` if the best score of a row of raw logits [..., V] is not finite. Single tokens may be at -inf."""
     start_check(logits, role)()
 
 

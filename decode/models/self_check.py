@@ -153,7 +153,7 @@ class _Check:
         return logit_difference(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
 
     def _reads(self, cache: CachedModel, *spans: tuple[int, int, int], rows: int = 0) -> bool:
-        """Whether a call that reads these spans (text, first, end) gives the expected logits of their last `rows`, 0 = all."""
+        """Whether a call that reads spans (text, first, end) gives the expected logits of their last `rows`, 0 = all."""
         parts = [Part(text, self.texts[text][first:end], rows) for text, first, end in spans]
         logits, bounds = cache.read_parts(parts), split(parts)
         return all(
