@@ -164,9 +164,8 @@ class CachedModel:
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
         """Remove all tokens of a stream after `base` except those in `slots`, ascending, which move up."""
-        fixed = 0  # those already in place: all of a chain
-        while fixed < len(slots) and slots[fixed] == base + fixed:
-            fixed += 1
+        # Those already in place: all of a chain.
+        fixed = next((index for index, slot in enumerate(slots) if slot != base + index), len(slots))
         if fixed < len(slots):
             moved = list(slots[fixed:])
             self._kv.move(stream, moved, base + fixed)

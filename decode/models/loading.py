@@ -41,7 +41,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
 from ...policies.safe_loading import strict_loads
-from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash, package_of
+from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -338,7 +338,7 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     for config in configs.values() if isinstance(configs, dict) else ():
         if refusal := _adapter_refusal(config):
             raise PairError(f"the {role} cannot be run: {refusal}")
-    base: PreTrainedModel = model.get_base_model() if package_of(model) == "peft" else model
+    base: PreTrainedModel = model.get_base_model() if type(model).__module__.startswith("peft.") else model
     return base
 
 
