@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, History, Layout
-from .models.outputs import seen
+from .models.outputs import rounded
 from .round_state import DraftScores, RoundState
 from .summaries import read_columns, truncation_lead
 from .topology import Topology
@@ -98,7 +98,7 @@ class FeatureReader:
         else:
             states = np.zeros((*alive.shape, self._widths[DRAFT_HIDDEN]), dtype=np.float32)
             if self._states is not None:
-                values = seen(self._states).cpu().numpy()
+                values = rounded(self._states).cpu().numpy()
                 if self._places is None:
                     states[:] = values.reshape(states.shape)
                 else:
@@ -123,7 +123,7 @@ class FeatureReader:
             if TARGET_HIDDEN in self.policy.hidden:
                 states = torch.cat([anchor.hidden for anchor in anchors if anchor.hidden is not None])
                 self._target_states = np.zeros((self._streams, states.shape[-1]), dtype=np.float32)
-                self._target_states[streams] = seen(states).cpu().numpy()
+                self._target_states[streams] = rounded(states).cpu().numpy()
         if self._layout.history:
             base[:, self._layout.history_at] = history.values(self._layout.history)
         return base

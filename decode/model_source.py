@@ -21,7 +21,7 @@ from .hooks import Hook, Timer
 from .models.attention import Part, TreeRows
 from .models.cuda import open_cache
 from .models.device import upload
-from .models.outputs import FiniteRows, check_rows
+from .models.outputs import check_rows, start_check
 from .models.pair import Pair
 from .models.view import readable
 from .round_state import DraftScores, RoundState, Rows
@@ -303,14 +303,16 @@ class ModelSource:
             of_chain = tree.is_chain and tree.paths[int(round.verified[stream])]
             rows.append((stream, of_chain or np.flatnonzero(round.sent[stream]).tolist()))
         round.target_rows = rows
-        raw, finite = self._read_target(round)
+        raw, check_finite = self._read_target(round)
         sampled, _ = process(round, rows, raw)
         round.target_raw, round.target_sampled = raw, sampled
         if constrained := any(text.sampler.constrained for text in round.texts if text is not None):
             # A candidate may lead to a row for which the grammar allows no token. It matters only if it is accepted.
             round.target_sampled = torch.where(sampled.amax(-1, keepdim=True) > -torch.inf, sampled, raw)
-        with finite:  # on a device it is checked while the host waits for the accepted paths
+        try:
             accepted = self.mode.accept(round, rows, round.target_sampled)
+        finally:  # after the host has waited for the accepted paths
+            check_finite()
         round.accepted, round.next_tokens, first = np.zeros(self._size, dtype=np.int64), {}, 0
         for (stream, sent), (path, token) in zip(rows, accepted, strict=True):
             if constrained:
@@ -323,8 +325,8 @@ class ModelSource:
         for hook in self._hooks:
             hook.on_verified(round)
 
-    def _read_target(self, round: RoundState) -> tuple[Tensor, FiniteRows]:
-        """Return the target's raw logits [R, V] after the rows sent, and the check of them."""
+    def _read_target(self, round: RoundState) -> tuple[Tensor, Callable[[], None]]:
+        """Return the target's raw logits [R, V] after the rows sent, and a function that checks them."""
         mark = self.timer.mark()
         parts, padding, on_device = [], 0, round.device_tokens
         for stream, sent in round.target_rows:
@@ -343,9 +345,9 @@ class ModelSource:
                 parts.append(Part(stream, round.tokens[stream, sent].tolist(), tree=tree_rows))
         logits = self.target.read_parts(parts)
         logits = logits[:-padding] if padding else logits
-        finite = FiniteRows(logits)
+        check_finite = start_check(logits)
         self.timer.add("verify", mark)
-        return logits, finite
+        return logits, check_finite
 
     def _padding(self, round: RoundState) -> int:
         """Return how many tokens a stream reads again to pad a verification: a larger one may be cheaper."""

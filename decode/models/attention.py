@@ -106,19 +106,19 @@ class Part:
     Attributes:
         stream: Index of the stream.
         tokens: n token ids, a sequence or int64 on the model's device.
-        wanted: Number of last tokens whose logits are returned; 0 = all.
+        rows: Number of last tokens whose logits are returned; 0 = all.
         tree: Rows of the tokens; None = a chain.
     """
 
     stream: int
     tokens: Sequence[int] | Tensor
-    wanted: int = 0
+    rows: int = 0
     tree: TreeRows | None = None
 
 
 def split(parts: Sequence[Part]) -> Array:
     """Return [parts + 1]: the bounds of each part's rows of logits."""
-    return np.cumsum([0, *(part.wanted or len(part.tokens) for part in parts)])
+    return np.cumsum([0, *(part.rows or len(part.tokens) for part in parts)])
 
 
 @dataclass(slots=True)
@@ -132,39 +132,34 @@ class PackedCall:
         line: [5, T] int64: token, position, stream, slot and index in the rectangle [S, n] of queries.
         base: [S] int64, slots of each stream that all its tokens see.
         relation: [S, n, W] bool, which slots from `base` on each query sees.
-        wanted: [R] int64, tokens whose logits are returned; None = all.
+        rows: [R] int64, tokens whose logits are returned; None = all.
         is_full: Whether the tokens fill the rectangle in their order.
     """
 
     line: Tensor
     base: Tensor
     relation: Tensor
-    wanted: Tensor | None
+    rows: Tensor | None
     slots: int
     is_full: bool
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The inputs."""
-        return self.line, self.base, self.relation, *(() if self.wanted is None else (self.wanted,))
+        return self.line, self.base, self.relation, *(() if self.rows is None else (self.rows,))
 
     @property
     def shape(self) -> tuple[object, ...]:
         """A key that is equal for calls that can share a recording."""
-        return (*(tensor.shape for tensor in self.tensors), self.wanted is None, self.slots, self.is_full)
-
-    def copy(self) -> PackedCall:
-        """Return a call with copies of the tensors."""
-        line, base, relation, *wanted = (tensor.clone() for tensor in self.tensors)
-        return PackedCall(line, base, relation, wanted[0] if wanted else None, self.slots, self.is_full)
+        return (*(tensor.shape for tensor in self.tensors), self.rows is None, self.slots, self.is_full)
 
     def mask(self) -> Tensor:
         """Return [S, 1, n, slots] bool."""
-        offset = torch.arange(self.slots, device=self.base.device) - self.base[:, None]  # [S, slots]
-        width = self.relation.shape[-1]
-        columns = offset.clamp(0, width - 1)[:, None].expand(-1, self.relation.shape[1], -1)
-        is_new = (offset >= 0) & (offset < width)
-        return ((offset < 0)[:, None] | (is_new[:, None] & self.relation.gather(-1, columns)))[:, None]
+        _, count, width = self.relation.shape
+        slots = torch.arange(self.slots + width, device=self.base.device)
+        mask = (slots < self.base[:, None])[:, None].repeat(1, count, 1)
+        new = (self.base[:, None] + slots[:width])[:, None].expand(-1, count, -1)  # may pass `slots`
+        return mask.scatter_(2, new, self.relation)[:, None, :, : self.slots]
 
     def query_positions(self) -> Tensor:
         """Return [S, n]; 0 for places without a token."""
@@ -196,16 +191,16 @@ class PackedCall:
 def pack(
     parts: Sequence[Part],
     lengths: Sequence[int],
-    rows: int,
+    streams: int,
     device: torch.device,
     round_up: Callable[[int], int] = int,
 ) -> PackedCall:
     """Return the call that reads `parts`, one per stream.
 
     Args:
-        parts: Parts of streams below `rows`.
+        parts: Parts of streams below `streams`.
         lengths: Slots in use, by stream.
-        rows: S.
+        streams: S.
         device: Device of the model.
         round_up: Rounds T, n, W and R up. The last token is then repeated in the same slot, which changes nothing.
     """
@@ -213,8 +208,8 @@ def pack(
     total, count = sum(sizes), round_up(max(sizes))
     width = round_up(max(n + (len(part.tree.before) if part.tree else 0) for n, part in zip(sizes, parts, strict=True)))
     line = np.zeros((5, round_up(total)), dtype=np.int64)
-    base, relation = np.zeros(rows, dtype=np.int64), np.zeros((rows, count, width), dtype=bool)
-    wanted: list[int] = []
+    base, relation = np.zeros(streams, dtype=np.int64), np.zeros((streams, count, width), dtype=bool)
+    rows: list[int] = []
     end = 0
     for part, size in zip(parts, sizes, strict=True):
         first, start, tree = end, lengths[part.stream], part.tree
@@ -228,18 +223,18 @@ def pack(
         line[4, first:end] = np.arange(size) + part.stream * count
         base[part.stream] = start if tree is None else tree.base
         relation[part.stream, :size, : sees.shape[1]] = sees
-        wanted += range(end - (part.wanted or size), end)
+        rows += range(end - (part.rows or size), end)
     line[:, total:] = line[:, total - 1 : total]
-    all_wanted = len(wanted) == total
-    if not all_wanted and round_up(len(wanted)) < line.shape[1]:  # R = T would mean that all are wanted
-        wanted += wanted[-1:] * (round_up(len(wanted)) - len(wanted))
-    is_full = line.shape[1] == total == rows * count and [part.stream for part in parts] == list(range(rows))
+    has_all_rows = len(rows) == total
+    if not has_all_rows and round_up(len(rows)) < line.shape[1]:  # R = T would mean all rows
+        rows += rows[-1:] * (round_up(len(rows)) - len(rows))
+    is_full = line.shape[1] == total == streams * count and [part.stream for part in parts] == list(range(streams))
     lines = upload(line, device)
     if on_device := [part.tokens for part in parts if isinstance(part.tokens, Tensor)]:  # then all are tensors
         lines[0] = torch.cat([*on_device, on_device[-1][-1:].expand(line.shape[1] - total)])
     last = max(lengths[part.stream] + size for part, size in zip(parts, sizes, strict=True))
-    rows_wanted = None if all_wanted else upload(wanted, device)
-    return PackedCall(lines, upload(base, device), upload(relation, device), rows_wanted, last, is_full)
+    kept_rows = None if has_all_rows else upload(rows, device)
+    return PackedCall(lines, upload(base, device), upload(relation, device), kept_rows, last, is_full)
 
 
 class KVCache:
@@ -280,11 +275,8 @@ class KVCache:
         """Copy a stream's states in `slots`, ascending and none below `to`, to the slots from `to` on."""
         for shared in self.shared:
             states = shared[:, stream]
-            if len(slots) == 1:
-                states[:, :, to] = states[:, :, slots[0]]
-            else:  # source and destination may overlap
-                moved = states.index_select(2, upload(list(slots), shared.device))
-                states.narrow(2, to, len(slots)).copy_(moved)
+            moved = states.index_select(2, upload(list(slots), shared.device))  # source and destination may overlap
+            states.narrow(2, to, len(slots)).copy_(moved)
 
 
 class KVLayer(CacheLayerMixin):
@@ -301,14 +293,6 @@ class KVLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = self.kv.allocate("keys", key_states), self.kv.allocate("values", value_states)
         self.is_initialized = True
-
-    def fill(self, stream: int, end: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Write states [1, heads, n, width] into the n slots of a stream before `end`."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            assert buffer is not None
-            buffer[stream, :, end - states.shape[2] : end] = states[0]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states and return views of all that attention reads."""
@@ -434,9 +418,9 @@ def packed_attention(
 
 
 @contextlib.contextmanager
-def attending_packed(model: PreTrainedModel, call: PackedCall) -> Iterator[None]:
-    """Let a view attend as a packed call needs. A compact model does so by itself."""
-    if getattr(model, "attends_packed", False):  # setting a config twice takes 40 us
+def attending_packed(model: PreTrainedModel, call: PackedCall | None) -> Iterator[None]:
+    """Let a view attend as a packed call needs, if there is one. A compact model does so by itself."""
+    if call is None or getattr(model, "attends_packed", False):  # setting a config twice takes 40 us
         yield
         return
     config = model.config.get_text_config()

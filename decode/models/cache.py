@@ -5,11 +5,10 @@ One stream is read in slices of the buffers. Several streams are read by one pac
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -69,13 +68,6 @@ class ReadPrompt:
     next: tuple[int, Tensor]  # a token, and the model's own logits [V] after it
     arguments: tuple[str, ...]  # inputs besides the token ids, for messages
 
-    def refusal(self, model: PreTrainedModel) -> InputError:
-        """Return the error for a prompt that the loop cannot continue."""
-        return InputError(
-            f"specstop_generate: {', '.join(self.arguments)}: {type(model).__name__} continues such a prompt in a form "
-            "that the loop does not support; leave it out, or call generate without custom_generate"
-        )
-
 
 class CachedModel:
     """A causal language model and the texts that it has read.
@@ -98,7 +90,7 @@ class CachedModel:
     Attributes:
         masked: Whether the model takes masks.
         states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
-            of all tokens, after `read_parts` [1, R, H] of the tokens with wanted logits.
+            of all tokens, after `read_parts` [1, R, H] of the tokens whose logits are returned.
     """
 
     def __init__(
@@ -128,6 +120,7 @@ class CachedModel:
         self._windows = LayerMasks.of(model) if reading.masked else None
         self._omitted = _not_accepted(model, ("position_ids", "logits_to_keep"))
         self.masked = reading.masked
+        self._reads_beyond = streams > 1  # whether attention reads slots behind the text, masked
         # Streams with hidden slots or shifted positions: `ReadPrompt.hidden` and `offset`.
         self._layouts: dict[int, tuple[Tensor, Tensor]] = {}
         self._positions = torch.arange(capacity, device=self._device)[None]
@@ -151,12 +144,6 @@ class CachedModel:
         """Use the current layers of the model; called before the first text of a run."""
         vars(self).pop("_view", None)
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[PreTrainedModel]:
-        model, guard = self._view
-        with guard(), without_cudnn(self._device):
-            yield model
-
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens in the cache, by stream."""
@@ -177,9 +164,8 @@ class CachedModel:
 
     def keep(self, base: int, slots: Sequence[int], stream: int = 0) -> None:
         """Remove all tokens of a stream after `base` except those in `slots`, ascending, which move up."""
-        fixed = 0  # those already in place: all of a chain
-        while fixed < len(slots) and slots[fixed] == base + fixed:
-            fixed += 1
+        # Those already in place: all of a chain.
+        fixed = next((index for index, slot in enumerate(slots) if slot != base + index), len(slots))
         if fixed < len(slots):
             moved = list(slots[fixed:])
             self._kv.move(stream, moved, base + fixed)
@@ -245,11 +231,6 @@ class CachedModel:
             self.read(text, 1, stream=stream)
             self._kv.lengths[stream] = start
 
-    @property
-    def _reads_beyond(self) -> bool:
-        """Whether attention reads slots behind the text, masked."""
-        return self.streams > 1
-
     def _hide(self, mask: Tensor, first: int = 0) -> None:
         """Mask the hidden slots in a mask [B, 1, n, slots] bool of the streams from `first` on, in place."""
         for stream, (hidden, _) in self._layouts.items():
@@ -260,11 +241,9 @@ class CachedModel:
         """Return positions [1, n] or [D, 1, n] of tokens with positions [1, n] in their streams [n]."""
         if not self._layouts:
             return positions
-        depth = max(len(offset) for _, offset in self._layouts.values())
-        offsets = positions.new_zeros(depth, 1, positions.shape[1])
-        for number, (_, offset) in self._layouts.items():
-            offsets += offset[:, None, None] * (stream == number)
-        return positions + offsets[0] if depth == 1 else positions[None] + offsets
+        shifts = (offset[:, None, None] * (stream == number) for number, (_, offset) in self._layouts.items())
+        shifted = sum(shifts, positions)  # [D, 1, n]
+        return shifted if len(shifted) > 1 else shifted[0]
 
     def adopt(self, prompt: ReadPrompt, stream: int = 0) -> None:
         """Replace a stream's text by a prompt that the model has read itself.
@@ -272,22 +251,29 @@ class CachedModel:
         Raises:
             InputError: The logits after the prompt's next token differ from the model's by more than rounding.
         """
+        refusal = InputError(
+            f"specstop_generate: {', '.join(prompt.arguments)}: {type(self.original).__name__} continues such a prompt in a "
+            "form that the loop does not support; leave it out, or call generate without custom_generate"
+        )
         if not self.masked and (prompt.hidden.any() or prompt.offset.any()):
-            raise prompt.refusal(self.original)
-        self._kv.clear(stream)
+            raise refusal
+        kv = self._kv
+        kv.clear(stream)
+        kv.stream = stream
         for layer, states in zip(self._layers, prompt.layers, strict=False):  # layers that share states come last
             if states is not None:
-                layer.fill(stream, prompt.slots, *states)
+                kv.lengths[stream] = prompt.slots - states[0].shape[2]
+                layer.update(*states)
         prompt.layers.clear()
         if self.masked:
             self._layouts[stream] = prompt.hidden, prompt.offset
         self._position_at[stream, : prompt.slots] = self._positions[0, : prompt.slots]
-        self._kv.lengths[stream] = prompt.slots
+        kv.lengths[stream] = prompt.slots
         token, expected = prompt.next
         logits = self.read(upload([[token]], self._device), 1, stream=stream)[0, -1]
         self.roll_back(prompt.slots, stream)
         if logit_difference(logits[None], expected[None]) > _TOLERANCE.get(self.model.dtype, 0.1):
-            raise prompt.refusal(self.model)
+            raise refusal
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores [1, R, V] of the last or of certain `rows` and, if they are kept, all hidden states."""
@@ -301,7 +287,7 @@ class CachedModel:
     def call(self, **inputs: Any) -> Any:
         """Return the outputs of the model for these inputs, with the hidden states that are kept."""
         model, guard = self._view
-        with guard(), without_cudnn(self._device):
+        with guard(), without_cudnn(self._device), attending_packed(model, self._kv.call):
             return model(**inputs, **({"output_hidden_states": True} if self._hidden else {}))
 
     def answer(self, out: Any, rows: int | Tensor) -> tuple[Tensor, Tensor | None]:
@@ -318,7 +304,7 @@ class CachedModel:
         return functional.pad(logits, (0, self._unknown), value=-math.inf) if self._unknown else logits, states
 
     def read_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Append tokens to several streams, at most one part each, and return the wanted logits [R, V] of all parts.
+        """Append tokens to several streams, at most one part each, and return their logits [R, V].
 
         One packed call reads them, except the beginnings of texts and other long parts.
         """
@@ -360,7 +346,7 @@ class CachedModel:
             mask[0, 0, :, tree.base :] = relation
             positions = upload(tree.positions()[None], self._device)
         line = tokens[None] if isinstance(tokens, Tensor) else upload([tokens], self._device)
-        logits = self.read(line, part.wanted, mask, positions, stream)[0]
+        logits = self.read(line, part.rows, mask, positions, stream)[0]
         if self.states is not None:
             self.states = self.states[:, -len(logits) :]
         return logits
@@ -373,17 +359,16 @@ class CachedModel:
         for part in parts:
             self._kv.lengths[part.stream] += len(part.tokens)
         count = int(split(parts)[-1])  # without the rows that fill the call up
-        if states is not None and call.wanted is not None:
-            states = states[:, call.wanted]
+        if states is not None and call.rows is not None:
+            states = states[:, call.rows]
         self.states = None if states is None else states[:, :count]
         return logits[0, :count]
 
     def _pack(self, parts: Sequence[Part]) -> PackedCall:
-        rows = 1 + max(part.stream for part in parts)
-        return pack(parts, self._kv.lengths, rows, self._device)
+        return pack(parts, self._kv.lengths, 1 + max(part.stream for part in parts), self._device)
 
     def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
-        """Return the scores [1, R, V] of the wanted rows and, if they are kept, all hidden states [1, T, H]."""
+        """Return the scores [1, R, V] of its rows and, if they are kept, all hidden states [1, T, H]."""
         mask, positions, stream, slot = call.mask(), call.line[1:2], call.line[2], call.line[3]
         if self._windows:
             self._position_at[stream, slot] = positions[0]
@@ -392,9 +377,8 @@ class CachedModel:
         mask = self._additive(mask, call.query_positions() if self._windows else positions, key_positions)
         self._kv.call = call
         try:
-            with self._calling() as model, attending_packed(model, call):
-                rows = 0 if call.wanted is None else call.wanted
-                return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
+            rows = 0 if call.rows is None else call.rows
+            return self._run(call.line[:1], mask, self._shifted(positions, stream), rows)
         finally:
             self._kv.call = None
 

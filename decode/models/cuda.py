@@ -49,7 +49,7 @@ class Memory:
     """Buffers and recordings. They outlive a `CudaGraphModel` for the next one of the same model.
 
     Attributes:
-        kind: What the recordings depend on besides shapes; last, the state of the model.
+        kind: What the recordings depend on besides shapes, and whether they are of one stream; last, the state of the model.
         calls: Recorded calls by shape, the least recently used first.
     """
 
@@ -62,12 +62,9 @@ class Memory:
 
     def evict(self) -> None:
         """Remove the least recently used calls beyond `MAX_CALLS` and `RECORDED_SHARE`."""
-        limit, sizes = (
-            RECORDED_SHARE * device_bytes(self.position_at.device),
-            [call.size for call in self.calls.values()],
-        )
-        while len(self.calls) > MAX_CALLS or (len(self.calls) > 1 and sum(sizes[-len(self.calls) :]) > limit):
-            del self.calls[next(iter(self.calls))]
+        limit, size = RECORDED_SHARE * device_bytes(self.position_at.device), sum(c.size for c in self.calls.values())
+        while len(self.calls) > MAX_CALLS or (len(self.calls) > 1 and size > limit):
+            size -= self.calls.pop(next(iter(self.calls))).size
 
 
 KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[Memory]] = weakref.WeakKeyDictionary()
@@ -78,21 +75,15 @@ _KEEPING = threading.RLock()
 
 
 def _take_memory(model: PreTrainedModel, kind: tuple[object, ...], capacity: int, streams: int) -> Memory | None:
-    """Remove and return the smallest kept memory that fits, or free those that a new one replaces."""
-
-    def fits(memory: Memory, larger: bool) -> bool:
-        sizes = ((memory.kv.capacity, capacity), (memory.kv.streams, streams))
-        same_kind = memory.kind == kind and (memory.kv.streams == 1) == (streams == 1)
-        return same_kind and all(size >= needed if larger else size <= needed for size, needed in sizes)
-
+    """Remove and return a kept memory that fits, or free those that a new one replaces."""
     with _KEEPING:
         kept = KEPT.get(model, [])
-        fitting = [memory for memory in kept if fits(memory, larger=True)]
-        if memory := min(fitting, key=lambda one: one.kv.capacity * one.kv.streams, default=None):
-            kept.remove(memory)
-        else:
-            kept[:] = [one for one in kept if one.kind[-1] == kind[-1] and not fits(one, larger=False)]
-        return memory
+        for memory in kept:
+            if memory.kind == kind and memory.kv.capacity >= capacity and memory.kv.streams >= streams:
+                kept.remove(memory)
+                return memory
+        kept[:] = [memory for memory in kept if memory.kind[-1] == kind[-1] and memory.kind != kind]
+        return None
 
 
 def _keep_memory(model: weakref.ref[PreTrainedModel], memory: Memory) -> None:
@@ -132,10 +123,10 @@ class CudaGraphModel(CachedModel):
         reading: Reading = READS_ALL,
     ) -> None:
         # Buffers created in inference mode cannot be written to outside of it.
-        kind = (vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _state(model))
+        kind = (streams == 1, vocabulary, hidden, recorder, torch.is_inference_mode_enabled(), _state(model))
         memory = _take_memory(model, kind, capacity, streams)
         # In coarse steps, so that the memory also serves the next text of about this length.
-        step = max(MIN_SLOTS, _seen(capacity) // 4)
+        step = max(MIN_SLOTS, attended_slots(capacity) // 4)
         capacity = memory.kv.capacity if memory else -(-capacity // step) * step
         super().__init__(model, capacity, vocabulary, hidden, streams, device, reading)
         if memory is None:
@@ -143,19 +134,16 @@ class CudaGraphModel(CachedModel):
         self._memory, self._kv, self._layers, self._position_at = memory, memory.kv, memory.layers, memory.position_at
         self._cache = Cache(layers=list(memory.layers))
         self._kv.lengths[:] = [0] * self._kv.streams
+        self._reads_beyond = True
         if memory.recorder.works:
             self._min_packed = 1  # single streams are recorded, too
         weakref.finalize(self, _keep_memory, weakref.ref(model), memory).atexit = False
-
-    @property
-    def _reads_beyond(self) -> bool:
-        return True
 
     def prepare(self, calls: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
         """Record calls of (tokens, rows) in texts of these lengths."""
         if not self._memory.recorder.works or self.streams > 1:
             return
-        longest = {min(_seen(length), self.capacity): min(length, self.capacity) for length in sorted(lengths)}
+        longest = {min(attended_slots(length), self.capacity): min(length, self.capacity) for length in sorted(lengths)}
         for length in longest.values():
             for count, rows in calls:
                 last = max(length - count, 1)
@@ -177,7 +165,7 @@ class CudaGraphModel(CachedModel):
         rows = min(1 << max(part.stream for part in parts).bit_length(), self._kv.streams)
         exact = len(parts) == 1 == self.streams and parts[0].tree is None
         call = pack(parts, self._kv.lengths, rows, self._device, int if exact else filled_up)
-        return replace(call, slots=min(_seen(call.slots), self.capacity))
+        return replace(call, slots=min(attended_slots(call.slots), self.capacity))
 
     def _run_packed(self, call: PackedCall) -> tuple[Tensor, Tensor | None]:
         """Return scores and hidden states, see `CachedModel`, from a recording of calls of this shape."""
@@ -185,7 +173,7 @@ class CudaGraphModel(CachedModel):
         # Recordings do not contain the layouts of adopted prompts.
         if not memory.recorder.works or call.line.shape[1] > MAX_TOKENS or self._layouts:
             return super()._run_packed(call)
-        recorded = memory.calls.pop(key) if key in memory.calls else RecordedCall(call=call.copy())
+        recorded = memory.calls.pop(key) if key in memory.calls else RecordedCall(call=call)
         memory.calls[key] = recorded
         for fixed, new in zip(recorded.call.tensors, call.tensors, strict=True):
             fixed.copy_(new)
@@ -196,7 +184,7 @@ class CudaGraphModel(CachedModel):
         return logits.clone(), None if states is None else states.clone()  # the next call of this shape overwrites them
 
 
-def _seen(slots: int) -> int:
+def attended_slots(slots: int) -> int:
     """Return the next power of two, at least `MIN_SLOTS`."""
     return max(MIN_SLOTS, 1 << max(slots - 1, 0).bit_length())
 

@@ -155,16 +155,15 @@ _cudnn_users: list[bool] = []
 """For each thread inside `without_cudnn`, the setting before the first one."""
 
 
-def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_cudnn(device: torch.device) -> Iterator[None]:
     """Disable attention by cuDNN on a GPU: it plans each new shape for up to half a second.
 
     The setting belongs to the process: the first thread that enters changes it and the last that leaves restores it.
     """
-    return _without_cudnn() if device.type == "cuda" else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _without_cudnn() -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
     with _CUDNN_LOCK:
         _cudnn_users.append(_cudnn_users[0] if _cudnn_users else torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -189,14 +188,6 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return wide
 
 
-class WideLinear(nn.Linear):
-    """A linear layer with float32 outputs."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out]."""
-        return wide_linear(input, self.weight, self.bias)
-
-
 def widen(view: PreTrainedModel) -> None:
     """Let a view return float32 logits if half precision would round them. Other output layers stay as they are."""
     from .placement import is_plain
@@ -204,4 +195,5 @@ def widen(view: PreTrainedModel) -> None:
     head = getattr(view, "get_output_embeddings", lambda: None)()
     plain = type(head) is nn.Linear and is_plain(head.weight) and "forward" not in vars(head)
     if plain and can_widen(view.device, view.dtype):
-        head.__class__ = WideLinear  # the module is the view's copy; parameters and hooks stay
+        # The module is the view's copy.
+        head.forward = functools.partial(wide_linear, weight=head.weight, bias=head.bias)

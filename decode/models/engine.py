@@ -37,9 +37,6 @@ _ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the len
 _ROWS = 16
 """Number of rows for which oneDNN chooses the order; measured best or equal for 1 to 24."""
 
-_TABLE = 1 << 14
-"""Positions whose rotations are kept on a CPU."""
-
 _SMALL = 100_000
 """Elements of a weight with an axis below 256 up to which it is not reordered: a call of oneDNN takes 10 us, more than it."""
 
@@ -75,7 +72,7 @@ def speed_up(model: PreTrainedModel, engine: str) -> PreTrainedModel:
 def packed_refusal(device: torch.device, dtype: torch.dtype) -> str:
     """Return why weights of this kind cannot be reordered, or an empty string."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return f"weights are reordered for the CPU in float32 and bfloat16, not for {device.type} in {_name(dtype)}"
+        return f"weights are reordered for the CPU in float32 and bfloat16, not for {device.type} in {dtype}"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "this build of torch has no oneDNN"
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -90,7 +87,7 @@ def compact_refusal(model: PreTrainedModel) -> str:
         return f"a compact forward exists for {', '.join(_FAMILIES)}, not for {config.model_type}"
     # On a CPU its norms are composed of operations that would each round to half.
     if device != "cuda" and (device != "cpu" or dtype not in (torch.float32, torch.float64)):
-        return f"the compact forward is for CUDA, and for the CPU in float32 and float64, not for {device} in {_name(dtype)}"
+        return f"the compact forward is for CUDA, and for the CPU in float32 and float64, not for {device} in {dtype}"
     rotation = config.rope_parameters["rope_type"]
     if LayerMasks.of(model) is not None or config._attn_implementation != "sdpa":
         return "the compact forward attends by sdpa, with no sliding windows"
@@ -101,10 +98,6 @@ def compact_refusal(model: PreTrainedModel) -> str:
     if any(type(p) is not nn.Linear for p in (model.lm_head, *_linears(model.model.layers[0]))):
         return "its linear layers are not plain ones"
     return ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class PackedLinear(nn.Module):
@@ -265,9 +258,6 @@ class CompactModel(nn.Module):
         self._scaling = float(inner.rotary_emb.attention_scaling)
         self._wide = can_widen(self.device, self.dtype)
         self._grouped = self.device.type == "cuda"
-        self._has_tables = self.device.type == "cpu"  # recorded calls cannot look up how long a table has to be
-        self._rotations = torch.empty(0)  # on a CPU, by position
-        self._triangle = torch.empty(0, 0)  # additive masks of up to `_ROWS` tokens after texts, which are parts of it
         self.eval()
 
     def get_input_embeddings(self) -> Any:
@@ -302,8 +292,9 @@ class CompactModel(nn.Module):
         count, start = input_ids.shape[1], past_key_values.get_seq_length()
         # `is_causal` starts at the first key, so a prefix needs a mask.
         if attention_mask is None and count > 1 and start:
-            attention_mask = self._causal(start, count)
-        cos, sin = self._angles(position_ids)
+            attention_mask = backend_mask(causal(start, count, self.device), self.dtype)
+        rotation = _rotation(position_ids, self._frequencies, self._scaling)
+        cos, sin = (part.to(self.dtype) for part in rotation)
         x = functional.embedding(input_ids, self._embed)
         states, more = [], x
         for number, (layer, kv) in enumerate(zip(self._layers, past_key_values.layers, strict=True)):
@@ -319,26 +310,6 @@ class CompactModel(nn.Module):
         read = last[:, rows] if output_hidden_states else last
         logits = wide_linear(read, self._head.weight, self._head.bias) if self._wide else self._head(read)
         return SimpleNamespace(logits=logits, hidden_states=(*states, last) if output_hidden_states else None)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """Return cosine and sine [B, n, 1, width] of positions [B, n]."""
-        rotations, end = self._rotations, int(positions.max()) + 1 if self._has_tables else 0
-        if not self._has_tables or end > _TABLE:
-            return tuple(part.to(self.dtype) for part in _rotation(positions, self._frequencies, self._scaling))
-        if end > len(rotations):
-            both = _rotation(torch.arange(2 * end, device=self.device)[None], self._frequencies, self._scaling)
-            rotations = self._rotations = torch.stack(both, 2)[0].to(self.dtype)
-        return rotations[positions].unbind(2)
-
-    def _causal(self, start: int, count: int) -> Tensor:
-        """Return the additive causal mask [1, 1, n, start + n] of n tokens after `start` earlier ones."""
-        if count > _ROWS or not self._has_tables:
-            return backend_mask(causal(start, count, self.device), self.dtype)
-        triangle = self._triangle
-        if start > (before := triangle.shape[1] - _ROWS):
-            before = 2 * start
-            triangle = self._triangle = backend_mask(causal(before, _ROWS, self.device), self.dtype)[0, 0]
-        return triangle[None, None, :count, before - start : before + count]
 
     def _attend(self, layer: _Layer, kv: Any, qkv: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Return [B, n, H] from the projections [B, n, .]."""

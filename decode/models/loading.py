@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from huggingface_hub import is_offline_mode, model_info, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, StrictDataclassError
@@ -40,7 +41,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
 from ...policies.safe_loading import strict_loads
-from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash, package_of
+from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash
 
 ADAPTER = "adapter_config.json"
 _CONFIG = "config.json"
@@ -59,7 +60,6 @@ _CUSTOM_CODE = (
 )
 _BEYOND_LAYERS = ("XLORA", "POLY", "SHADOW", "ADAPTION_PROMPT")
 """Adapter types that act outside the layers of the model or depend on more than the inputs of a layer."""
-_EXPECTED_ADAPTER = "expected one that changes weights, such as LoRA"
 
 
 @contextlib.contextmanager
@@ -224,16 +224,12 @@ def available_bytes(device: torch.device) -> int | None:
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type != "cpu":
         return None
-    limits, cgroup = [], Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, KeyError):  # Linux only
-        raw = Path("/proc/meminfo").read_text()
-        sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", raw, re.MULTILINE)}
-        limits.append(sizes["MemAvailable"] + sizes["SwapFree"])
-    with contextlib.suppress(OSError, ValueError):  # "max" without a limit of the container
-        free = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
-        cached = re.search(r"^file (\d+)", (cgroup / "memory.stat").read_text(), re.MULTILINE)
-        limits.append(max(0, free + int(cached[1] if cached else 0)))
-    return min(limits, default=None)
+    available = int(psutil.virtual_memory().available + psutil.swap_memory().free)
+    with contextlib.suppress(OSError, ValueError):  # no container, or "max" for one without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.search(r"^file (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text(), re.MULTILINE)
+        available = min(available, max(0, limit - used + int(cached[1] if cached else 0)))
+    return available
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
@@ -333,7 +329,7 @@ def _adapter_refusal(config: Any) -> str:
     elif not config.is_prompt_learning and kind not in _BEYOND_LAYERS:
         return ""
     other = ", or call target.generate(custom_generate=specstop_generate)" if config.is_prompt_learning else ""
-    return f"its {kind} adapter is more than a change of layers; {_EXPECTED_ADAPTER}{other}"
+    return f"its {kind} adapter is more than a change of layers; expected one that changes weights, such as LoRA{other}"
 
 
 def unwrap(model: Any, role: str) -> PreTrainedModel:
@@ -342,7 +338,7 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     for config in configs.values() if isinstance(configs, dict) else ():
         if refusal := _adapter_refusal(config):
             raise PairError(f"the {role} cannot be run: {refusal}")
-    base: PreTrainedModel = model.get_base_model() if package_of(model) == "peft" else model
+    base: PreTrainedModel = model.get_base_model() if type(model).__module__.startswith("peft.") else model
     return base
 
 

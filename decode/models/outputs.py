@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,38 +14,29 @@ from .pair import Pair
 from .view import hidden_width
 
 
-class FiniteRows(contextlib.AbstractContextManager[None]):
-    """Checks raw logits [..., V] of a `role` by the end of its block: `PairError` if a row's best score is NaN or infinite.
-
-    Single tokens may be at -inf. On a device the result is copied meanwhile, so that a block that waits for the device waits
-    once. On the CPU the constructor raises.
-    """
-
-    def __init__(self, logits: Tensor, role: str = "target") -> None:
-        self._role = role
-        best = logits.amax(-1)  # NaN if the row contains one
-        self._best: Tensor | None = None
-        if best.is_cpu:
-            self._check(best)
-        else:
-            self._best = best.to("cpu", non_blocking=True)
-            self._copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
-
-    def __exit__(self, *error: object) -> None:
-        if self._best is not None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._check(self._best)
-
-    def _check(self, best: Tensor) -> None:
-        if not all(map(math.isfinite, best.flatten().tolist())):
-            raise broken(self._role)
-
-
 def check_rows(logits: Tensor, role: str = "target") -> None:
-    """Check logits at once; see `FiniteRows`."""
-    with FiniteRows(logits, role):
-        pass
+    """Raise `PairError` if the best score of a row of raw logits [..., V] is not finite. Single tokens may be at -inf."""
+    start_check(logits, role)()
+
+
+def start_check(logits: Tensor, role: str = "target") -> Callable[[], None]:
+    """Check logits as `check_rows` does, on the CPU at once, on a device when the returned function is called.
+
+    The result is copied meanwhile, so that a caller that waits for the device anyway waits once.
+    """
+    best = logits.amax(-1).to("cpu", non_blocking=True)  # NaN if the row contains one
+    copied = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+
+    def check() -> None:
+        if copied is not None:
+            copied.synchronize()
+        if not all(map(math.isfinite, best.flatten().tolist())):
+            raise broken(role)
+
+    if logits.is_cpu:
+        check()
+        return lambda: None
+    return check
 
 
 def broken(role: str) -> PairError:
@@ -89,6 +79,6 @@ def stored(states: Tensor) -> Tensor:
     return states.clamp(-MAX_HALF, MAX_HALF).to(torch.float16)
 
 
-def seen(states: Tensor) -> Tensor:
+def rounded(states: Tensor) -> Tensor:
     """Return hidden states [..., H] as a policy sees them: float32, rounded to float16."""
     return stored(states).float()

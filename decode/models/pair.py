@@ -181,8 +181,8 @@ def _same_tokens(first: Mapping[str, int], second: Mapping[str, int]) -> bool:
     """Whether two vocabularies agree, except that one may have further tokens after those of the other."""
     small, large = sorted((first, second), key=len)
     last = max(small.values(), default=-1)
-    same = all(large.get(token) == number for token, number in small.items())
-    return same and all(number > last for token, number in large.items() if token not in small)
+    more = [number for token, number in large.items() if token not in small]
+    return small.items() <= large.items() and min(more, default=last + 1) > last
 
 
 def load_pair(

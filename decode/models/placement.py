@@ -85,16 +85,11 @@ def kept_as_is(model: PreTrainedModel) -> str:
     return "its weights are quantised" if is_quantised(model.config) else ""
 
 
-def package_of(module: Any) -> str:
-    """Return the name of the package that defines the class of a module."""
-    return type(module).__module__.partition(".")[0]
-
-
 def is_modified(module: nn.Module) -> bool:
     """Whether a module may differ from its class in torch or transformers because of adapters, hooks or patches."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return (
-        package_of(module) not in ("torch", "transformers", "specstop")
+        type(module).__module__.partition(".")[0] not in ("torch", "transformers", "specstop")
         or "forward" in vars(module)
         or hasattr(module, "parametrizations")
         # The hooks with which transformers collects hidden states do not change the result.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ...policies.errors import PairError, SpecstopWarning
 from ..topology import from_widths
-from .attention import LayerMasks, Part, TreeRows, causal, split
+from .attention import LayerMasks, Part, TreeRows, split
 from .cache import CachedModel, logit_difference
 from .placement import is_plain, is_quantised, modified_module
 from .view import Reading, long_rope, open_view, readable, scored_tokens, state_key
@@ -34,10 +34,6 @@ _LONGEST_WINDOW = 1024  # largest `window_size` for which the first text is made
 
 _RESULTS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, Reading]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # threads may share a model; only one of them checks it
-
-
-class _Differs(Exception):
-    """The logits differ from those of the library."""
 
 
 def check_model(role: str, model: PreTrainedModel) -> Reading:
@@ -69,7 +65,7 @@ def _check(role: str, model: PreTrainedModel) -> Reading:
             return Reading() if ids is None else _Check(view, ids).run(role, model)
         except Exception as error:  # the type of the error depends on the class
             text = str(error).strip().split("\n")[0][:160]
-            why = text if isinstance(error, _Differs) else f"{type(error).__name__}: {text}"
+            why = text if isinstance(error, PairError) else f"{type(error).__name__}: {text}"
             raise PairError(
                 f"the {role} is a {type(model).__name__}, which cannot be decoded here: {why}; choose a decoder whose cache "
                 "is a list of keys and values"
@@ -94,16 +90,16 @@ class _Check:
     """Two texts, their logits in a forward pass of the library, and what else influences the logits."""
 
     def __init__(self, view: PreTrainedModel, ids: tuple[list[int], list[int], list[int]]) -> None:
-        self.texts, self.unlike = [torch.tensor([text], device=view.device) for text in ids[:2]], ids[2]
+        *self.texts, self.unlike = ids
         self.rows = [_plain_logits(view, text) for text in self.texts]  # [n, V] of each text
         self.start = len(ids[0]) - _MORE  # length of the prompt of the first text
         self.is_finite = all(map(_is_finite, self.rows))
         self.tolerance = ROUNDING.get(view.dtype, 0.2)
         if self.is_finite:
             # Difference of the last logits of the prompt between the prompt alone and the whole text.
-            alone = _plain_logits(view, self.texts[0][:, : self.start])[-1:]
+            alone = _plain_logits(view, self.texts[0][: self.start])[-1:]
             self.drift = logit_difference(alone, self.rows[0][self.start - 1 : self.start])
-            last = _plain_logits(view, torch.cat([self.texts[0][:, :2], self.texts[1]], 1), padding=2)[-1:]
+            last = _plain_logits(view, self.texts[0][:2] + self.texts[1], padding=2)[-1:]
             # In some dtypes the library returns NaN for padded texts, which no text can be compared with.
             limit = max(self.tolerance, 3 * self.drift)
             self.padded = not _is_finite(last) or logit_difference(last, self.rows[1][-1:]) <= limit
@@ -114,7 +110,7 @@ class _Check:
             return Reading()  # decoding reports a broken model
         is_rounded = is_quantised(model.config) or modified_module(model) or not all(map(is_plain, model.parameters()))
         if self.drift > (_CAUSAL if is_rounded else self.tolerance):
-            raise _Differs("the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)")
+            raise PairError("the logits of a token depend on the tokens after it (an encoder without is_decoder=True?)")
         try:
             reading = self._read(model, Reading())
         except Exception as error:
@@ -136,9 +132,9 @@ class _Check:
         return reading
 
     def _read(self, model: PreTrainedModel, reading: Reading) -> Reading:
-        cache = CachedModel(model, self.texts[0].shape[1] + 4, self.rows[0].shape[-1], streams=2, reading=reading)
+        cache = CachedModel(model, len(self.texts[0]) + 4, self.rows[0].shape[-1], streams=2, reading=reading)
         if not self._chain(cache):
-            raise _Differs("a text read through a cache gets other logits than as a whole (an encoder?)")
+            raise PairError("a text read through a cache gets other logits than as a whole (an encoder?)")
         if not reading.masked:
             return Reading(masked=False, tree=False, side_by_side=False, padded=self.padded)
         start, results = self.start + 5, []
@@ -156,41 +152,40 @@ class _Check:
         expected = self.rows[text][end - len(rows) : end]
         return logit_difference(rows, expected) <= max(self.tolerance, min(3 * self.drift, _CAUSAL))
 
+    def _reads(self, cache: CachedModel, *spans: tuple[int, int, int], rows: int = 0) -> bool:
+        """Whether a call that reads spans (text, first, end) gives the expected logits of their last `rows`, 0 = all."""
+        parts = [Part(text, self.texts[text][first:end], rows) for text, first, end in spans]
+        logits, bounds = cache.read_parts(parts), split(parts)
+        return all(
+            self._agree(logits[begin:stop], end, text)
+            for (text, _, end), begin, stop in zip(spans, bounds[:-1], bounds[1:], strict=True)
+        )
+
     def _chain(self, cache: CachedModel) -> bool:
         """Whether a prompt, one token, three tokens of which two are rolled back, and three more have the right logits."""
-        first, start = self.texts[0], self.start
-        agree = self._agree(cache.read(first[:, :start], 1)[0], start)
-        agree &= self._agree(cache.read(first[:, start : start + 1])[0], start + 1)
-        unlike = torch.tensor([self.unlike[2:4]], device=first.device)
-        mask = causal(start + 1, 3, first.device) if cache.masked else None
-        rows = cache.read(torch.cat([first[:, start + 1 : start + 2], unlike], 1), mask=mask)[0]
-        agree &= self._agree(rows[:1], start + 2)
+        start = self.start
+        agree = self._reads(cache, (0, 0, start), rows=1) and self._reads(cache, (0, start, start + 1))
+        tree = TreeRows(from_widths((1, 1)), start + 1, [], [0, 1, 2]) if cache.masked else None
+        rows = cache.read_parts([Part(0, [self.texts[0][start + 1], *self.unlike[2:4]], tree=tree)])
+        agree = agree and self._agree(rows[:1], start + 2)
         cache.roll_back(start + 2)
-        return agree & self._agree(cache.read(first[:, start + 2 : start + 5])[0], start + 5)
+        return agree and self._reads(cache, (0, start + 2, start + 5))
 
     def _tree(self, cache: CachedModel, start: int) -> bool:
         """Whether the second branch of a tree, and a token after it, have the expected logits."""
-        first, at = self.texts[0][0].tolist(), start - self.start
+        text, at = self.texts[0], start - self.start
         tree = from_widths((2, 1))  # rows: the root, its children, their children
-        tokens = [first[start], self.unlike[at + 1], first[start + 1], self.unlike[at + 2], first[start + 2]]
+        tokens = [text[start], self.unlike[at + 1], text[start + 1], self.unlike[at + 2], text[start + 2]]
         rows = cache.read_parts([Part(0, tokens, tree=TreeRows(tree, start, [], list(range(5))))])
         cache.keep(start, [start, start + 2, start + 4])
-        after = cache.read(self.texts[0][:, start + 3 : start + 4])[0]
-        return self._agree(rows[[0, 2, 4]], start + 3) and self._agree(after, start + 4)
+        return self._agree(rows[[0, 2, 4]], start + 3) and self._reads(cache, (0, start + 3, start + 4))
 
     def _batch(self, cache: CachedModel, start: int) -> bool:
         """Whether both texts have the expected logits if calls read different numbers of tokens of each."""
-        cache.read(self.texts[1][:, :_OTHER], 1, stream=1)
-        first, second = (text[0].tolist() for text in self.texts)
-        for parts, ends in (
-            ([Part(1, second[_OTHER : _OTHER + 1]), Part(0, first[start : start + 3])], (_OTHER + 1, start + 3)),
-            ([Part(0, first[start + 3 : start + 4]), Part(1, second[_OTHER + 1 :])], (start + 4, _OTHER + 2)),
-        ):
-            logits, bounds = cache.read_parts(parts), split(parts)
-            for part, begin, stop, end in zip(parts, bounds[:-1], bounds[1:], ends, strict=True):
-                if not self._agree(logits[begin:stop], end, part.stream):
-                    return False
-        return True
+        cache.read_parts([Part(1, self.texts[1][:_OTHER], 1)])
+        return self._reads(cache, (1, _OTHER, _OTHER + 1), (0, start, start + 3)) and self._reads(
+            cache, (0, start + 3, start + 4), (1, _OTHER + 1, _OTHER + 2)
+        )
 
 
 def _special_tokens(config: dict[str, Any]) -> set[int]:
@@ -204,8 +199,9 @@ def _special_tokens(config: dict[str, Any]) -> set[int]:
     return ids
 
 
-def _plain_logits(model: PreTrainedModel, ids: Tensor, padding: int = 0) -> Tensor:
-    """Return the logits [n, V] of a text [1, n], `padding` tokens of it masked, as in `generate` without a cache."""
+def _plain_logits(model: PreTrainedModel, text: list[int], padding: int = 0) -> Tensor:
+    """Return the logits [n, V] of n tokens, of which `padding` are masked, as in `generate` without a cache."""
+    ids = torch.tensor([text], device=model.device)
     mask = torch.ones_like(ids)
     mask[:, :padding] = 0
     inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": False, "is_first_iteration": True}

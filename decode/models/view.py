@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -121,68 +120,64 @@ class _NotViewableError(Exception):
     """The module refers to itself in a way that a copy cannot reproduce."""
 
 
-class _Copier:
-    """Copy modules and configs, each object once, so that shared references stay shared. Other objects are not copied."""
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a module, config, bound method of a module, or container of these as a copy, and any other value itself.
 
-    def __init__(self) -> None:
-        self._copies: dict[int, Any] = {}  # by id of the original
-
-    def copy(self, value: Any) -> Any:
-        """Return a module, config, bound method of a module, or container of these as a copy, and any other value itself."""
-        if id(value) in self._copies:
-            return self._copies[id(value)]
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, PreTrainedConfig):
-            copy = self._copies[id(value)] = object.__new__(type(value))
-            vars(copy).update(
-                {k: self.copy(v) if isinstance(v, PreTrainedConfig) else v for k, v in vars(value).items()}
-            )
-            return copy
-        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
-            return MethodType(value.__func__, self.copy(value.__self__))
-        if type(value) not in (list, tuple, dict):
-            return value
+    `copies` has the existing copies by id of the original: shared references stay shared.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, _copy(value.__self__, copies))
+    if type(value) in (list, tuple, dict):
         items = list(value.values()) if type(value) is dict else value
-        copies = [self.copy(item) for item in items]
-        if all(a is b for a, b in zip(copies, items, strict=True)):
+        copied = [_copy(item, copies) for item in items]
+        if all(a is b for a, b in zip(copied, items, strict=True)):
             return value
-        return dict(zip(value, copies, strict=True)) if type(value) is dict else type(value)(copies)
-
-    def _module(self, module: nn.Module) -> Any:
-        state = dict(vars(module))
-        forward = state.get("forward")
-        # accelerate and torch.compile replace `forward` with functions that hold the module. FSDP gathers the parameters into
-        # the original modules. A script is not a Python object.
-        if (
-            not (forward is None or (isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module)))
-            or "_hf_hook" in state
-            or state.get("_compiled_call_impl") is not None
-            or any(base.__module__.startswith("torch.distributed") for base in type(module).__mro__)
-            or any(type(state[name]) not in (dict, OrderedDict) for name in ("_parameters", "_buffers", "_modules"))
-        ):
-            raise _NotViewableError
-        copy = self._copies[id(module)] = object.__new__(type(module))
-        for name, value in state.items():
-            if name not in _MODULE_ATTRIBUTES:
-                state[name] = self.copy(value)
-            elif isinstance(value, dict | set):  # parameters, buffers, children and hooks, which are mutated in place
-                state[name] = value.copy()
-        state["_modules"].update((name, self.copy(child)) for name, child in module._modules.items())
-        vars(copy).update(state, training=False)
-        return copy
+        return dict(zip(value, copied, strict=True)) if type(value) is dict else type(value)(copied)
+    if not isinstance(value, nn.Module | PreTrainedConfig):
+        return value
+    copy, state, module_attributes = object.__new__(type(value)), dict(vars(value)), {}
+    copies[id(value)] = copy
+    if isinstance(value, nn.Module):
+        _check_viewable(value)
+        module_attributes = _MODULE_ATTRIBUTES
+    for name, item in state.items():
+        if name not in module_attributes:
+            state[name] = _copy(item, copies)
+        elif isinstance(item, dict | set):  # parameters, buffers, children and hooks, which are mutated in place
+            state[name] = item.copy()
+    if module_attributes:
+        state["_modules"].update({name: _copy(child, copies) for name, child in state["_modules"].items()})
+        state["training"] = False
+    vars(copy).update(state)
+    return copy
 
 
-_LOCKS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-_TABLE_LOCK = threading.Lock()
+def _check_viewable(module: nn.Module) -> None:
+    """Raise `_NotViewableError` if a copy of a module would call or change the original."""
+    state = vars(module)
+    forward = state.get("forward")
+    # accelerate and torch.compile replace `forward` with functions that hold the module. FSDP gathers the parameters into
+    # the original modules. A script is not a Python object.
+    if (
+        not (forward is None or (isinstance(forward, MethodType) and isinstance(forward.__self__, nn.Module)))
+        or "_hf_hook" in state
+        or state.get("_compiled_call_impl") is not None
+        or any(base.__module__.startswith("torch.distributed") for base in type(module).__mro__)
+        or any(type(state[name]) not in (dict, OrderedDict) for name in ("_parameters", "_buffers", "_modules"))
+    ):
+        raise _NotViewableError
+
+
+_EXCLUSIVE = threading.RLock()
+"""Held during a call of any model that cannot be copied."""
 
 
 @contextlib.contextmanager
 def _exclusive(model: nn.Module) -> Iterator[None]:
     """Call a model that cannot be copied in one thread at a time, in evaluation mode."""
-    with _TABLE_LOCK:
-        lock = _LOCKS.setdefault(model, threading.RLock())
-    with lock:
+    with _EXCLUSIVE:
         training = [module for module in model.modules() if module.training]
         for module in training:
             module.training = False
@@ -200,7 +195,7 @@ def open_view(module: Any, owner: nn.Module | None = None) -> tuple[Any, Guard]:
     with a compiled or replaced `forward` is returned itself. The context then locks the model (`owner` of a layer).
     """
     try:
-        return _Copier().copy(module), contextlib.nullcontext
+        return _copy(module, {}), contextlib.nullcontext
     except _NotViewableError:
         return module, lambda: _exclusive(module if owner is None else owner)
 

@@ -50,7 +50,7 @@ def test_a_recorded_compact_model_attends_in_parts(monkeypatch: pytest.MonkeyPat
     longest = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 700}
     model = build_model(**longest).float()
     compact = CompactModel(model)
-    compact._grouped, compact._has_tables = True, False
+    compact._grouped = True
     reference, recorded = (
         CachedModel(model, 640, VOCABULARY),
         CudaGraphModel(compact, 640, VOCABULARY, recorder=recorder),  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from specstop.decode.drafters import LookupDrafter, ModelDrafter, model as draft
 from specstop.decode.loop import Speculator
 from specstop.decode.models.cuda import CudaGraphModel
 from specstop.decode.models.engine import speed_up
-from specstop.decode.models.outputs import seen, stored
+from specstop.decode.models.outputs import rounded, stored
 from specstop.decode.models.pair import Pair
 from specstop.decode.models.view import hidden_width
 from specstop.decode.plain import plain_texts
@@ -235,8 +235,8 @@ def test_a_failing_policy_is_replaced(pair: Pair, prompt_ids: list[list[int]]) -
 def test_rounding_stays_within_the_range_of_float16() -> None:
     states = torch.tensor([1.0 + 2.0**-12, 1e6, -1e6, 1e-9], dtype=torch.float64)
     assert stored(states).tolist() == [1.0, 65504.0, -65504.0, 0.0]
-    assert seen(states).dtype == torch.float32
-    assert torch.equal(seen(stored(states)), seen(states)), "what was stored is seen as it is"
+    assert rounded(states).dtype == torch.float32
+    assert torch.equal(rounded(stored(states)), rounded(states)), "what was stored is seen as it is"
 
 
 def test_renewed_is_as_newly_made(pair: Pair, prompt_ids: list[list[int]]) -> None:

@@ -62,7 +62,7 @@ def check(model: PreTrainedModel, near: float, hidden: bool = True) -> None:
         logits, states = together.read_parts(parts), together.states
         expected, expected_states = [], []
         for part in parts:
-            own = Part(0, part.tokens, part.wanted, part.tree)
+            own = Part(0, part.tokens, part.rows, part.tree)
             expected.append(alone[part.stream].read_parts([own]))
             expected_states.append(alone[part.stream].states)
         torch.testing.assert_close(logits, torch.cat(expected), atol=near, rtol=0)
