@@ -18,7 +18,7 @@ def policies(
     json: Json = False,
 ) -> None:
     """List built-in and installed policies, or drafters: their modules, and whether they load."""
-    from ...policies.plugins import SWITCH
+    from ...policies.registry import SWITCH
 
     if no_plugins:
         os.environ[SWITCH] = "0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,38 +16,30 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
-from ...policies.host import plugin_errors
-from ...policies.plugins import (
-    DRAFTER_PLUGINS,
-    PluginInfo,
-    check_options,
-    read_number,
-    set_option,
-    split_first,
-    split_spec,
-)
+from ...policies.registry import NAME, PluginInfo, Registry, construct, read_number, set_option, split_spec
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, Drafter
-from .ctc import CTCDrafter, ReleasedCTCDrafter
 from .fallback import MIN_CONFIDENCE, FallbackDrafter
 from .folder import load_drafter
-from .heads import HeadsDrafter
-from .layer import LayerDrafter
-from .lookup import LookupDrafter
 from .model import ModelDrafter
-from .suffix import SuffixDrafter, file_hash
+from .suffix import file_hash
 
-BUILTINS: dict[str, Callable[..., Drafter]] = {
-    "model": ModelDrafter,
-    "lookup": LookupDrafter,
-    "suffix": SuffixDrafter,
-    "medusa": HeadsDrafter,
-    "hydra": HeadsDrafter,
-    "ctc": CTCDrafter,
-    "ctc-released": ReleasedCTCDrafter,
-    "layer": LayerDrafter,
+BUILTINS = {
+    "model": "model:ModelDrafter",
+    "lookup": "lookup:LookupDrafter",
+    "suffix": "suffix:SuffixDrafter",
+    "medusa": "heads:HeadsDrafter",
+    "hydra": "heads:HeadsDrafter",
+    "ctc": "ctc:CTCDrafter",
+    "ctc-released": "ctc:ReleasedCTCDrafter",
+    "layer": "layer:LayerDrafter",
 }
+"""The drafters of specstop: `module:class` by name."""
+
+DRAFTERS = Registry("specstop.drafters", "drafter", __package__, BUILTINS)
+"""Classes or functions that construct a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
+
 NETWORKS = {"medusa": "medusa", "hydra": "hydra", "ctc": "ctc", "ctc-released": "ctc", "layer": "layer"}
 """Kind of the network of each trained drafter."""
 
@@ -88,9 +81,9 @@ class DrafterSpec:
 
     def attribute(self, name: str) -> Any:
         """Return a class attribute of the drafter, without constructing it; the default if the drafter is not installed."""
-        build, point = BUILTINS.get(self.name), DRAFTER_PLUGINS.find(self.name)
-        build = build or (DRAFTER_PLUGINS.load(point) if point else Drafter)
-        value, allowed = getattr(build, name, getattr(Drafter, name)), READINGS if name == "reading" else (False, True)
+        point = DRAFTERS.find(self.name)
+        value = getattr(DRAFTERS.load(point) if point else Drafter, name, getattr(Drafter, name))
+        allowed = READINGS if name == "reading" else (False, True)
         if value not in allowed:
             raise PolicyError(
                 f"--drafter: {self.name}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}"
@@ -113,18 +106,24 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     Raises:
         InputError: an option is not `key=value` or is given twice, or `sure` is not between 0 and 1.
     """
-    first, rest = split_first(text)
-    where = f"--drafter: {text!r}"
-    name, value, options = split_spec(first, where)
+    where, known = f"--drafter: {text!r}", DRAFTERS.names() if "+" in text else ()
+    # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
+    signs = (
+        at
+        for at, sign in enumerate(text)
+        if sign == "+" and (NAME.fullmatch(text[:at]) or re.split("[:?+]", text[at + 1 :], maxsplit=1)[0] in known)
+    )
+    end = next(signs, len(text))
+    name, value, options = split_spec(text[:end], where)
     if value is not None:
         parameter = _VALUES.get(name, "") if value else ""
         set_option(options, parameter, value if parameter == "path" else read_number(value), where)
-    if rest is None:
+    if end == len(text):
         return [DrafterSpec(text, name, options)]
     sure = options.pop("sure", MIN_CONFIDENCE)
     if not isinstance(sure, int | float) or not 0.0 <= sure <= 1.0:
         raise PolicyError(f"{where}: expected for sure a probability between 0 and 1, not {sure!r}")
-    return [DrafterSpec(text, name, options, float(sure)), *parse_spec(rest)]
+    return [DrafterSpec(text, name, options, float(sure)), *parse_spec(text[end + 1 :])]
 
 
 def _form(name: str) -> str:
@@ -136,10 +135,9 @@ def _form(name: str) -> str:
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
-        exists = part.name in BUILTINS or DRAFTER_PLUGINS.find(part.name)
         lacks_path = part.name in NETWORKS and set(part.options) != {"path"}
-        if not exists or lacks_path or "" in part.options:
-            names = [*BUILTINS, *sorted(DRAFTER_PLUGINS.usable())]
+        if DRAFTERS.find(part.name) is None or lacks_path or "" in part.options:
+            names = DRAFTERS.names()
             match = "" if part.name in names else close_match(part.name, names)
             raise InputError(
                 f"--drafter: expected one of {', '.join(map(_form, names))}, or two such as suffix+model, not "
@@ -175,14 +173,14 @@ def change_paths(name: str, change: Callable[[str], str]) -> str:
 
 
 def listed_drafters() -> list[PluginInfo]:
-    """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
-    trained = " of `specstop train-drafter`"
-    rows = {name: (build.__module__, _form(name) + trained * (name in NETWORKS)) for name, build in BUILTINS.items()}
-    return DRAFTER_PLUGINS.listed(rows, _usage)
+    """Return the built-in drafters and the plugins, all imported, with the reason if one does not load."""
+    return DRAFTERS.listed(_usage)
 
 
 def _usage(point: EntryPoint) -> str:
-    names = [*inspect.signature(DRAFTER_PLUGINS.load(point)).parameters][1:]
+    if point.name in BUILTINS:
+        return _form(point.name) + (" of `specstop train-drafter`" if point.name in NETWORKS else "")
+    names = [*inspect.signature(DRAFTERS.load(point)).parameters][1:]
     draft = "; needs the draft model" if parse_spec(point.name)[0].attribute("needs_draft") else ""
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 
@@ -234,17 +232,15 @@ def with_drafter(pair: Pair, name: str) -> Pair:
 
 
 def _build(part: DrafterSpec, pair: Pair) -> Drafter:
-    where, point = f"--drafter: {part.text!r}", DRAFTER_PLUGINS.find(part.name)
-    if part.name in NETWORKS:
-        return BUILTINS[part.name](pair, _shared_network(part, pair))
+    where, point = f"--drafter: {part.text!r}", DRAFTERS.find(part.name)
+    assert point is not None  # of `check_drafter`
+    build = DRAFTERS.load(point)
     if part.attribute("needs_draft"):
         _ = pair.draft_model  # raises an error if there is none
-    build = DRAFTER_PLUGINS.load(point) if point else BUILTINS[part.name]
-    check_options(build, where, part.options, pair)
-    if point is None:
-        return build(pair, **part.options)
-    with plugin_errors("--drafter", f"constructing {part.text!r} ({point.value})"):
-        drafter = build(pair, **part.options)
+    if part.name in NETWORKS:
+        drafter = construct(build, where, {}, pair, _shared_network(part, pair))
+    else:
+        drafter = construct(build, where, part.options, pair)
     if not isinstance(drafter, Drafter):
         raise InputError(
             f"{where} is a {type(drafter).__name__}, not a Drafter; subclass specstop.decode.drafters.Drafter"
