@@ -59,12 +59,12 @@ class PairError(SpecstopError, ValueError):
     """Target and draft cannot work together, or a model cannot be loaded."""
 
 
-class PolicyError(SpecstopError, ValueError):
-    """A policy, its folder or its specification is wrong."""
+class PolicyError(InputError):
+    """A policy or its folder is invalid, or the specification of a policy or drafter is."""
 
 
 class PolicyFailure(PolicyError, TypeError):
-    """A policy raised an error while it was loaded or called, or its return value violates the contract.
+    """A policy or drafter raised an error while it was loaded or called, or its return value violates the contract.
 
     Attributes:
         policy: name of the policy, or "".

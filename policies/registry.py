@@ -122,13 +122,13 @@ class Registry:
         return build
 
     def listed(self, usage: Callable[[EntryPoint], str]) -> list[PluginInfo]:
-        """Return the built-ins and the plugins; `usage` imports one and returns its usage, or raises `PolicyError`."""
+        """Return the built-ins and the plugins; `usage` imports one and returns its usage, or raises `InputError`."""
         rows = []
         for name, (point, problem) in self._entries().items():
             what = f"{name}?key=value"
             try:
                 what = what if problem else usage(point)
-            except PolicyError as error:
+            except InputError as error:
                 problem = " ".join(error.command_line.removeprefix(f"--{self.kind}: ").split())
             where = "built in" if name in self.builtin else _package(point)
             rows.append(PluginInfo(name, where, point.value.partition(":")[0], what, problem))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
+from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.registry import NAME, PluginInfo, Registry, construct, read_number, set_option, split_spec
 from ..models.pair import Pair
 from ..topology import parse_tree
@@ -85,21 +84,12 @@ class DrafterSpec:
         value = getattr(DRAFTERS.load(point) if point else Drafter, name, getattr(Drafter, name))
         allowed = READINGS if name == "reading" else (False, True)
         if value not in allowed:
-            raise PolicyError(
+            raise InputError(
                 f"--drafter: {self.name}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}"
             )
         return value
 
 
-@contextlib.contextmanager
-def _as_input_error() -> Iterator[None]:
-    try:
-        yield
-    except PolicyError as error:
-        raise InputError(error.command_line) from None
-
-
-@_as_input_error()
 def parse_spec(text: str) -> list[DrafterSpec]:
     """Return the drafters of a spec, without a check that they exist.
 
@@ -122,7 +112,7 @@ def parse_spec(text: str) -> list[DrafterSpec]:
         return [DrafterSpec(text, name, options)]
     sure = options.pop("sure", MIN_CONFIDENCE)
     if not isinstance(sure, int | float) or not 0.0 <= sure <= 1.0:
-        raise PolicyError(f"{where}: expected for sure a probability between 0 and 1, not {sure!r}")
+        raise InputError(f"{where}: expected for sure a probability between 0 and 1, not {sure!r}")
     return [DrafterSpec(text, name, options, float(sure)), *parse_spec(text[end + 1 :])]
 
 
@@ -131,7 +121,6 @@ def _form(name: str) -> str:
     return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
 
 
-@_as_input_error()
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
@@ -145,7 +134,6 @@ def check_drafter(name: str) -> None:
             )
 
 
-@_as_input_error()
 def needs_draft(name: str) -> bool:
     """Return whether a spec uses the draft model of the pair; plugins are imported to find out."""
     return any(part.attribute("needs_draft") for part in parse_spec(name))
@@ -156,7 +144,6 @@ def reads_states(name: str) -> bool:
     return any(part.name in NETWORKS for part in parse_spec(name))
 
 
-@_as_input_error()
 def reading_of(name: str) -> str:
     """Return `Drafter.reading` of the last drafter of a spec, the only one that may have a backlog."""
     return str(parse_spec(name)[-1].attribute("reading"))
@@ -185,7 +172,6 @@ def _usage(point: EntryPoint) -> str:
     return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 
 
-@_as_input_error()
 def find_drafter(name: str, pair: Pair) -> Drafter:
     """Return the drafter of a spec.
 
@@ -214,7 +200,6 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
     return drafter
 
 
-@_as_input_error()
 def with_drafter(pair: Pair, name: str) -> Pair:
     """Return the pair with another default drafter.
 
