@@ -358,8 +358,7 @@ def with_costs(policy: StopPolicy, profile: Profile | None) -> StopPolicy:
     """
     if profile is None:
         return policy
-    if is_trusted(validate_policy(policy)):
-        return policy.with_costs(profile)
+    validate_policy(policy)
     with plugin_errors(policy, "with_costs()"):
         priced = policy.with_costs(profile)
     return validate_policy(priced)

@@ -75,10 +75,13 @@ class Registry:
         kind: "policy" or "drafter", for messages.
         package: of the built-ins.
         builtin: `module:object` by name. No plugin may have one of these names.
+        usage: returns the usage of a name and what it stands for, or raises `InputError`.
     """
 
-    def __init__(self, group: str, kind: str, package: str, builtin: Mapping[str, str]) -> None:
-        self.group, self.kind = group, kind
+    def __init__(
+        self, group: str, kind: str, package: str, builtin: Mapping[str, str], usage: Callable[[str, Any], str]
+    ) -> None:
+        self.group, self.kind, self._usage = group, kind, usage
         self.builtin = {name: EntryPoint(name, f"{package}.{value}", group) for name, value in builtin.items()}
 
     def _entries(self) -> dict[str, tuple[EntryPoint, str]]:
@@ -107,27 +110,30 @@ class Registry:
         """Return the names of the built-ins and of the plugins that can be used."""
         return [name for name, (_, problem) in self._entries().items() if name in self.builtin or not problem]
 
-    def find(self, name: str) -> EntryPoint | None:
-        """Return the entry point of a name, not imported, or None; a `PolicyError` if the name is ambiguous."""
+    def load(self, name: str) -> Callable[..., Any] | None:
+        """Import the class or function of a name; None if there is no such name.
+
+        Raises:
+            PolicyError: the name is ambiguous, or it cannot be imported.
+        """
         point, problem = self._entries().get(name, (None, ""))
         if problem:
             raise PolicyError(f"--{self.kind}: {problem}")
-        return point
+        return None if point is None else self._import(point)
 
-    def load(self, point: EntryPoint) -> Callable[..., Any]:
-        """Import the class or function of an entry point; a `PolicyError` if that fails."""
+    def _import(self, point: EntryPoint) -> Callable[..., Any]:
         with plugin_errors(f"--{self.kind}", f"loading the plugin {point.name!r} ({point.value})"):
             build: Callable[..., Any] = point.load()
             inspect.signature(build)  # raises an error if it is not callable
         return build
 
-    def listed(self, usage: Callable[[EntryPoint], str]) -> list[PluginInfo]:
-        """Return the built-ins and the plugins; `usage` imports one and returns its usage, or raises `InputError`."""
+    def listed(self) -> list[PluginInfo]:
+        """Return the built-ins and the plugins, all imported, with the reason if one does not load."""
         rows = []
         for name, (point, problem) in self._entries().items():
             what = f"{name}?key=value"
             try:
-                what = what if problem else usage(point)
+                what = what if problem else self._usage(name, self._import(point))
             except InputError as error:
                 problem = " ".join(error.command_line.removeprefix(f"--{self.kind}: ").split())
             where = "built in" if name in self.builtin else _package(point)
@@ -189,24 +195,18 @@ def construct(build: Callable[..., Any], where: str, options: Mapping[str, Any],
         return build(*positional, **options)
 
 
-POLICIES = Registry("specstop.policies", "policy", __package__, BUILTINS)
-
-
-def listed_policies() -> list[PluginInfo]:
-    """Return the built-in policies and the plugins, all imported, with the reason if one does not load."""
-    return POLICIES.listed(_usage)
-
-
-def _usage(point: EntryPoint) -> str:
+def _usage(name: str, build: Callable[..., Any]) -> str:
     """Return the spec of a policy, with its parameters and summary; a plugin is constructed with its defaults."""
-    build = POLICIES.load(point)
     parameters = inspect.signature(build).parameters
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    if point.name not in BUILTINS and all(p.default is not p.empty or p.kind in optional for p in parameters.values()):
-        _construct_policy(build, f"{point.name!r}", {})
-    usage = f"{point.name}:{next(iter(parameters))}; takes {', '.join(parameters)}" if parameters else point.name
+    if name not in BUILTINS and all(p.default is not p.empty or p.kind in optional for p in parameters.values()):
+        _construct_policy(build, f"{name!r}", {})
+    usage = f"{name}:{next(iter(parameters))}; takes {', '.join(parameters)}" if parameters else name
     summary = (build.__doc__ or "").strip().partition("\n")[0]
     return f"{usage}. {summary}" if summary else usage
+
+
+POLICIES = Registry("specstop.policies", "policy", __package__, BUILTINS, _usage)
 
 
 def load_policy(spec: str | Path) -> StopPolicy:
@@ -238,8 +238,8 @@ def _load(text: str) -> StopPolicy:
     if mark and _is_folder(folder):
         return _load_batch_policy(folder, split_spec(text.removeprefix(folder), where)[2], where)
     name, value, options = split_spec(text, where)
-    point = POLICIES.find(name)
-    if point is None:
+    build = POLICIES.load(name)
+    if build is None:
         if name == "hub":
             return from_pretrained(text.removeprefix("hub:"))
         if "/" in text or text.startswith("."):
@@ -247,7 +247,6 @@ def _load(text: str) -> StopPolicy:
         known = sorted(POLICIES.names())
         names, match = ", ".join(known), close_match(name, known)
         raise PolicyError(f"--policy: unknown policy {text!r}{match}; expected a policy folder or one of {names}")
-    build = POLICIES.load(point)
     if value is not None:
         number = read_number(value)
         if isinstance(number, str):

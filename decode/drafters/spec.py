@@ -8,14 +8,13 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, SpecstopWarning, close_match
-from ...policies.registry import NAME, PluginInfo, Registry, construct, read_number, set_option, split_spec
+from ...policies.registry import NAME, Registry, construct, read_number, set_option, split_spec
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, Drafter
@@ -36,14 +35,28 @@ BUILTINS = {
 }
 """The drafters of specstop: `module:class` by name."""
 
-DRAFTERS = Registry("specstop.drafters", "drafter", __package__, BUILTINS)
-"""Classes or functions that construct a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
-
 NETWORKS = {"medusa": "medusa", "hydra": "hydra", "ctc": "ctc", "ctc-released": "ctc", "layer": "layer"}
 """Kind of the network of each trained drafter."""
 
 _VALUES = {"lookup": "longest", "suffix": "path", **dict.fromkeys(NETWORKS, "path")}
 """Parameter that the text after the colon sets."""
+
+
+def _form(name: str) -> str:
+    """Return how a drafter is written, such as `suffix:PATH`."""
+    return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
+
+
+def _usage(name: str, build: Callable[..., Any]) -> str:
+    if name in BUILTINS:
+        return _form(name) + (" of `specstop train-drafter`" if name in NETWORKS else "")
+    names = [*inspect.signature(build).parameters][1:]
+    draft = "; needs the draft model" if needs_draft(name) else ""
+    return f"{name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
+
+
+DRAFTERS = Registry("specstop.drafters", "drafter", __package__, BUILTINS, _usage)
+"""Classes or functions that construct a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,7 @@ class DrafterSpec:
 
     def attribute(self, name: str) -> Any:
         """Return a class attribute of the drafter, without constructing it; the default if the drafter is not installed."""
-        point = DRAFTERS.find(self.name)
-        value = getattr(DRAFTERS.load(point) if point else Drafter, name, getattr(Drafter, name))
+        value = getattr(DRAFTERS.load(self.name) or Drafter, name, getattr(Drafter, name))
         allowed = READINGS if name == "reading" else (False, True)
         if value not in allowed:
             raise InputError(
@@ -116,16 +128,11 @@ def parse_spec(text: str) -> list[DrafterSpec]:
     return [DrafterSpec(text, name, options, float(sure)), *parse_spec(text[end + 1 :])]
 
 
-def _form(name: str) -> str:
-    """Return how a drafter is written, such as `suffix:PATH`."""
-    return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
-
-
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
         lacks_path = part.name in NETWORKS and set(part.options) != {"path"}
-        if DRAFTERS.find(part.name) is None or lacks_path or "" in part.options:
+        if DRAFTERS.load(part.name) is None or lacks_path or "" in part.options:
             names = DRAFTERS.names()
             match = "" if part.name in names else close_match(part.name, names)
             raise InputError(
@@ -157,19 +164,6 @@ def paths_of(name: str) -> list[str]:
 def change_paths(name: str, change: Callable[[str], str]) -> str:
     """Return a spec with other folders and files; `change` returns the new path for an old one."""
     return "+".join(part.format(change) for part in parse_spec(name))
-
-
-def listed_drafters() -> list[PluginInfo]:
-    """Return the built-in drafters and the plugins, all imported, with the reason if one does not load."""
-    return DRAFTERS.listed(_usage)
-
-
-def _usage(point: EntryPoint) -> str:
-    if point.name in BUILTINS:
-        return _form(point.name) + (" of `specstop train-drafter`" if point.name in NETWORKS else "")
-    names = [*inspect.signature(DRAFTERS.load(point)).parameters][1:]
-    draft = "; needs the draft model" if parse_spec(point.name)[0].attribute("needs_draft") else ""
-    return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
 
 
 def find_drafter(name: str, pair: Pair) -> Drafter:
@@ -217,9 +211,8 @@ def with_drafter(pair: Pair, name: str) -> Pair:
 
 
 def _build(part: DrafterSpec, pair: Pair) -> Drafter:
-    where, point = f"--drafter: {part.text!r}", DRAFTERS.find(part.name)
-    assert point is not None  # of `check_drafter`
-    build = DRAFTERS.load(point)
+    where, build = f"--drafter: {part.text!r}", DRAFTERS.load(part.name)
+    assert build is not None  # of `check_drafter`
     if part.attribute("needs_draft"):
         _ = pair.draft_model  # raises an error if there is none
     if part.name in NETWORKS:

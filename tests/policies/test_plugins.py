@@ -17,7 +17,7 @@ from specstop.collect.store.folder import Trace, open_trace
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError
 from specstop.policies.profile import Profile
-from specstop.policies.registry import BUILTINS, POLICIES, listed_policies, load_policy
+from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"
@@ -73,10 +73,10 @@ def test_the_commands_of_the_page_exist() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_it_is_listed_without_being_imported_and_loads() -> None:
-    point = POLICIES.find("patience")
-    assert point is not None and point.value == "specstop_patience:Patience"
+    (point,) = registry.entry_points(group=POLICIES.group, name="patience")
+    assert point.value == "specstop_patience:Patience" and "patience" in POLICIES.names()
     assert "specstop_patience" not in sys.modules
-    (found,) = (p for p in listed_policies() if p.name == "patience")
+    (found,) = (p for p in POLICIES.listed() if p.name == "patience")
     assert (found.where, found.module, found.problem) == ("specstop-patience 0.1", "specstop_patience", "")
     assert load_policy("patience?chances=3").name == "patience:3"
     with pytest.raises(PolicyError, match="expected 1 chance or more"):
@@ -179,7 +179,7 @@ def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: p
 def test_plugins_that_do_not_load_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(n, v, POLICIES.group) for n, v in {"gone": "no_such_module:X", "five": "math:pi"}.items()]
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
-    problems = {p.name: p.problem for p in listed_policies() if p.where == "?"}
+    problems = {p.name: p.problem for p in POLICIES.listed() if p.where == "?"}
     assert "no_such_module" in problems["gone"]
     assert "math:pi" in problems["five"]
     answer = cli("policies")

@@ -12,7 +12,7 @@ from specstop.policies import registry
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.registry import POLICIES, listed_policies, load_policy
+from specstop.policies.registry import POLICIES, load_policy
 from specstop.policies.storage import save_policy
 
 PLUGIN = """
@@ -189,7 +189,7 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
 def test_a_name_that_cannot_be_written_in_a_spec_spoils_no_other(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     declare(monkeypatch, EntryPoint(name, "x:X", POLICIES.group))
     assert load_policy("fixed:4").max_depth == 4
-    (listed,) = (p for p in listed_policies() if p.where != "built in")
+    (listed,) = (p for p in POLICIES.listed() if p.where != "built in")
     assert listed.problem == f"the policy {name!r} of x:X needs a name of letters, digits, - and _"
 
 
@@ -203,7 +203,7 @@ def test_damaged_metadata_of_some_package_leaves_the_built_in_policies(monkeypat
 
 
 def test_every_builtin_is_made_by_its_bare_name_and_listed() -> None:
-    listed = {row.name: row for row in listed_policies() if row.where == "built in"}
+    listed = {row.name: row for row in POLICIES.listed() if row.where == "built in"}
     assert set(listed) == set(registry.BUILTINS)
     for name, row in listed.items():
         assert load_policy(name).name.startswith(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import cli
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.spec import DRAFTERS, listed_drafters, needs_draft, reading_of
+from specstop.decode.drafters.spec import DRAFTERS, needs_draft, reading_of
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -164,7 +164,7 @@ def test_damaged_metadata_leaves_those_that_come_with_specstop(pair: Pair, monke
 
 
 def test_the_list_says_which_load() -> None:
-    found = {one.name: one for one in listed_drafters()}
+    found = {one.name: one for one in DRAFTERS.listed()}
     assert {"model", "lookup", "suffix", "medusa", "hydra", "ctc", "layer"} < set(found)
     assert found["copycat"].what == "copycat?key=value; takes longest, share" and not found["copycat"].problem
     assert found["second"].what.endswith("; needs the draft model")
