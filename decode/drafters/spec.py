@@ -151,11 +151,6 @@ def reads_states(name: str) -> bool:
     return any(part.name in NETWORKS for part in parse_spec(name))
 
 
-def reading_of(name: str) -> str:
-    """Return `Drafter.reading` of the last drafter of a spec, the only one that may have a backlog."""
-    return str(parse_spec(name)[-1].attribute("reading"))
-
-
 def paths_of(name: str) -> list[str]:
     """Return the folders and files that a spec names."""
     return [part.path for part in parse_spec(name) if part.path]

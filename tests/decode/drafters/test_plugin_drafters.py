@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import cli
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.spec import DRAFTERS, needs_draft, reading_of
+from specstop.decode.drafters.spec import DRAFTERS, needs_draft, parse_spec
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -191,6 +191,9 @@ def test_a_draft_is_given_where_it_is_used(words: tuple[str, ...], why: str) -> 
 
 
 def test_what_one_reads_is_told(installed: Callable[..., None]) -> None:
+    def reading_of(spec: str) -> object:
+        return parse_spec(spec)[-1].attribute("reading")
+
     assert [reading_of(name) for name in ("model", "copycat", "suffix+copycat", "suffix", "layer:x", "gone+lookup")] == [
         "path", "path", "path", "nothing", "all", "nothing",
     ]  # fmt: skip
