@@ -21,20 +21,6 @@ _PARAMETERS = {"for": "host", "param": "params", "stop": "stops"}
 """Parameter names that differ from the option names."""
 
 
-def with_parameters(text: str) -> str:
-    """Return a message with command line options replaced by Python parameters."""
-    prefix_end = text.find(": ") if text.startswith("--") else 0  # parameters in the prefix have no backticks
-
-    def replace(match: re.Match[str]) -> str:
-        negated, option = match.groups()
-        if option is None:
-            return match[0]
-        name = _PARAMETERS.get(option, option.replace("-", "_")) + ("=False" if negated else "")
-        return name if match.start() < prefix_end else f"`{name}`"
-
-    return _OPTION.sub(replace, text)
-
-
 class _Message(Exception):
     """Message with a form for Python and a form for the command line."""
 
@@ -44,7 +30,17 @@ class _Message(Exception):
         return super().__str__()
 
     def __str__(self) -> str:
-        return with_parameters(self.command_line)
+        text = self.command_line
+        prefix_end = text.find(": ") if text.startswith("--") else 0  # parameters in the prefix have no backticks
+
+        def replace(match: re.Match[str]) -> str:
+            negated, option = match.groups()
+            if option is None:
+                return match[0]
+            name = _PARAMETERS.get(option, option.replace("-", "_")) + ("=False" if negated else "")
+            return name if match.start() < prefix_end else f"`{name}`"
+
+        return _OPTION.sub(replace, text)
 
 
 class SpecstopError(_Message):
