@@ -131,8 +131,9 @@ def parse_spec(text: str) -> list[DrafterSpec]:
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
+        exists = part.name in BUILTINS or DRAFTERS.load(part.name)  # a search for plugins takes milliseconds
         lacks_path = part.name in NETWORKS and set(part.options) != {"path"}
-        if DRAFTERS.load(part.name) is None or lacks_path or "" in part.options:
+        if not exists or lacks_path or "" in part.options:
             names = DRAFTERS.names()
             match = "" if part.name in names else close_match(part.name, names)
             raise InputError(
