@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..decode.drafters.spec import parse_spec, reading_of
+from ..decode.drafters.spec import parse_spec
 from ..decode.models.pair import Pair
 
 
@@ -26,5 +26,7 @@ def facts(pair: Pair) -> dict[str, Any]:
 
 
 def _of_drafter(pair: Pair) -> dict[str, Any]:
-    facts = {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading_of(pair.drafter)}
-    return {**facts, "in turn": True} if len(parse_spec(pair.drafter)) > 1 else facts
+    parts = parse_spec(pair.drafter)
+    reading = parts[-1].attribute("reading")  # only the last drafter of a spec may have a backlog
+    facts = {"drafter": pair.drafter, "draft model": pair.draft_name, "reading": reading}
+    return {**facts, "in turn": True} if len(parts) > 1 else facts

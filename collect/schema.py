@@ -27,7 +27,7 @@ from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import HIDDEN_STATES, Kind
 from ..policies.safe_loading import SURROGATE, is_text, strict_loads
-from ..policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE, Conditions
+from ..policies.training_metadata import Conditions
 from .store.header_fields import (
     MOST,
     AnchorFeatures,
@@ -52,6 +52,9 @@ GIVEN_TEXT = ("rejection", "rejection_replace", "block")
 UNKNOWN, NO_TOKEN = -1, -2
 """In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
 node cannot be drawn."""
+
+UNKNOWN_TEMPERATURE = "unknown"
+"""Temperature of texts if the engine did not record it."""
 
 _HASHES = ("pair", "prompts_hash")
 """Fields that say nothing to people."""

@@ -64,7 +64,7 @@ class AcceptanceWatch:
 
 
 class DriftMonitor:
-    """Monitor of a host (`policies.host.Monitor`): warns once when the mean accepted length leaves the band.
+    """Observes a host (`policies.host.PolicyHost`): warns once when the mean accepted length leaves the band.
 
     Args:
         policy: can be monitored (`make_monitor`).

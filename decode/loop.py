@@ -105,12 +105,14 @@ class Speculator:
                 f"--profile: {policy.name} observes the seconds of rounds and drafts up to {self.topology.deepest} tokens, "
                 f"but the profile ends at {profile.max_depth}; measure it with --depth {self.topology.deepest}, or draft less"
             )
+        monitor = self._monitor = make_monitor(policy, self.settings.drift, chain, fallback, batch)
         self._host = PolicyHost(
             policy,
             profile=profile if observes_seconds else None,
             batch=batch,
             fallback=FixedLength(fallback),
-            monitor=make_monitor(policy, self.settings.drift, chain, fallback, batch),
+            on_decision=None if monitor is None else monitor.on_decision,
+            on_outcome=None if monitor is None else monitor.on_outcome,
             on_replaced=lambda replacement: model_source.read_for(replacement, widths),
             clock=self._timer.elapsed,
         )
@@ -118,6 +120,8 @@ class Speculator:
     def reset(self) -> None:
         """Use the given policy again, and forget what policy and drafter carry over from earlier texts."""
         self._host.reset()
+        if self._monitor is not None:
+            self._monitor.reset()
         self._drafter.renew()
 
     @torch.inference_mode()

@@ -21,20 +21,6 @@ _PARAMETERS = {"for": "host", "param": "params", "stop": "stops"}
 """Parameter names that differ from the option names."""
 
 
-def with_parameters(text: str) -> str:
-    """Return a message with command line options replaced by Python parameters."""
-    prefix_end = text.find(": ") if text.startswith("--") else 0  # parameters in the prefix have no backticks
-
-    def replace(match: re.Match[str]) -> str:
-        negated, option = match.groups()
-        if option is None:
-            return match[0]
-        name = _PARAMETERS.get(option, option.replace("-", "_")) + ("=False" if negated else "")
-        return name if match.start() < prefix_end else f"`{name}`"
-
-    return _OPTION.sub(replace, text)
-
-
 class _Message(Exception):
     """Message with a form for Python and a form for the command line."""
 
@@ -44,7 +30,17 @@ class _Message(Exception):
         return super().__str__()
 
     def __str__(self) -> str:
-        return with_parameters(self.command_line)
+        text = self.command_line
+        prefix_end = text.find(": ") if text.startswith("--") else 0  # parameters in the prefix have no backticks
+
+        def replace(match: re.Match[str]) -> str:
+            negated, option = match.groups()
+            if option is None:
+                return match[0]
+            name = _PARAMETERS.get(option, option.replace("-", "_")) + ("=False" if negated else "")
+            return name if match.start() < prefix_end else f"`{name}`"
+
+        return _OPTION.sub(replace, text)
 
 
 class SpecstopError(_Message):
@@ -59,12 +55,12 @@ class PairError(SpecstopError, ValueError):
     """Target and draft cannot work together, or a model cannot be loaded."""
 
 
-class PolicyError(SpecstopError, ValueError):
-    """A policy, its folder or its specification is wrong."""
+class PolicyError(InputError):
+    """A policy or its folder is invalid, or the specification of a policy or drafter is."""
 
 
 class PolicyFailure(PolicyError, TypeError):
-    """A policy raised an error while it was loaded or called, or its return value violates the contract.
+    """A policy or drafter raised an error while it was loaded or called, or its return value violates the contract.
 
     Attributes:
         policy: name of the policy, or "".

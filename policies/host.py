@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,19 +27,6 @@ _FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 _MAX_REASON = 300  # characters of an error's own text
 
 
-class Monitor(Protocol):
-    """Observes decisions and outcomes of a host, and may replace its policy."""
-
-    def on_decision(self, step: DraftStep, state: State) -> None:
-        """Record a decision; `state` is the policy's after it."""
-
-    def on_outcome(self, outcome: RoundOutcome) -> StopPolicy | None:
-        """Record a round; return the policy that replaces the current one, or None."""
-
-    def reset(self) -> None:
-        """Forget earlier rounds."""
-
-
 class PolicyHost:
     """Calls a policy for S streams, and owns its state and their history.
 
@@ -50,7 +37,8 @@ class PolicyHost:
         profile: models the seconds of rounds; None = rounds take 0 seconds.
         batch: streams that share a verification; 1 = each stream is verified alone.
         fallback: replaces the policy after a failure, with one warning; None = failures are raised.
-        monitor: observes decisions and outcomes.
+        on_decision: called after each decision of the original policy with the step and the new state.
+        on_outcome: called after each round of the original policy; may return a policy that replaces it.
         on_replaced: called with each policy that replaces another one.
         clock: returns the measured seconds of the round, for a policy that reads the clock.
 
@@ -69,13 +57,14 @@ class PolicyHost:
         profile: Profile | None = None,
         batch: int = 1,
         fallback: StopPolicy | None = None,
-        monitor: Monitor | None = None,
+        on_decision: Callable[[DraftStep, State], None] | None = None,
+        on_outcome: Callable[[RoundOutcome], StopPolicy | None] | None = None,
         on_replaced: Callable[[StopPolicy], None] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.profile, self.batch, self.clock = profile, batch, clock
-        self._fallback, self._original, self._on_replaced = fallback, policy, on_replaced
-        self._monitor, self._warned = monitor, False
+        self._fallback, self._original, self._warned = fallback, policy, False
+        self._on_decision, self._on_outcome, self._on_replaced = on_decision, on_outcome, on_replaced
         self.failure: PolicyFailure | None = None
         self.history, self.state = History.start(0), None
         self._use(policy)
@@ -96,8 +85,6 @@ class PolicyHost:
         """Use the original policy again, without state from earlier streams."""
         if self.policy is not self._original:
             self._replace(self._original)
-        if self._monitor is not None:
-            self._monitor.reset()
         self.failure = None
         self.history, self.state = History.start(0), None
 
@@ -138,8 +125,8 @@ class PolicyHost:
         """Return [S, B] bool, the branches to extend."""
         kept: Array
         kept, self.state = self._call("keep", step)
-        if self._monitor is not None and self.policy is self._original:
-            self._monitor.on_decision(step, self.state)
+        if self._on_decision is not None and self.policy is self._original:
+            self._on_decision(step, self.state)
         return kept
 
     def select(self, tree: DraftTree) -> Array | None:
@@ -162,8 +149,8 @@ class PolicyHost:
         self.history = self.history.after(outcome.accepted, outcome.verified, outcome.active, outcome.cut)
         if self.observes:
             self.state = self._call("observe", outcome)
-        if self._monitor is not None and self.policy is self._original:
-            other = self._monitor.on_outcome(outcome)
+        if self._on_outcome is not None and self.policy is self._original:
+            other = self._on_outcome(outcome)
             if other is not None:
                 self._replace(other)
 
@@ -251,10 +238,9 @@ def plugin_errors(who: StopPolicy | str, action: str) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # a `SystemExit` must not end the program either
-        if type(error).__module__.startswith(_PACKAGE) and not isinstance(error, PolicyFailure):
+        is_own = type(error).__module__.startswith(_PACKAGE) and not isinstance(error, PolicyFailure)
+        if is_own or isinstance(error, KeyboardInterrupt):
             raise
         failure = policy_failure(error, who, action)
         raise failure from (None if failure is error else error)
@@ -337,8 +323,7 @@ def with_costs(policy: StopPolicy, profile: Profile | None) -> StopPolicy:
     """
     if profile is None:
         return policy
-    if is_trusted(validate_policy(policy)):
-        return policy.with_costs(profile)
+    validate_policy(policy)
     with plugin_errors(policy, "with_costs()"):
         priced = policy.with_costs(profile)
     return validate_policy(priced)

@@ -1,4 +1,4 @@
-"""What a policy was trained for, and warnings where a policy or a profile is used under other conditions."""
+"""What a policy was trained for, and warnings where it is used under other conditions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from typing import Any
 
 from .contract import StopPolicy
 from .errors import SpecstopWarning
-from .plugins import kinds_of
-from .profile import Profile
 
 # Options that remove unlikely tokens, which has no effect on greedy decoding.
 _FILTERS = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _MAX_CHARACTERS = 200
-
-UNKNOWN = "unknown"
-"""Temperature of texts if the engine did not record it."""
 
 
 @dataclass(frozen=True)
@@ -119,21 +114,3 @@ def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> N
         remedy = f"; --tree {trained} drafts it" if name == "tree" else ""
         message = f"{policy.name} was trained for another {name} ({trained}) than {where} ({current}){remedy}"
         warnings.warn(message, SpecstopWarning, stacklevel=4)
-
-
-def warn_other_profile(profile: Profile, where: str, verification: str = "", drafter: str = "") -> None:
-    """Warn if a profile timed rounds of another verification or kind of drafter; "" = any, or not recorded.
-
-    `where` is "the trace holds" or "this run plays".
-    """
-    timed = kinds_of(str(profile.facts.get("drafter", "model"))) if "device" in profile.facts else ""
-    for name, measured, used, value in (
-        ("verification", profile.verification, verification, verification),
-        ("drafter", timed, kinds_of(drafter), drafter),
-    ):
-        if measured and used and measured != used:
-            message = (
-                f"the profile timed rounds of the {name} {measured}, {where} those of {used}: their costs differ; measure "
-                f"it with --{name} {value}"
-            )
-            warnings.warn(message, SpecstopWarning, stacklevel=4)

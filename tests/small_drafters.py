@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from conftest import VOCABULARY
 from specstop.decode.drafters import CTCDrafter, HeadsDrafter, LayerDrafter
+from specstop.decode.drafters.ctc import ReleasedCTCDrafter
 from specstop.decode.drafters.networks import KINDS, CTCNetwork, Shape
-from specstop.decode.drafters.spec import BUILTINS, NETWORKS
+from specstop.decode.drafters.spec import NETWORKS
 from specstop.decode.models.pair import Pair
 from specstop.decode.round_state import RoundState
 from specstop.decode.topology import Topology
@@ -18,7 +19,10 @@ from specstop.train.drafters.initial import initialize
 from torch import nn
 
 TRAINED = ("medusa", "hydra", "ctc", "layer")
-CLASSES = {"medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "layer": LayerDrafter}
+CLASSES: dict[str, type[Any]] = {
+    "medusa": HeadsDrafter, "hydra": HeadsDrafter, "ctc": CTCDrafter, "layer": LayerDrafter,
+    "ctc-released": ReleasedCTCDrafter,
+}  # fmt: skip
 DRAFTERS = (*TRAINED, "ctc-released")
 
 
@@ -53,7 +57,7 @@ def small_drafter(
     output = output_weight(pair).cpu().float()
     network = small_network(NETWORKS[kind], output.shape[1], pair.vocabulary, output, depth, noise)
     network = network.to(pair.target.dtype)
-    return BUILTINS[kind](pair, place(network) if place else network.to(pair.device))
+    return CLASSES[kind](pair, place(network) if place else network.to(pair.device))
 
 
 def new_round(anchors: Sequence[int], topology: Topology, tokens: Mapping[int, int] | None = None) -> RoundState:

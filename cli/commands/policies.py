@@ -18,18 +18,18 @@ def policies(
     json: Json = False,
 ) -> None:
     """List built-in and installed policies, or drafters: their modules, and whether they load."""
-    from ...policies.plugins import SWITCH
+    from ...policies.registry import SWITCH
 
     if no_plugins:
         os.environ[SWITCH] = "0"
     if drafters:
-        from ...decode.drafters.spec import listed_drafters
+        from ...decode.drafters.spec import DRAFTERS
 
-        title, found = "Drafters: a name as below", listed_drafters()
+        title, found = "Drafters: a name as below", DRAFTERS.listed()
     else:
-        from ...policies.registry import listed_policies
+        from ...policies.registry import POLICIES
 
-        title, found = "Policies: a name as below, or the path of a policy folder", listed_policies()
+        title, found = "Policies: a name as below, or the path of a policy folder", POLICIES.listed()
     if json:
         print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in found])
         return

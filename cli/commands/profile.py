@@ -151,10 +151,10 @@ def _add_policies(
     quiet: bool,
 ) -> None:
     """Time policies' decisions in the loop and add them to a profile; the rest of it stays as it was measured."""
+    from ...decode.verify.conditions import warn_other_profile
     from ...policies.files import prepare_output_file
     from ...policies.profile import MARK, Profile
     from ...policies.registry import load_policy
-    from ...policies.training_metadata import warn_other_profile
 
     if known is None:
         raise InputError("--add-policy: expected the profile to add to; give it with --profile")

@@ -20,11 +20,10 @@ from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
 from ...policies.limits import MAX_ROWS
 from ...policies.safe_loading import SURROGATE, is_text, strict_loads
-from ...policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
 from ..prompts.samples import SampleNames, warn_sample_ids
-from ..schema import TIMES, UNKNOWN, Header, chain
+from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, chain
 from ..store.folder import Trace, open_for_writing, open_trace, write_shard
 from ..work import Work
 from .draft_lengths import LEVEL, lengths_kind

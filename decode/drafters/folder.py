@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 from safetensors import SafetensorError
 from torch import nn
 
-from ...policies.display import markdown_cell
+from ...policies.display import markdown_table
 from ...policies.errors import InputError, SpecstopError
 from ...policies.files import staged_folder, write_atomic, write_json
 from ...policies.safe_loading import CARD_FILE, MAX_TEXT_BYTES, WEIGHTS_FILE, digest, read_files, read_signed_json
@@ -31,7 +31,6 @@ from ..models.view import hidden_width
 from .networks import KINDS, LayerNetwork, MedusaHeads, Shape
 
 DRAFTER_FILE = "drafter.json"
-KEYS = ("kind", "shape", "target", "files", "provenance", "metrics")
 
 
 @validated_dataclass(frozen=True, config=pydantic.ConfigDict(strict=True, extra="forbid"))
@@ -124,7 +123,7 @@ def load_drafter(path: str | Path, *, kind: str | None = None, weights: bool = T
     try:
         if not (folder / DRAFTER_FILE).exists():
             raise InputError(f"expected the folder of a drafter with the file {DRAFTER_FILE}, which does not exist")
-        raw = read_signed_json(folder / DRAFTER_FILE, 1, KEYS)
+        raw = read_signed_json(folder / DRAFTER_FILE, 1, DrafterFile.__dataclass_fields__)
         header = pydantic.TypeAdapter(DrafterFile).validate_json(json.dumps(raw))
         if kind not in (None, header.kind):
             raise InputError(f"it is a drafter of the kind {header.kind}; write {header.kind}:{path}")
@@ -157,16 +156,17 @@ def _card(trained: TrainedDrafter) -> str:
         "kind": trained.kind,
         "target": trained.target,
         **dataclasses.asdict(trained.network.shape),
+        "weights": f"{sum(tensor.numel() for tensor in trained.network.state_dict().values()):,}",
+        **trained.provenance,
+        **trained.metrics,
     }
-    values |= {"weights": f"{sum(tensor.numel() for tensor in trained.network.state_dict().values()):,}"}
-    values |= {**trained.provenance, **trained.metrics}
     if isinstance(shares := values.get("acceptance"), list):
         values["acceptance"] = " ".join(f"{share:.3f}" for share in shares)
-    table = "\n".join(f"| {name.replace('_', ' ')} | {markdown_cell(str(value))} |" for name, value in values.items())
+    table = markdown_table(("", ""), ((name.replace("_", " "), value) for name, value in values.items()))
     return (
         "---\nlibrary_name: specstop\ntags: [speculative-decoding, drafter]\n---\n\n"
         f"# A {trained.kind} drafter\n\nProposes tokens for one target from the target's own hidden states; it needs no "
-        f"draft model. Under lossless verification it never changes the text.\n\n| | |\n|---|---|\n{table}\n\n"
+        f"draft model. Under lossless verification it never changes the text.\n\n{table}\n"
         "`acceptance` is the share of held-out positions whose next tokens, up to each depth, it proposes.\n\n"
         f"Use: `specstop decode --target <its target> --drafter {trained.kind}:<this folder>`.\n"
     )

@@ -2,56 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from ...policies.errors import InputError, PolicyError, SpecstopWarning, close_match
-from ...policies.host import plugin_errors
-from ...policies.plugins import (
-    DRAFTER_PLUGINS,
-    PluginInfo,
-    check_options,
-    read_number,
-    set_option,
-    split_first,
-    split_spec,
-)
+from ...policies.errors import InputError, SpecstopWarning, close_match
+from ...policies.registry import NAME, Registry, construct, read_number, set_option, split_spec
 from ..models.pair import Pair
 from ..topology import parse_tree
 from .base import READINGS, Drafter
-from .ctc import CTCDrafter, ReleasedCTCDrafter
 from .fallback import MIN_CONFIDENCE, FallbackDrafter
 from .folder import load_drafter
-from .heads import HeadsDrafter
-from .layer import LayerDrafter
-from .lookup import LookupDrafter
 from .model import ModelDrafter
-from .suffix import SuffixDrafter, file_hash
+from .suffix import file_hash
 
-BUILTINS: dict[str, Callable[..., Drafter]] = {
-    "model": ModelDrafter,
-    "lookup": LookupDrafter,
-    "suffix": SuffixDrafter,
-    "medusa": HeadsDrafter,
-    "hydra": HeadsDrafter,
-    "ctc": CTCDrafter,
-    "ctc-released": ReleasedCTCDrafter,
-    "layer": LayerDrafter,
+BUILTINS = {
+    "model": "model:ModelDrafter",
+    "lookup": "lookup:LookupDrafter",
+    "suffix": "suffix:SuffixDrafter",
+    "medusa": "heads:HeadsDrafter",
+    "hydra": "heads:HeadsDrafter",
+    "ctc": "ctc:CTCDrafter",
+    "ctc-released": "ctc:ReleasedCTCDrafter",
+    "layer": "layer:LayerDrafter",
 }
+"""The drafters of specstop: `module:class` by name."""
+
 NETWORKS = {"medusa": "medusa", "hydra": "hydra", "ctc": "ctc", "ctc-released": "ctc", "layer": "layer"}
 """Kind of the network of each trained drafter."""
 
 _VALUES = {"lookup": "longest", "suffix": "path", **dict.fromkeys(NETWORKS, "path")}
 """Parameter that the text after the colon sets."""
+
+
+def _form(name: str) -> str:
+    """Return how a drafter is written, such as `suffix:PATH`."""
+    return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
+
+
+def _usage(name: str, build: Callable[..., Any]) -> str:
+    if name in BUILTINS:
+        return _form(name) + (" of `specstop train-drafter`" if name in NETWORKS else "")
+    names = [*inspect.signature(build).parameters][1:]
+    draft = "; needs the draft model" if needs_draft(name) else ""
+    return f"{name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
+
+
+DRAFTERS = Registry("specstop.drafters", "drafter", __package__, BUILTINS, _usage)
+"""Classes or functions that construct a drafter for a pair; `needs_draft = True` on one says that it uses the draft model."""
 
 
 @dataclass(frozen=True)
@@ -88,58 +93,48 @@ class DrafterSpec:
 
     def attribute(self, name: str) -> Any:
         """Return a class attribute of the drafter, without constructing it; the default if the drafter is not installed."""
-        build, point = BUILTINS.get(self.name), DRAFTER_PLUGINS.find(self.name)
-        build = build or (DRAFTER_PLUGINS.load(point) if point else Drafter)
-        value, allowed = getattr(build, name, getattr(Drafter, name)), READINGS if name == "reading" else (False, True)
+        value = getattr(DRAFTERS.load(self.name) or Drafter, name, getattr(Drafter, name))
+        allowed = READINGS if name == "reading" else (False, True)
         if value not in allowed:
-            raise PolicyError(
+            raise InputError(
                 f"--drafter: {self.name}: expected for {name} {', '.join(map(str, allowed))}, not {value!r}"
             )
         return value
 
 
-@contextlib.contextmanager
-def _as_input_error() -> Iterator[None]:
-    try:
-        yield
-    except PolicyError as error:
-        raise InputError(error.command_line) from None
-
-
-@_as_input_error()
 def parse_spec(text: str) -> list[DrafterSpec]:
     """Return the drafters of a spec, without a check that they exist.
 
     Raises:
         InputError: an option is not `key=value` or is given twice, or `sure` is not between 0 and 1.
     """
-    first, rest = split_first(text)
-    where = f"--drafter: {text!r}"
-    name, value, options = split_spec(first, where)
+    where, known = f"--drafter: {text!r}", DRAFTERS.names() if "+" in text else ()
+    # Paths and values may contain plus signs: one counts after a bare name, or before a known one.
+    signs = (
+        at
+        for at, sign in enumerate(text)
+        if sign == "+" and (NAME.fullmatch(text[:at]) or re.split("[:?+]", text[at + 1 :], maxsplit=1)[0] in known)
+    )
+    end = next(signs, len(text))
+    name, value, options = split_spec(text[:end], where)
     if value is not None:
         parameter = _VALUES.get(name, "") if value else ""
         set_option(options, parameter, value if parameter == "path" else read_number(value), where)
-    if rest is None:
+    if end == len(text):
         return [DrafterSpec(text, name, options)]
     sure = options.pop("sure", MIN_CONFIDENCE)
     if not isinstance(sure, int | float) or not 0.0 <= sure <= 1.0:
-        raise PolicyError(f"{where}: expected for sure a probability between 0 and 1, not {sure!r}")
-    return [DrafterSpec(text, name, options, float(sure)), *parse_spec(rest)]
+        raise InputError(f"{where}: expected for sure a probability between 0 and 1, not {sure!r}")
+    return [DrafterSpec(text, name, options, float(sure)), *parse_spec(text[end + 1 :])]
 
 
-def _form(name: str) -> str:
-    """Return how a drafter is written, such as `suffix:PATH`."""
-    return f"{name}:{_VALUES[name].upper()}" if name in _VALUES else name
-
-
-@_as_input_error()
 def check_drafter(name: str) -> None:
     """Raise `InputError` if a drafter of a spec does not exist. Options are checked when it is constructed."""
     for part in parse_spec(name):
-        exists = part.name in BUILTINS or DRAFTER_PLUGINS.find(part.name)
+        exists = part.name in BUILTINS or DRAFTERS.load(part.name)  # a search for plugins takes milliseconds
         lacks_path = part.name in NETWORKS and set(part.options) != {"path"}
         if not exists or lacks_path or "" in part.options:
-            names = [*BUILTINS, *sorted(DRAFTER_PLUGINS.usable())]
+            names = DRAFTERS.names()
             match = "" if part.name in names else close_match(part.name, names)
             raise InputError(
                 f"--drafter: expected one of {', '.join(map(_form, names))}, or two such as suffix+model, not "
@@ -147,7 +142,6 @@ def check_drafter(name: str) -> None:
             )
 
 
-@_as_input_error()
 def needs_draft(name: str) -> bool:
     """Return whether a spec uses the draft model of the pair; plugins are imported to find out."""
     return any(part.attribute("needs_draft") for part in parse_spec(name))
@@ -156,12 +150,6 @@ def needs_draft(name: str) -> bool:
 def reads_states(name: str) -> bool:
     """Return whether a spec names a trained drafter, which reads hidden states of the target."""
     return any(part.name in NETWORKS for part in parse_spec(name))
-
-
-@_as_input_error()
-def reading_of(name: str) -> str:
-    """Return `Drafter.reading` of the last drafter of a spec, the only one that may have a backlog."""
-    return str(parse_spec(name)[-1].attribute("reading"))
 
 
 def paths_of(name: str) -> list[str]:
@@ -174,20 +162,6 @@ def change_paths(name: str, change: Callable[[str], str]) -> str:
     return "+".join(part.format(change) for part in parse_spec(name))
 
 
-def listed_drafters() -> list[PluginInfo]:
-    """Return built-in drafters and plugins, with the reason if a plugin does not load. Plugins are imported."""
-    trained = " of `specstop train-drafter`"
-    rows = {name: (build.__module__, _form(name) + trained * (name in NETWORKS)) for name, build in BUILTINS.items()}
-    return DRAFTER_PLUGINS.listed(rows, _usage)
-
-
-def _usage(point: EntryPoint) -> str:
-    names = [*inspect.signature(DRAFTER_PLUGINS.load(point)).parameters][1:]
-    draft = "; needs the draft model" if parse_spec(point.name)[0].attribute("needs_draft") else ""
-    return f"{point.name}?key=value{'; takes ' if names else ''}{', '.join(names)}{draft}"
-
-
-@_as_input_error()
 def find_drafter(name: str, pair: Pair) -> Drafter:
     """Return the drafter of a spec.
 
@@ -216,7 +190,6 @@ def find_drafter(name: str, pair: Pair) -> Drafter:
     return drafter
 
 
-@_as_input_error()
 def with_drafter(pair: Pair, name: str) -> Pair:
     """Return the pair with another default drafter.
 
@@ -234,17 +207,14 @@ def with_drafter(pair: Pair, name: str) -> Pair:
 
 
 def _build(part: DrafterSpec, pair: Pair) -> Drafter:
-    where, point = f"--drafter: {part.text!r}", DRAFTER_PLUGINS.find(part.name)
-    if part.name in NETWORKS:
-        return BUILTINS[part.name](pair, _shared_network(part, pair))
+    where, build = f"--drafter: {part.text!r}", DRAFTERS.load(part.name)
+    assert build is not None  # of `check_drafter`
     if part.attribute("needs_draft"):
         _ = pair.draft_model  # raises an error if there is none
-    build = DRAFTER_PLUGINS.load(point) if point else BUILTINS[part.name]
-    check_options(build, where, part.options, pair)
-    if point is None:
-        return build(pair, **part.options)
-    with plugin_errors("--drafter", f"constructing {part.text!r} ({point.value})"):
-        drafter = build(pair, **part.options)
+    if part.name in NETWORKS:
+        drafter = construct(build, where, {}, pair, _shared_network(part, pair))
+    else:
+        drafter = construct(build, where, part.options, pair)
     if not isinstance(drafter, Drafter):
         raise InputError(
             f"{where} is a {type(drafter).__name__}, not a Drafter; subclass specstop.decode.drafters.Drafter"

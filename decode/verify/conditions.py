@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from transformers import GenerationConfig
 
 from ...policies.contract import StopPolicy
+from ...policies.errors import SpecstopWarning
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ...policies.training_metadata import Conditions, warn_other_conditions, warn_other_profile
+from ...policies.training_metadata import Conditions, warn_other_conditions
+from ..drafters.spec import parse_spec
 from ..models.pair import Pair
 from ..settings import Settings
 from .modes import resolve_mode
@@ -55,3 +58,26 @@ def warn_if_unmeasured(
         for name in dict.fromkeys(modes):
             warn_other_profile(profile, "this run plays", verification=name)
     warn_other_profile(profile, "this run plays", drafter=drafter)
+
+
+def warn_other_profile(profile: Profile, where: str, verification: str = "", drafter: str = "") -> None:
+    """Warn if a profile timed rounds of another verification or kind of drafter; "" = any, or not recorded.
+
+    `where` is "the trace holds" or "this run plays".
+    """
+    timed = _kinds(str(profile.facts.get("drafter", "model"))) if "device" in profile.facts else ""
+    for name, measured, used, value in (
+        ("verification", profile.verification, verification, verification),
+        ("drafter", timed, _kinds(drafter), drafter),
+    ):
+        if measured and used and measured != used:
+            message = (
+                f"the profile timed rounds of the {name} {measured}, {where} those of {used}: their costs differ; measure "
+                f"it with --{name} {value}"
+            )
+            warnings.warn(message, SpecstopWarning, stacklevel=4)
+
+
+def _kinds(drafter: str) -> str:
+    """Return the spec of a drafter without values and options, such as `suffix+hydra`."""
+    return "+".join(part.name for part in parse_spec(drafter))

@@ -318,10 +318,10 @@ def test_a_warning_is_one_line_on_standard_error(place: Place, tmp_path: Path) -
 
 
 def test_an_interruption_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
+    def interrupt(self: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specstop.policies.registry.listed_policies", interrupt)
+    monkeypatch.setattr("specstop.policies.registry.Registry.listed", interrupt)
     answer = cli("policies")
     assert (answer.code, answer.err.strip()) == (130, "specstop: interrupted")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from attack_families import family
 from specstop.collect.store.folder import Trace, open_trace
-from specstop.policies import plugins as specs, registry
+from specstop.policies import registry
 from specstop.policies.errors import PolicyError
 from specstop.policies.profile import Profile
-from specstop.policies.registry import BUILTINS, listed_policies, load_policy, plugins
+from specstop.policies.registry import BUILTINS, POLICIES, load_policy
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE, PAGE = ROOT / "examples" / "patience", ROOT / "docs" / "plugins.md"
@@ -73,9 +73,10 @@ def test_the_commands_of_the_page_exist() -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_it_is_listed_without_being_imported_and_loads() -> None:
-    assert plugins()["patience"].value == "specstop_patience:Patience"
+    (point,) = registry.entry_points(group=POLICIES.group, name="patience")
+    assert point.value == "specstop_patience:Patience" and "patience" in POLICIES.names()
     assert "specstop_patience" not in sys.modules
-    (found,) = (p for p in listed_policies() if p.name == "patience")
+    (found,) = (p for p in POLICIES.listed() if p.name == "patience")
     assert (found.where, found.module, found.problem) == ("specstop-patience 0.1", "specstop_patience", "")
     assert load_policy("patience?chances=3").name == "patience:3"
     with pytest.raises(PolicyError, match="expected 1 chance or more"):
@@ -154,17 +155,17 @@ def test_discovery_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
         ["policies"], ["policies", "--no-plugins"], ["--no-plugins", "policies"])]  # fmt: skip
     assert "patience" in names[0]
     assert names[1] == names[2] == list(BUILTINS)
-    monkeypatch.setenv(specs.SWITCH, "0")
-    assert plugins() == {}
+    monkeypatch.setenv(registry.SWITCH, "0")
+    assert POLICIES.names() == list(BUILTINS)
     with pytest.raises(PolicyError, match="unknown policy 'patience'"):
         load_policy("patience")
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = list(specs.entry_points(group=registry.GROUP))
-    other = EntryPoint("patience", "other:Patience", registry.GROUP)
-    monkeypatch.setattr(specs, "entry_points", lambda group: [*known, other])
+    known = list(registry.entry_points(group=POLICIES.group))
+    other = EntryPoint("patience", "other:Patience", POLICIES.group)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*known, other])
     problem = (
         "two policies are called 'patience': other:Patience and specstop_patience:Patience of specstop-patience 0.1; "
         "uninstall one"
@@ -176,9 +177,9 @@ def test_a_second_policy_of_that_name_is_an_error_that_names_both(monkeypatch: p
 
 
 def test_plugins_that_do_not_load_are_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(n, v, registry.GROUP) for n, v in {"gone": "no_such_module:X", "five": "math:pi"}.items()]
-    monkeypatch.setattr(specs, "entry_points", lambda group: points)
-    problems = {p.name: p.problem for p in listed_policies() if p.where == "?"}
+    points = [EntryPoint(n, v, POLICIES.group) for n, v in {"gone": "no_such_module:X", "five": "math:pi"}.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    problems = {p.name: p.problem for p in POLICIES.listed() if p.where == "?"}
     assert "no_such_module" in problems["gone"]
     assert "math:pi" in problems["five"]
     answer = cli("policies")
@@ -206,7 +207,7 @@ def test_the_readmes_policy_works_under_the_entry_point_that_it_gives(
     written = r'```toml\n\[project.entry-points."specstop.policies"\]\n([\w-]+) = "(.*)"\n```'
     ((name, value),) = re.findall(written, README.read_text())
     assert value == f"your_module:{readme_policy}" and name not in BUILTINS
-    monkeypatch.setattr(specs, "entry_points", lambda group: [EntryPoint(name, value, group)])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint(name, value, group)])
     assert load_policy(name).name == name
     (listed,) = (p for p in answered(cli("policies", "--json")) if p["where"] == "?")
     assert (listed["name"], listed["loads"]) == (name, True)
@@ -216,8 +217,8 @@ def test_the_readmes_policy_works_under_the_entry_point_that_it_gives(
 def test_a_plugin_with_the_name_of_a_built_in_fails_under_that_name_alone(
     readme_policy: str, pair_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    point = EntryPoint("entropy", f"your_module:{readme_policy}", registry.GROUP)
-    monkeypatch.setattr(specs, "entry_points", lambda group: [point])
+    point = EntryPoint("entropy", f"your_module:{readme_policy}", POLICIES.group)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     problem = f"two policies are called 'entropy': your_module:{readme_policy} and a built-in; rename that entry point"
     listed = answered(cli("policies", "--json"))
     assert {p["name"]: p["problem"] for p in listed if not p["loads"]} == {"entropy": problem}
@@ -275,7 +276,7 @@ def test_prints_exits_and_ctrl_c_of_a_plugin_on_the_command_line(
 ) -> None:
     (tmp_path / "odd_plugin.py").write_text(ODD)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(specs, "entry_points", lambda group: [EntryPoint("odd", "odd_plugin:Odd", group)])
+    monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("odd", "odd_plugin:Odd", group)])
     pair = ["--target", pair_folder / "target", "--draft", pair_folder / "draft", "--dtype", "float64"]
     answer = cli("decode", "w7 w8", *pair, "--policy", f"odd?how={how}", "--json", "--max-new-tokens", 12)
     sys.modules.pop("odd_plugin")

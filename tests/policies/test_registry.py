@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from learned_policies import learned
-from specstop.policies import plugins as specs, registry
+from specstop.policies import registry
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import PolicyError, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.registry import listed_policies, load_policy, plugins
+from specstop.policies.registry import POLICIES, load_policy
 from specstop.policies.storage import save_policy
 
 PLUGIN = """
@@ -59,8 +59,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, *more: EntryPoint, **points: str) -> None:
-    found = [EntryPoint(name, value, registry.GROUP) for name, value in points.items()]
-    monkeypatch.setattr(specs, "entry_points", lambda group: [*found, *more] if group == registry.GROUP else [])
+    found = [EntryPoint(name, value, POLICIES.group) for name, value in points.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: [*found, *more] if group == POLICIES.group else [])
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_folder_is_loaded_by_its_path(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_plugin_is_listed_without_importing_it_and_loaded_on_use(plugin: str) -> None:
-    assert set(plugins()) == {"even", "nothing", "broken", "gone"}
+    assert set(POLICIES.names()) - set(registry.BUILTINS) == {"even", "nothing", "broken", "gone"}
     assert load_policy("fixed:2").max_depth == 2
     assert plugin not in sys.modules
     policy = load_policy("even?length=6&label=mine")
@@ -164,7 +164,7 @@ def test_a_plugin_that_cannot_be_used_is_told_why(spec: str, message: str) -> No
 def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(
         monkeypatch,
-        EntryPoint("a", "y:Y", registry.GROUP),
+        EntryPoint("a", "y:Y", POLICIES.group),
         a="x:X",
         fixed="x:X",
         entropy="x:X",
@@ -179,7 +179,7 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
     }.items():
         with pytest.raises(PolicyError, match=f"^policy: {message}$".replace("?", r"\?")):
             load_policy(spec)
-    assert set(plugins()) == {"even"}
+    assert set(POLICIES.names()) - set(registry.BUILTINS) == {"even"}
     for name in ("even", *registry.BUILTINS):
         if name not in ("fixed", "entropy", "bandit"):  # two of the bandit's arms by default
             assert load_policy(name).name.startswith(name)
@@ -187,9 +187,9 @@ def test_two_policies_of_one_name_are_refused_and_no_other(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["a b", "a:b", "ä", "x" * 3 + "/y", ""])
 def test_a_name_that_cannot_be_written_in_a_spec_spoils_no_other(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    declare(monkeypatch, EntryPoint(name, "x:X", registry.GROUP))
+    declare(monkeypatch, EntryPoint(name, "x:X", POLICIES.group))
     assert load_policy("fixed:4").max_depth == 4
-    (listed,) = (p for p in listed_policies() if p.where != "built in")
+    (listed,) = (p for p in POLICIES.listed() if p.where != "built in")
     assert listed.problem == f"the policy {name!r} of x:X needs a name of letters, digits, - and _"
 
 
@@ -197,13 +197,13 @@ def test_damaged_metadata_of_some_package_leaves_the_built_in_policies(monkeypat
     def fail(group: str) -> None:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
-    monkeypatch.setattr(specs, "entry_points", fail)
+    monkeypatch.setattr(registry, "entry_points", fail)
     with pytest.warns(SpecstopWarning, match="installed policies cannot be listed: UnicodeDecodeError"):
         assert load_policy("fixed:4").max_depth == 4
 
 
 def test_every_builtin_is_made_by_its_bare_name_and_listed() -> None:
-    listed = {row.name: row for row in listed_policies() if row.where == "built in"}
+    listed = {row.name: row for row in POLICIES.listed() if row.where == "built in"}
     assert set(listed) == set(registry.BUILTINS)
     for name, row in listed.items():
         assert load_policy(name).name.startswith(name)

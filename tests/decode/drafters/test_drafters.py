@@ -13,7 +13,7 @@ from conftest import NEW, VOCABULARY
 from contract_policies import TEST_POLICIES
 from small_drafters import new_round, proposed
 from specstop.decode.drafters import Drafter, LookupDrafter, ModelDrafter, Proposal, find_drafter
-from specstop.decode.drafters.spec import BUILTINS, change_paths, parse_spec, paths_of
+from specstop.decode.drafters.spec import change_paths, parse_spec, paths_of
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.plain import plain_texts
@@ -25,7 +25,6 @@ from specstop.decode.verify.noise import stream_key
 from specstop.policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.plugins import DRAFTERS, kinds_of
 from torch import Tensor
 
 TREES = [None, "4", "3,2,1", "parents:-1,-1,0,0,1,2,5"]
@@ -312,19 +311,20 @@ def test_lookup_needs_no_draft_model(pair: Pair, pair_folder: Path, prompt_ids: 
         Speculator(alone, FixedLength(4))
 
 
-def test_names_are_known_without_what_makes_drafters() -> None:
-    assert sorted(DRAFTERS) == sorted(BUILTINS)
-
-
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "names"),
     [
-        "model", "lookup:4", "suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2", "hydra:/a/llama+hydra-v2", "lookup+suffix+model",
-        "suffix:a+model", "suffix?path=a+b.txt&keep=1",
+        ("model", "model"),
+        ("lookup:4", "lookup"),
+        ("suffix:a+b.txt?sure=0.6+hydra:c/d+hydra-v2", "suffix hydra"),
+        ("hydra:/a/llama+hydra-v2", "hydra"),
+        ("lookup+suffix+model", "lookup suffix model"),
+        ("suffix:a+model", "suffix model"),
+        ("suffix?path=a+b.txt&keep=1", "suffix"),
     ],
-)  # fmt: skip
-def test_kinds_are_those_of_what_is_read(spec: str) -> None:
-    assert kinds_of(spec) == "+".join(part.name for part in parse_spec(spec))
+)
+def test_a_plus_sign_joins_drafters_or_is_part_of_a_path(spec: str, names: str) -> None:
+    assert [part.name for part in parse_spec(spec)] == names.split()
 
 
 def test_paths_of_a_spec_are_changed() -> None:

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 from commands import cli
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, find_drafter, with_drafter
-from specstop.decode.drafters.spec import listed_drafters, needs_draft, reading_of
+from specstop.decode.drafters.spec import DRAFTERS, needs_draft, parse_spec
 from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.settings import Settings
-from specstop.policies import plugins as specs
+from specstop.policies import registry
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
-from specstop.policies.plugins import DRAFTER_PLUGINS
 
 PLUGIN = """
 from specstop.decode.drafters import LookupDrafter, ModelDrafter
@@ -56,8 +55,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     monkeypatch.syspath_prepend(tmp_path)
 
     def declare(**points: str) -> None:
-        found = [EntryPoint(name, value, DRAFTER_PLUGINS.group) for name, value in points.items()]
-        monkeypatch.setattr(specs, "entry_points", lambda group: found if group == DRAFTER_PLUGINS.group else [])
+        found = [EntryPoint(name, value, DRAFTERS.group) for name, value in points.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == DRAFTERS.group else [])
 
     names = {"copycat": "copycat", "second": "Second", "unsure": "Unsure", "nothing": "nothing"}
     declare(**{name: f"drafting_plugin:{value}" for name, value in names.items()}, gone="no_such_module:X")
@@ -159,13 +158,13 @@ def test_damaged_metadata_leaves_those_that_come_with_specstop(pair: Pair, monke
     def fail(group: str) -> None:
         raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
 
-    monkeypatch.setattr(specs, "entry_points", fail)
+    monkeypatch.setattr(registry, "entry_points", fail)
     with pytest.warns(SpecstopWarning, match="installed drafters cannot be listed: UnicodeDecodeError"):
         assert isinstance(find_drafter("lookup", pair), LookupDrafter)
 
 
 def test_the_list_says_which_load() -> None:
-    found = {one.name: one for one in listed_drafters()}
+    found = {one.name: one for one in DRAFTERS.listed()}
     assert {"model", "lookup", "suffix", "medusa", "hydra", "ctc", "layer"} < set(found)
     assert found["copycat"].what == "copycat?key=value; takes longest, share" and not found["copycat"].problem
     assert found["second"].what.endswith("; needs the draft model")
@@ -192,6 +191,9 @@ def test_a_draft_is_given_where_it_is_used(words: tuple[str, ...], why: str) -> 
 
 
 def test_what_one_reads_is_told(installed: Callable[..., None]) -> None:
+    def reading_of(spec: str) -> object:
+        return parse_spec(spec)[-1].attribute("reading")
+
     assert [reading_of(name) for name in ("model", "copycat", "suffix+copycat", "suffix", "layer:x", "gone+lookup")] == [
         "path", "path", "path", "nothing", "all", "nothing",
     ]  # fmt: skip

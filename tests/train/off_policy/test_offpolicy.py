@@ -256,7 +256,7 @@ def test_an_unknown_logging_policy_leaves_the_explored_rounds(live: Any, profile
     ["fixed:4", "confidence:0.6", "", "confidence", "fixed:x", "fixed:-1", "mine", "hub:a/b", "./folder", "bandit"],
 )
 def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specstop.policies.registry.plugins", lambda: pytest.fail("a plugin was looked for"))
+    monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a name was looked for"))
     found = _named(name)
     assert (found.name if found else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 
 from ....collect.schema import Header
+from ....decode.verify.conditions import warn_other_profile
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
@@ -13,7 +14,6 @@ from ....policies.features import check_sizes
 from ....policies.host import validate_policy
 from ....policies.learned import LearnedPolicy
 from ....policies.profile import Profile
-from ....policies.training_metadata import warn_other_profile
 from .arrays import TraceArrays
 
 
