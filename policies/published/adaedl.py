@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, kernel, known_depths, validate_int, validate_number
-
-
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[::1], f8[::1], f8[::1], f4[::1])")
-def update(
-    active: Any, cut: Any, accepted: Any, verified: Any, constants: Any, level: Any, rate: Any, max_entropy: Any
-) -> None:
-    """Update lambda, acceptance rate and largest entropy [S] after a round; `constants`: alpha, eps, b1, b2, gamma."""
-    alpha, eps, b1, b2, gamma = constants[0], constants[1], constants[2], constants[3], constants[4]
-    for s in range(level.shape[0]):
-        if known_depths(active[s], cut[s], accepted[s], verified[s]):
-            rate[s] = b1 * rate[s] + (1.0 - b1) * accepted[s] / verified[s]
-            target = level[s] + eps if rate[s] <= alpha else level[s] - eps
-            level[s] = min(max(b2 * level[s] + (1.0 - b2) * target, 0.0), 1.0)
-        max_entropy[s] = (1.0 - level[s]) * (1.0 - level[s]) / gamma
+from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, validate_int, validate_number
 
 
 class AdaEDL(StopPolicy):
@@ -48,16 +34,17 @@ class AdaEDL(StopPolicy):
         max_depth: int = 20,
     ) -> None:
         shares = {"start": start, "alpha": alpha, "eps": eps, "b1": b1, "b2": b2}
-        self.first_level, *rest = (validate_number("adaedl", k, v, 0.0, 1.0) for k, v in shares.items())
+        self.first_level, *self._constants = (validate_number("adaedl", k, v, 0.0, 1.0) for k, v in shares.items())
         self.gamma = validate_number("adaedl", "gamma", gamma, 1e-6)
-        self._constants = np.array([*rest, self.gamma])
         self.max_depth = validate_int("adaedl", "max_depth", max_depth)
         self.name = f"adaedl:{start:g}"
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the first state."""
-        level = np.full(streams, self.first_level)
-        return level, np.zeros(streams), ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
+        return self._state(np.full(streams, self.first_level), np.zeros(streams))
+
+    def _state(self, level: Array, rate: Array) -> State:
+        return level, rate, ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with an entropy that is low enough."""
@@ -65,7 +52,9 @@ class AdaEDL(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with lambda updated."""
-        level, rate, max_entropy = (values.copy() for values in state)
-        known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        update(*known, self._constants, level, rate, max_entropy)
-        return level, rate, max_entropy
+        (alpha, eps, b1, b2), (level, rate, _) = self._constants, state
+        known = outcome.active & ~outcome.cut & (outcome.verified > 0)
+        latest = b1 * rate + (1.0 - b1) * outcome.accepted / np.maximum(outcome.verified, 1)
+        target = level + np.where(latest <= alpha, eps, -eps)
+        moved = np.minimum(np.maximum(b2 * level + (1.0 - b2) * target, 0.0), 1.0)
+        return self._state(np.where(known, moved, level), np.where(known, latest, rate))

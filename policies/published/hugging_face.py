@@ -13,24 +13,13 @@ from .. import (
     RoundOutcome,
     State,
     StopPolicy,
+    copy_row,
     kernel,
     kernel_part,
     known_depths,
     validate_int,
     validate_number,
 )
-
-
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8, f8, f4[::1])")
-def update_lengths(
-    active: Any, cut: Any, accepted: Any, verified: Any, up: float, down: float, longest: float, lengths: Any
-) -> None:
-    """Update the lengths [S] after a round: up if all was accepted, else down."""
-    for s in range(lengths.shape[0]):
-        if known_depths(active[s], cut[s], accepted[s], verified[s]):
-            # In float32 like the stored state, so that storing it between rounds changes nothing.
-            moved = lengths[s] + np.float32(up) if accepted[s] == verified[s] else lengths[s] - np.float32(down)
-            lengths[s] = min(max(moved, 1.0), longest)
 
 
 class HeuristicTransient(StopPolicy):
@@ -59,9 +48,9 @@ class HeuristicTransient(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return K for the next round."""
-        lengths, known = state.copy(), (outcome.active, outcome.cut, outcome.accepted, outcome.verified)
-        update_lengths(*known, self.up, self.down, float(self.max_depth), lengths)
-        return lengths
+        known = outcome.active & ~outcome.cut & (outcome.verified > 0)
+        moved = np.where(outcome.accepted == outcome.verified, state + self.up, state - self.down)  # float32, as stored
+        return np.where(known, np.minimum(np.maximum(moved, 1.0), self.max_depth), state)
 
 
 class Heuristic(HeuristicTransient):
@@ -75,65 +64,62 @@ class Heuristic(HeuristicTransient):
 def keep_likely(features: Any, alive: Any, depth: int, threshold: Any, seen: Any, kept: Any) -> None:
     """Write the branches [S, B] that reach the threshold [S], and the largest feature of each stream to `seen` [S, K]."""
     for s in range(alive.shape[0]):
-        largest = -np.inf
+        seen[s, depth - 1] = -np.inf
         for b in range(alive.shape[1]):
             kept[s, b] = alive[s, b] and features[s, b, 0] >= threshold[s]
-            if alive[s, b] and features[s, b, 0] > largest:
-                largest = features[s, b, 0]
-        if largest > -np.inf:
-            seen[s, depth - 1] = largest
+            if alive[s, b]:
+                seen[s, depth - 1] = max(seen[s, depth - 1], features[s, b, 0])
 
 
 @kernel_part
-def _best_threshold(probs: Any, labels: Any, count: Any, weight: Any, default: Any) -> Any:
+def _best_threshold(samples: Any, weight: Any, default: Any) -> Any:
     """Return the sample with the least false positive rate + weight * false negative rate; the largest of several."""
-    positives = 0
+    count, positives = samples.shape[0], 0.0
     for i in range(count):
-        positives += labels[i]
+        positives += samples[i, 1]
     negatives = count - positives
-    if positives == 0 or negatives == 0:  # there is no curve
+    if positives == 0.0 or negatives == 0.0:  # there is no curve
         return default
-    # Samples descend, so the threshold probs[i] accepts those up to i: `true` of them right, i + 1 - true wrong. The
+    # Samples descend, so the threshold samples[i] accepts those up to i: `true` of them right, i + 1 - true wrong. The
     # infinite threshold of scikit-learn's curve costs `weight`: at 3 it never wins, as the lowest sample costs 1.
-    best, least, true = default, np.inf, 0
+    best, least, true = default, np.inf, 0.0
     for i in range(count):
-        true += labels[i]
+        true += samples[i, 1]
         cost = (i + 1 - true) / negatives + weight * (1.0 - true / positives)
-        is_point = i + 1 == count or probs[i + 1] != probs[i]  # equal samples are one point of the curve
+        is_point = i + 1 == count or samples[i + 1, 0] != samples[i, 0]  # equal samples are one point of the curve
         if is_point and cost < least:
-            best, least = probs[i], cost
+            best, least = samples[i, 0], cost
     return best
 
 
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, i8, f4[:,::1], f4[::1], f4[:,::1], b1[:,::1], i8[::1])")
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, i8, f4[:,::1], f4[:,:,::1], i8[::1], f4[::1])")
 def fit_threshold(
-    active: Any, cut: Any, accepted: Any, verified: Any, weight: float, min_samples: int, seen: Any, threshold: Any,
-    probs: Any, labels: Any, count: Any,
+    active: Any, cut: Any, accepted: Any, verified: Any, weight: float, min_samples: int, seen: Any, samples: Any,
+    count: Any, threshold: Any,
 ) -> None:  # fmt: skip
     """Insert a round's samples `seen` into those of the text, and fit the threshold; see `RocState`."""
     for s in range(threshold.shape[0]):
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
-            if not np.isfinite(seen[s, j]):
+            if seen[s, j] == -np.inf:
                 continue
             at = count[s]  # inserting a few samples into a sorted list is faster than sorting
-            while at > 0 and probs[s, at - 1] < seen[s, j]:
-                probs[s, at], labels[s, at] = probs[s, at - 1], labels[s, at - 1]
+            while at > 0 and samples[s, at - 1, 0] < seen[s, j]:
+                copy_row(samples[s, at - 1], samples[s, at])
                 at -= 1
-            probs[s, at], labels[s, at] = seen[s, j], j < accepted[s]
+            samples[s, at, 0], samples[s, at, 1] = seen[s, j], 1.0 if j < accepted[s] else 0.0
             count[s] += 1
         if count[s] >= min_samples:
-            threshold[s] = _best_threshold(probs[s], labels[s], count[s], weight, threshold[s])
+            threshold[s] = _best_threshold(samples[s, : count[s]], weight, threshold[s])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like `DraftStep`
 class RocState:
-    """State of `Roc`; the samples of a text are in descending order."""
+    """State of `Roc`."""
 
     threshold: Array  # [S] float32
-    seen: Array  # [S, K] float32, largest probability of a drawn token by depth of this round; infinite if not called
-    probs: Array  # [S, M] float32 samples, `count` of them
-    labels: Array  # [S, M] bool, whether each was accepted
-    count: Array  # [S] int64
+    seen: Array  # [S, K] float32, largest probability of a drawn token by depth of this round; -infinity if not called
+    samples: Array  # [S, M, 2] float32 of the text, in descending order: a probability, and 1 if accepted, else 0
+    count: Array  # [S] int64, number of samples
 
 
 class Roc(StopPolicy):
@@ -158,26 +144,21 @@ class Roc(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of new texts."""
-        threshold, seen = (
-            np.full(streams, self.threshold, np.float32),
-            np.full((streams, self.max_depth), np.inf, np.float32),
-        )
-        probs, count = np.zeros((streams, 0), np.float32), np.zeros(streams, np.int64)
-        return RocState(threshold, seen, probs, probs.astype(bool), count)
+        seen = np.full((streams, self.max_depth), -np.inf, np.float32)
+        samples, count = np.zeros((streams, 0, 2), np.float32), np.zeros(streams, np.int64)
+        return RocState(np.full(streams, self.threshold, np.float32), seen, samples, count)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with a token that is likely enough, and store the largest probability."""
         kept, seen = np.empty_like(step.alive), state.seen.copy()
         keep_likely(step.features, step.alive, step.depth, state.threshold, seen, kept)
-        return kept, RocState(state.threshold, seen, state.probs, state.labels, state.count)
+        return kept, RocState(state.threshold, seen, state.samples, state.count)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
-        streams, columns = state.probs.shape
-        required = int(state.count.max(initial=0)) + self.max_depth
-        more = np.zeros((streams, 0 if columns >= required else 2 * required - columns), dtype=np.float32)
         threshold, count = state.threshold.copy(), state.count.copy()
-        probs, labels = np.concatenate((state.probs, more), 1), np.concatenate((state.labels, more > 0.0), 1)
+        more = np.zeros((len(count), self.max_depth, 2), np.float32)
+        samples = np.concatenate((state.samples[:, : count.max(initial=0)], more), 1)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        fit_threshold(*known, self.weight, self.samples, state.seen, threshold, probs, labels, count)
-        return RocState(threshold, np.full(state.seen.shape, np.inf, np.float32), probs, labels, count)
+        fit_threshold(*known, self.weight, self.samples, state.seen, samples, count, threshold)
+        return RocState(threshold, np.full_like(state.seen, -np.inf), samples, count)
