@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +19,7 @@ from .. import (
     RoundOutcome,
     State,
     StopPolicy,
+    copy_row,
     kernel,
     known_depths,
     sigmoid,
@@ -28,6 +28,19 @@ from .. import (
 
 SLOPE, INTERCEPT, MAX_ODDS = 0.5, -0.2, 40.0
 RIDGE, DAMPING = 1e-3, 50.0
+
+
+@kernel("void(i8[::1], i8[::1], i8[::1], f8[:,::1])")
+def share_latest(members: Any, starts: Any, updates: Any, weights: Any) -> None:
+    """Write to the streams of each batch the weights of the one that was fitted most often: others may have paused."""
+    for g in range(starts.shape[0] - 1):
+        rows = members[starts[g] : starts[g + 1]]
+        latest = rows[0]
+        for s in rows:
+            if updates[s] > updates[latest]:
+                latest = s
+        for s in rows:
+            copy_row(weights[latest], weights[s])
 
 
 @kernel("void(b1[:,::1], f4[:,:,::1], i8, f8[:,::1])")
@@ -78,12 +91,6 @@ def newton_step(sums: Array, weights: Array) -> Array:
         step = 0.0
     moved: Array = weights + np.append(step, (to_level - mixed * step) / levels * count / (count + DAMPING))
     return moved
-
-
-def members_of(batches: Batches) -> Iterator[Array]:
-    """Yield the streams of each batch."""
-    starts = batches.starts.tolist()
-    return (batches.members[starts[g] : starts[g + 1]] for g in range(len(starts) - 1))
 
 
 @dataclass(slots=True)  # not frozen, like `DraftStep`
@@ -151,8 +158,7 @@ class AdaptiveVerification(StopPolicy):
         """Keep all, and store the odds."""
         if step.depth == 0:
             batches, weights = Batches.of(step.batch, state.key), state.weights.copy()
-            for rows in members_of(batches) if batches.largest > 1 else ():
-                weights[rows] = weights[rows[state.updates[rows].argmax()]]  # some may have paused while others learned
+            share_latest(batches.members, batches.starts, state.updates, weights)
             odds = np.full_like(state.odds, np.inf)
             return step.alive.copy(), replace(state, batch=step.batch, weights=weights, odds=odds)
         odds = state.odds.copy()
@@ -188,8 +194,9 @@ class AdaptiveVerification(StopPolicy):
         batches, previous = Batches.of(np.where(outcome.active, state.batch, -1), state.key), self._confidences(state)
         add_tokens(outcome.active, outcome.cut, outcome.accepted, outcome.verified, state.odds, previous, sums)
         rounds[batches.members] += 1
-        due = rounds >= self.interval
-        for rows in members_of(batches) if due.any() else ():
+        due, starts = rounds >= self.interval, batches.starts
+        for batch in range(len(starts) - 1) if due.any() else ():
+            rows = batches.members[starts[batch] : starts[batch + 1]]
             if due[rows].any():
                 weights[rows] = newton_step(sums[rows].sum(0), weights[rows[0]])
                 updates[rows], rounds[rows], sums[rows] = updates[rows].max() + 1, 0, 0.0
