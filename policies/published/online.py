@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,7 +41,7 @@ def follow_survival(
 
 @kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8[:,::1], f8[:,::1])")
 def newton_step(active: Any, cut: Any, accepted: Any, verified: Any, decay: float, seen: Any, model: Any) -> None:
-    """Take a Newton step on the accept bits of a round; see `OnlineState`."""
+    """Take a Newton step on the accept bits of a round; see `Online`."""
     for s in range(model.shape[0]):
         slope, level = model[s, 0], model[s, 1]
         a, b, d = decay * model[s, 2], decay * model[s, 3], decay * model[s, 4]
@@ -64,15 +63,6 @@ def newton_step(active: Any, cut: Any, accepted: Any, verified: Any, decay: floa
             model[s, 2], model[s, 3], model[s, 4] = a, b, d
 
 
-@dataclass(slots=True)  # not frozen, like `DraftStep`
-class OnlineState:
-    """State of `Online`, all float64."""
-
-    model: Array  # [S, 5] slope and intercept; precision of the slope, of both, of the intercept
-    seen: Array  # [S, K] best log-odds by depth of this round; -infinity if not called
-    survival: Array  # [S, B] of the last depth
-
-
 class Online(StopPolicy):
     """Draft while S_j, the product of the modelled acceptance probabilities, is at least a threshold.
 
@@ -81,6 +71,9 @@ class Online(StopPolicy):
     precision <- decay precision + sum p (1 - p) (z, 1)(z, 1)', weights <- weights + precision^-1 sum (accepted - p) (z, 1).
     The weights pass from text to text. vLLM uses them for the token budget of a batch; for one stream that is a threshold
     on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours; vLLM does not state its values.
+
+    The state, all float64, is (slope, intercept, precision of the slope, of both and of the intercept [S, 5]; best log-odds
+    by depth of this round [S, K], -infinity if not called; survival of the last depth [S, B]).
 
     Attributes:
         level: the threshold, or [S, 1] float64 with one of each stream.
@@ -101,17 +94,18 @@ class Online(StopPolicy):
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without rounds: sigmoid(logit(max q)) = max q, the probability under the draft."""
         model, seen = (1.0, 0.0, self.prior, 0.0, self.prior), np.full((streams, self.max_depth), -np.inf)
-        return OnlineState(np.tile(model, (streams, 1)), seen, np.ones((streams, 1)))
+        return np.tile(model, (streams, 1)), seen, np.ones((streams, 1))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with enough survival, and store the log-odds."""
-        survival, seen, begins = np.empty(step.alive.shape), state.seen.copy(), step.depth <= self.first
-        branches = step.features, step.alive, step.parent, step.depth
-        follow_survival(*branches, begins, state.model, state.survival, seen, survival)
-        return step.alive & (survival >= self.level), OnlineState(state.model, seen, survival)
+        model, seen, before = state
+        survival, seen, begins = np.empty(step.alive.shape), seen.copy(), step.depth <= self.first
+        follow_survival(step.features, step.alive, step.parent, step.depth, begins, model, before, seen, survival)
+        return step.alive & (survival >= self.level), (model, seen, survival)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state after a Newton step on the round's accept bits."""
-        model = state.model.copy()
-        newton_step(outcome.active, outcome.cut, outcome.accepted, outcome.verified, self.decay, state.seen, model)
-        return OnlineState(model, np.full_like(state.seen, -np.inf), state.survival)
+        model, seen, survival = state
+        model = model.copy()
+        newton_step(outcome.active, outcome.cut, outcome.accepted, outcome.verified, self.decay, seen, model)
+        return model, np.full_like(seen, -np.inf), survival

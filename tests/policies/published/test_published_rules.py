@@ -216,7 +216,7 @@ def test_the_online_model_learns_what_is_true() -> None:
         accepted = dice.random(4) < 1.0 / (1.0 + np.exp(1.0 - 0.5 * odds))
         state = policy.observe(tell(accepted.tolist(), [1] * 4), state)
     # Standard errors of about 0.07 after 1,000 samples, some of them half forgotten: four of them.
-    assert (np.abs(state.model[:, :2] - [0.5, -1.0]) < 0.3).all(), state.model
+    assert (np.abs(state[0][:, :2] - [0.5, -1.0]) < 0.3).all(), state[0]
 
 
 @pytest.mark.parametrize("branches", [1, 3])
