@@ -61,6 +61,7 @@ class Eagle(StopPolicy):
 
     reads_seconds: ClassVar[bool] = False
     features = ("path_logprob",)
+    delta: float = -math.inf  # by which a level must raise the expected length; see `OptTree`
 
     def __init__(self, nodes: int = 59, top: int = 10, max_depth: int = 8) -> None:
         kind = type(self).__name__.lower().removesuffix("tree")
@@ -69,9 +70,10 @@ class Eagle(StopPolicy):
         self.name = f"{kind}:{nodes}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the best branches, and store the paths' probabilities."""
+        """Keep the best branches, or nothing, and store the paths' probabilities."""
         levels, kept = append_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
-        keep_best(levels[-1], step.alive, self.top, 0, -math.inf, kept)
+        values = levels[-1] if self.delta == -math.inf else np.concatenate(levels, 1)
+        keep_best(values, step.alive, self.top, self.nodes, self.delta, kept)
         return kept, levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
@@ -96,9 +98,3 @@ class OptTree(Eagle):
         super().__init__(nodes, top, max_depth)
         self.delta = validate_number("opt", "delta", delta, 0.0)
         self.name = f"opt:{delta:g}"
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the best branches, or nothing, and store the paths' probabilities."""
-        levels, kept = append_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
-        keep_best(np.concatenate(levels, 1), step.alive, self.top, self.nodes, self.delta, kept)
-        return kept, levels

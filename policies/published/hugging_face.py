@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +19,18 @@ from .. import (
     validate_int,
     validate_number,
 )
+
+
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8, f8, f4[::1])")
+def update_lengths(
+    active: Any, cut: Any, accepted: Any, verified: Any, up: float, down: float, longest: float, lengths: Any
+) -> None:
+    """Update the lengths [S] after a round: up if all was accepted, else down."""
+    for s in range(lengths.shape[0]):
+        if known_depths(active[s], cut[s], accepted[s], verified[s]):
+            # In float32 like the stored state, so that storing it between rounds changes nothing.
+            moved = lengths[s] + np.float32(up) if accepted[s] == verified[s] else lengths[s] - np.float32(down)
+            lengths[s] = min(max(moved, 1.0), longest)
 
 
 class HeuristicTransient(StopPolicy):
@@ -48,9 +59,9 @@ class HeuristicTransient(StopPolicy):
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return K for the next round."""
-        known = outcome.active & ~outcome.cut & (outcome.verified > 0)
-        moved = np.where(outcome.accepted == outcome.verified, state + self.up, state - self.down)  # float32, as stored
-        return np.where(known, np.minimum(np.maximum(moved, 1.0), self.max_depth), state)
+        lengths, known = state.copy(), (outcome.active, outcome.cut, outcome.accepted, outcome.verified)
+        update_lengths(*known, self.up, self.down, float(self.max_depth), lengths)
+        return lengths
 
 
 class Heuristic(HeuristicTransient):
@@ -97,7 +108,7 @@ def fit_threshold(
     active: Any, cut: Any, accepted: Any, verified: Any, weight: float, min_samples: int, seen: Any, samples: Any,
     count: Any, threshold: Any,
 ) -> None:  # fmt: skip
-    """Insert a round's samples `seen` into those of the text, and fit the threshold; see `RocState`."""
+    """Insert a round's samples `seen` into those of the text, and fit the threshold; see `Roc`."""
     for s in range(threshold.shape[0]):
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
             if seen[s, j] == -np.inf:
@@ -112,16 +123,6 @@ def fit_threshold(
             threshold[s] = _best_threshold(samples[s, : count[s]], weight, threshold[s])
 
 
-@dataclass(slots=True)  # not frozen, like `DraftStep`
-class RocState:
-    """State of `Roc`."""
-
-    threshold: Array  # [S] float32
-    seen: Array  # [S, K] float32, largest probability of a drawn token by depth of this round; -infinity if not called
-    samples: Array  # [S, M, 2] float32 of the text, in descending order: a probability, and 1 if accepted, else 0
-    count: Array  # [S] int64, number of samples
-
-
 class Roc(StopPolicy):
     """The confidence rule with a threshold that is fitted to the text so far.
 
@@ -130,6 +131,9 @@ class Roc(StopPolicy):
     both classes on, the threshold is the one with the least false positive rate + 3 times the false negative rate. It starts
     at 0.4, with at most 20 tokens a round. The token at the last depth, for which no policy is called, is not a sample. In a
     tree the best branch of a depth is its sample.
+
+    The state is (threshold [S] float32; largest probability by depth of this round [S, K] float32, -infinity if not called;
+    samples of the text in descending order [S, M, 2] float32, a probability and whether it was accepted; their number [S]).
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -146,19 +150,20 @@ class Roc(StopPolicy):
         """Return the state of new texts."""
         seen = np.full((streams, self.max_depth), -np.inf, np.float32)
         samples, count = np.zeros((streams, 0, 2), np.float32), np.zeros(streams, np.int64)
-        return RocState(np.full(streams, self.threshold, np.float32), seen, samples, count)
+        return np.full(streams, self.threshold, np.float32), seen, samples, count
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with a token that is likely enough, and store the largest probability."""
-        kept, seen = np.empty_like(step.alive), state.seen.copy()
-        keep_likely(step.features, step.alive, step.depth, state.threshold, seen, kept)
-        return kept, RocState(state.threshold, seen, state.samples, state.count)
+        threshold, seen, samples, count = state
+        kept, seen = np.empty_like(step.alive), seen.copy()
+        keep_likely(step.features, step.alive, step.depth, threshold, seen, kept)
+        return kept, (threshold, seen, samples, count)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
-        threshold, count = state.threshold.copy(), state.count.copy()
-        more = np.zeros((len(count), self.max_depth, 2), np.float32)
-        samples = np.concatenate((state.samples[:, : count.max(initial=0)], more), 1)
+        threshold, seen, samples, count = state
+        threshold, count, more = threshold.copy(), count.copy(), np.zeros((len(count), self.max_depth, 2), np.float32)
+        samples = np.concatenate((samples[:, : count.max(initial=0)], more), 1)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        fit_threshold(*known, self.weight, self.samples, state.seen, samples, count, threshold)
-        return RocState(threshold, np.full_like(state.seen, -np.inf), samples, count)
+        fit_threshold(*known, self.weight, self.samples, seen, samples, count, threshold)
+        return threshold, np.full_like(seen, -np.inf), samples, count

@@ -170,8 +170,8 @@ def test_equal_probabilities_are_one_point_of_the_curve() -> None:
             _, state = policy.keep(ask(depth, [[[prob]]]), state)
         state = policy.observe(tell([accepted], [len(asked)]), state)
     fpr, tpr, found = roc_curve(labels, probs)
-    assert float(state.threshold[0]) == found[np.argmin(fpr + (1 - tpr))]
-    assert state.samples[0, :5, 0].tolist() == sorted(probs.tolist(), reverse=True)
+    assert float(state[0][0]) == found[np.argmin(fpr + (1 - tpr))]
+    assert state[2][0, :5, 0].tolist() == sorted(probs.tolist(), reverse=True)
 
 
 def test_the_online_model_takes_a_newton_step_a_round() -> None:
