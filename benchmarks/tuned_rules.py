@@ -83,7 +83,7 @@ def _bandits(place: Place) -> list[StopPolicy]:
     lengths = [FixedLength(k) for k in range(min(8, place.depth) + 1)]
     rules = [Confidence(t, place.depth) for t in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)]
     return [
-        Bandit(arms, kind, explore)
+        Bandit(explore, kind, arms)
         for arms in (lengths, rules)
         for kind, explores in (
             ("ucb", (2.0**0.5, 0.7, 0.3, 0.1, 0.03, 0.01)),

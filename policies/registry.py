@@ -39,7 +39,7 @@ BUILTINS = {
     "maxprob": "published.kangaroo:MaxProb",
     "product": "published.specdecpp:Product",
     "online": "published.online:Online",
-    "bandit": "published.bandit:make_bandit",
+    "bandit": "published.bandit:Bandit",
     "ddd": "published.ddd:DDD",
     "eagle": "published.eagle:Eagle",
     "opt": "published.eagle:OptTree",

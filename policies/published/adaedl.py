@@ -9,18 +9,16 @@ import numpy as np
 from .. import Array, DraftStep, RoundOutcome, State, StopPolicy, kernel, known_depths, validate_int, validate_number
 
 
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[::1], f8[::1], f8[::1], f4[::1])")
-def update(
-    active: Any, cut: Any, accepted: Any, verified: Any, constants: Any, level: Any, rate: Any, max_entropy: Any
-) -> None:
-    """Update lambda, acceptance rate and largest entropy [S] after a round; `constants`: alpha, eps, b1, b2, gamma."""
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[::1], f8[:,::1], f4[::1])")
+def update(active: Any, cut: Any, accepted: Any, verified: Any, constants: Any, rates: Any, max_entropy: Any) -> None:
+    """Update lambda and r [S, 2] and the largest entropy [S] after a round; `constants`: alpha, eps, b1, b2, gamma."""
     alpha, eps, b1, b2, gamma = constants[0], constants[1], constants[2], constants[3], constants[4]
-    for s in range(level.shape[0]):
+    for s in range(rates.shape[0]):
         if known_depths(active[s], cut[s], accepted[s], verified[s]):
-            rate[s] = b1 * rate[s] + (1.0 - b1) * accepted[s] / verified[s]
-            target = level[s] + eps if rate[s] <= alpha else level[s] - eps
-            level[s] = min(max(b2 * level[s] + (1.0 - b2) * target, 0.0), 1.0)
-        max_entropy[s] = (1.0 - level[s]) * (1.0 - level[s]) / gamma
+            level, rate = rates[s, 0], b1 * rates[s, 1] + (1.0 - b1) * accepted[s] / verified[s]
+            target = level + eps if rate <= alpha else level - eps
+            level = min(max(b2 * level + (1.0 - b2) * target, 0.0), 1.0)
+            rates[s, 0], rates[s, 1], max_entropy[s] = level, rate, (1.0 - level) * (1.0 - level) / gamma
 
 
 class AdaEDL(StopPolicy):
@@ -31,7 +29,7 @@ class AdaEDL(StopPolicy):
     and its constants are those of self-speculative decoding (arXiv 2309.08168 and its script): alpha 0.9, b1 0.5, b2 0.9,
     eps 0.01, r = 0 at first. The papers do not state the first lambda; the default 0.6 is ours.
 
-    The state is (lambda, r, (1 - lambda)^2 / gamma), the last one the largest entropy that passes.
+    The state is (lambda and r [S, 2], (1 - lambda)^2 / gamma [S]), the last one the largest entropy that passes.
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -56,16 +54,16 @@ class AdaEDL(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the first state."""
-        level = np.full(streams, self.first_level)
-        return level, np.zeros(streams), ((1.0 - level) ** 2 / self.gamma).astype(np.float32)
+        rates = np.tile((self.first_level, 0.0), (streams, 1))
+        return rates, ((1.0 - rates[:, 0]) ** 2 / self.gamma).astype(np.float32)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with an entropy that is low enough."""
-        return step.alive & (step.features[:, :, 0] <= state[2][:, None]), state
+        return step.alive & (step.features[:, :, 0] <= state[1][:, None]), state
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with lambda updated."""
-        level, rate, max_entropy = (values.copy() for values in state)
+        rates, max_entropy = (values.copy() for values in state)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        update(*known, self._constants, level, rate, max_entropy)
-        return level, rate, max_entropy
+        update(*known, self._constants, rates, max_entropy)
+        return rates, max_entropy

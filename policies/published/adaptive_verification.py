@@ -21,7 +21,6 @@ from .. import (
     StopPolicy,
     copy_row,
     kernel,
-    kernel_part,
     known_depths,
     sigmoid,
     validate_int,
@@ -37,11 +36,11 @@ def share_latest(members: Any, starts: Any, updates: Any, weights: Any) -> None:
     for g in range(starts.shape[0] - 1):
         rows = members[starts[g] : starts[g + 1]]
         latest = rows[0]
-        for i in range(rows.shape[0]):
-            if updates[rows[i]] > updates[latest]:
-                latest = rows[i]
-        for i in range(rows.shape[0]):
-            copy_row(weights[latest], weights[rows[i]])
+        for s in rows:
+            if updates[s] > updates[latest]:
+                latest = s
+        for s in rows:
+            copy_row(weights[latest], weights[s])
 
 
 @kernel("void(b1[:,::1], f4[:,:,::1], i8, f8[:,::1])")
@@ -67,66 +66,34 @@ def predict(odds: Any, weights: Any, previous: Any, out: Any) -> None:
             out[s, k] = previous[s, k] if np.isinf(z) else sigmoid(weights[s, 0] * z + weights[s, 1 + k])
 
 
-@kernel_part
-def _newton_step(sums: Any, weights: Any) -> None:
-    """Take a damped Newton step on the slope w and the intercepts b_k of `weights` [1 + K], given sums [K, 6]."""
-    # The curvature is diagonal except for the row and column of w: the b_k are eliminated (`slope` is the Schur complement
-    # of w), then computed by substitution. A step is damped by the number of tokens that it is estimated from.
-    slope, level, total = RIDGE, 0.0, 0.0
-    for k in range(sums.shape[0]):
-        c = sums[k, 2] + RIDGE
-        slope += sums[k, 0] - sums[k, 1] * sums[k, 1] / c
-        level += sums[k, 3] - sums[k, 1] * sums[k, 4] / c
-        total += sums[k, 5]
-    step = level / slope * total / (total + DAMPING)
-    if not weights[0] + step >= 0.0:  # a slope below 0 would invert the confidence; `not` also catches NaN
-        step = 0.0
-    weights[0] += step
-    for k in range(sums.shape[0]):
-        c, n = sums[k, 2] + RIDGE, sums[k, 5]
-        weights[1 + k] += (sums[k, 4] - sums[k, 1] * step) / c * n / (n + DAMPING)
-
-
-@kernel(
-    "void(b1[::1], b1[::1], i8[::1], i8[::1], f8[:,::1], i8[::1], i8[::1], f8[:,::1], i8[::1], i8[::1], f8[:,:,::1], i8)"
-)
-def learn(
-    active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, members: Any, starts: Any, weights: Any, updates: Any,
-    rounds: Any, sums: Any, interval: int,
-) -> None:  # fmt: skip
-    """Add a round to the sums, and fit the batches that are due; see `AcceptanceState`."""
-    depths = odds.shape[1]
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[:,::1], f8[:,::1], f8[:,:,::1])")
+def add_tokens(active: Any, cut: Any, accepted: Any, verified: Any, odds: Any, confidences: Any, sums: Any) -> None:
+    """Add the tokens of a round that are known to the sums; see `AcceptanceState`."""
     for s in range(odds.shape[0]):
-        for k in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), depths)):
-            z = odds[s, k]
+        for k in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), odds.shape[1])):
+            z, prob = odds[s, k], confidences[s, k]
             if not np.isinf(z):
                 # Gradient and curvature at the weights of the last fit, which all streams of the batch share.
-                prob = sigmoid(weights[s, 0] * z + weights[s, 1 + k])
                 w, rest = prob * (1.0 - prob), (1.0 if k < accepted[s] else 0.0) - prob
                 for i, value in enumerate((w * z * z, w * z, w, rest * z, rest, 1.0)):
                     sums[s, k, i] += value
-    total = np.empty((depths, 6))
-    for g in range(starts.shape[0] - 1):
-        rows = members[starts[g] : starts[g + 1]]
-        since, count = 0, 0
-        for i in range(rows.shape[0]):
-            rounds[rows[i]] += 1
-            since, count = max(since, rounds[rows[i]]), max(count, updates[rows[i]])
-        if since < interval:
-            continue
-        for k in range(depths):
-            for j in range(6):  # in the order of the members: the same bits in any order of the rows
-                total[k, j] = 0.0
-                for i in range(rows.shape[0]):
-                    total[k, j] += sums[rows[i], k, j]
-                    sums[rows[i], k, j] = 0.0
-        _newton_step(total, weights[rows[0]])
-        for i in range(rows.shape[0]):
-            copy_row(weights[rows[0]], weights[rows[i]])
-            updates[rows[i]], rounds[rows[i]] = count + 1, 0
 
 
-@dataclass(frozen=True, slots=True)
+def newton_step(sums: Array, weights: Array) -> Array:
+    """Return the weights [1 + K], slope w and intercepts b_k, after a damped Newton step, given sums [K, 6]."""
+    # The curvature is diagonal except for the row and column of w: the b_k are eliminated (`slope` is the Schur complement
+    # of w), then computed by substitution. A step is damped by the number of tokens that it is estimated from.
+    slopes, mixed, levels, to_slope, to_level, count = sums.T
+    levels, total = levels + RIDGE, count.sum()
+    slope = RIDGE + (slopes - mixed * mixed / levels).sum()
+    step = (to_slope - mixed * to_level / levels).sum() / slope * total / (total + DAMPING)
+    if not weights[0] + step >= 0.0:  # a slope below 0 would invert the confidence; `not` also catches NaN
+        step = 0.0
+    moved: Array = weights + np.append(step, (to_level - mixed * step) / levels * count / (count + DAMPING))
+    return moved
+
+
+@dataclass(slots=True)  # not frozen, like `DraftStep`
 class AcceptanceState:
     """State of `AdaptiveVerification`; each row has the weights of its batch."""
 
@@ -206,30 +173,31 @@ class AdaptiveVerification(StopPolicy):
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the tokens of each batch with the largest survival, as many as pay."""
-        batches, offered = Batches.of(state.batch, state.key), tree.offered
-        sent_before = batches.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels before
-        budgets = np.maximum(self._budgets(tree, batches, state.previous) - sent_before, 0)
-        values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]  # [S, N]
-        return batches.best(values, offered, budgets)
-
-    def _budgets(self, tree: DraftTree, batches: Batches, previous: Array) -> Array:
-        """Return [G], the tokens that each batch sends, by the confidences of the round before."""
-        # The confidences of this round are not used: tokens drawn later must not decide what is sent under `rejection`.
-        drawn = np.zeros(previous.shape, dtype=bool)
-        stream, node = tree.drawn.nonzero()
-        drawn[stream, tree.depth[stream, node] - 1] = True  # [S, K]; in a tree a depth counts once
+        batches, offered, depths = Batches.of(state.batch, state.key), tree.offered, np.arange(1, self._length + 1)
+        drawn = (tree.drawn[:, :, None] & (tree.depth[:, :, None] == depths)).any(
+            1
+        )  # [S, K]; in a tree depths count once
         if tree.by_level:  # how far the streams will draft is not known yet
-            drawn = drawn.any(1, keepdims=True) & (np.arange(self._length) < self.max_depth)
+            drawn = drawn.any(1, keepdims=True) & (depths <= self.max_depth)
         grid, steps = self._grid.fit(batches.largest, self._length), (batches.sums(drawn.astype(np.int64)) > 0).sum(1)
         spent, no_rates = grid.drafting_s(batches.sizes, steps), np.zeros(len(grid.verify))
-        return batches.best_budgets(np.cumprod(previous, 1), drawn, grid.verify, no_rates, spent)
+        # By the confidences of the round before: tokens drawn later must not decide what is sent under `rejection`.
+        budgets = batches.best_budgets(np.cumprod(state.previous, 1), drawn, grid.verify, no_rates, spent)
+        sent_before = batches.sums((tree.drawn & ~offered).sum(1))  # [G], of the levels before
+        values = np.cumprod(self._confidences(state), 1)[:, np.minimum(tree.depth[0], self._length) - 1]  # [S, N]
+        return batches.best(values, offered, np.maximum(budgets - sent_before, 0))
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's outcomes, fitted if it is due."""
         weights, updates, rounds, sums = (a.copy() for a in (state.weights, state.updates, state.rounds, state.sums))
         # If the policy was not called in this round, the state still has the batches of an older one.
-        batches = Batches.of(np.where(outcome.active, state.batch, -1), state.key)
-        known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        learn(*known, state.odds, batches.members, batches.starts, weights, updates, rounds, sums, self.interval)
-        changes = {"weights": weights, "updates": updates, "rounds": rounds, "sums": sums}
-        return replace(state, previous=self._confidences(state), **changes)
+        batches, previous = Batches.of(np.where(outcome.active, state.batch, -1), state.key), self._confidences(state)
+        add_tokens(outcome.active, outcome.cut, outcome.accepted, outcome.verified, state.odds, previous, sums)
+        rounds[batches.members] += 1
+        due, starts = rounds >= self.interval, batches.starts
+        for batch in range(len(starts) - 1) if due.any() else ():
+            rows = batches.members[starts[batch] : starts[batch + 1]]
+            if due[rows].any():
+                weights[rows] = newton_step(sums[rows].sum(0), weights[rows[0]])
+                updates[rows], rounds[rows], sums[rows] = updates[rows].max() + 1, 0, 0.0
+        return AcceptanceState(state.key, state.batch, weights, updates, rounds, sums, state.odds, previous)

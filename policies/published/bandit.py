@@ -28,54 +28,44 @@ DRAFT_COST = 0.1  # seconds of a drafted token as a share of a round, if there i
 TINY = 1e-30  # replaces 0 in a denominator
 
 
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], i8[::1], f8[::1], i8[::1], f8[:,::1], f8[:,:,::1])")
-def add_reward(
-    active: Any, cut: Any, drafted: Any, verified: Any, accepted: Any, seconds: Any, choice: Any, pulls: Any, sums: Any
-) -> None:
-    """Add the rounds [S] to the sums of the arm that decided them; see `BanditState`."""
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8[::1], f8, f8[:,::1], f8[:,:,::1], i8[::1])")
+def learn_and_choose(
+    active: Any, counted: Any, drafted: Any, accepted: Any, seconds: Any, explore: float, normals: Any, sums: Any, choice: Any
+) -> None:  # fmt: skip
+    """Add the rounds [S] to the sums of their arms, and write the next arms: by normals [S, A], or UCB if they are empty."""
     for s in range(choice.shape[0]):
-        # A round of which no drafted token was verified says nothing about the arm.
-        if active[s] and not cut[s] and (verified[s] > 0 or drafted[s] == 0):
-            t = accepted[s] + 1.0
-            spent = seconds[s] if seconds[s] > 0.0 else 1.0 + DRAFT_COST * drafted[s]
-            pulls[s, choice[s]] += 1.0
-            for i, value in enumerate((t, spent, t * t, t * spent, spent * spent)):
+        if counted[s]:
+            t, spent = accepted[s] + 1.0, seconds[s] if seconds[s] > 0.0 else 1.0 + DRAFT_COST * drafted[s]
+            for i, value in enumerate((1.0, t, spent, t * t, t * spent, spent * spent)):
                 sums[s, choice[s], i] += value
-
-
-@kernel("void(b1[::1], f8[:,::1], f8[:,:,::1], f8, f8[:,::1], i8[::1])")
-def choose(active: Any, pulls: Any, sums: Any, explore: float, normals: Any, choice: Any) -> None:
-    """Write the next arm [S]: the first without a round, else by normals [S, A], or UCB if they have no columns."""
-    for s in range(choice.shape[0]):
         rounds, best_rate, best = 0.0, TINY, -np.inf
-        for a in range(pulls.shape[1]):
-            rounds += pulls[s, a]
-            best_rate = max(best_rate, sums[s, a, 0] / max(sums[s, a, 1], TINY))
-        for a in range(pulls.shape[1] if active[s] else 0):
-            if pulls[s, a] == 0.0:
+        for a in range(sums.shape[1]):
+            rounds += sums[s, a, 0]
+            best_rate = max(best_rate, sums[s, a, 1] / max(sums[s, a, 2], TINY))
+        for a in range(sums.shape[1] if active[s] else 0):
+            if sums[s, a, 0] == 0.0:  # not tried yet
                 choice[s] = a
                 break
-            seconds = max(sums[s, a, 1], TINY)
-            rate = sums[s, a, 0] / seconds
+            total = max(sums[s, a, 2], TINY)
+            rate = sums[s, a, 1] / total
             # UCB is relative to the best rate, because its bonus is that of rewards between 0 and 1.
-            value = rate / best_rate + explore * np.sqrt(np.log(max(rounds, 1.0)) / pulls[s, a])
+            value = rate / best_rate + explore * np.sqrt(np.log(max(rounds, 1.0)) / sums[s, a, 0])
             if normals.shape[1]:
                 # The variance of tokens - rate x seconds, plus that of one token before any is observed; the deviation of
                 # a ratio of sums by the delta method.
-                spread = max(sums[s, a, 2] - 2.0 * rate * sums[s, a, 3] + rate * rate * sums[s, a, 4], 0.0) + 1.0
-                value = rate + explore * (np.sqrt(spread) / seconds) * normals[s, a]
+                spread = max(sums[s, a, 3] - 2.0 * rate * sums[s, a, 4] + rate * rate * sums[s, a, 5], 0.0) + 1.0
+                value = rate + explore * (np.sqrt(spread) / total) * normals[s, a]
             if value > best:
                 choice[s], best = a, value
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like `DraftStep`
 class BanditState:
     """State of `Bandit`."""
 
     key: Array  # [S] of the random numbers
     choice: Array  # [S] int64, the arm of this round
-    pulls: Array  # [S, A] rounds of each arm
-    sums: Array  # [S, A, 5] sums over its rounds of tokens t, seconds s, t t, t s and s s
+    sums: Array  # [S, A, 6] rounds of each arm, and sums over them of tokens t, seconds s, t t, t s and s s
     arms: tuple[State, ...]
 
 
@@ -93,14 +83,15 @@ class Bandit(StopPolicy):
     cut by an end of text or a limit do not count.
 
     Args:
-        arms: policies that neither trim nor select, on scalar features.
         kind: `ucb` or `thompson`.
-        explore: see above.
+        arms: policies that neither trim nor select, on scalar features; or their specs, separated by commas.
     """
 
     carries: ClassVar[bool] = True
 
-    def __init__(self, arms: Sequence[StopPolicy], kind: str = "ucb", explore: float = 2.0**0.5) -> None:
+    def __init__(self, explore: float = 2.0**0.5, kind: str = "ucb", arms: str | Sequence[StopPolicy] = ARMS) -> None:
+        if not isinstance(arms, list | tuple):
+            arms = [load_policy(arm) for arm in str(arms).split(",") if arm]
         if not arms:
             raise PolicyError("bandit: expected one arm or more")
         if kind not in KINDS:
@@ -121,17 +112,14 @@ class Bandit(StopPolicy):
 
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy with each arm limited; see `StopPolicy.limited`."""
-        if self.max_depth <= depth:
-            return self
         other = copy.copy(self)
-        other.parts = tuple(arm.limited(depth) for arm in self.parts)
-        other.max_depth = depth
+        other.max_depth, other.parts = min(self.max_depth, depth), tuple(arm.limited(depth) for arm in self.parts)
         return other
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without rounds."""
-        shape, states = (streams, len(self.parts)), tuple(arm.start(streams, keys) for arm in self.parts)
-        return BanditState(keys, np.zeros(streams, np.int64), np.zeros(shape), np.zeros((*shape, 5)), states)
+        states = tuple(arm.start(streams, keys) for arm in self.parts)
+        return BanditState(keys, np.zeros(streams, np.int64), np.zeros((streams, len(states), 6)), states)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep what the round's arm keeps."""
@@ -154,7 +142,7 @@ class Bandit(StopPolicy):
             part = DraftStep(step.depth, alive.copy(), step.parent, features, step.hidden, step.batch)
             answer, states[index] = arm.keep(part, state.arms[index])
             kept |= answer & alive
-        return kept, BanditState(state.key, state.choice, state.pulls, state.sums, tuple(states))
+        return kept, BanditState(state.key, state.choice, state.sums, tuple(states))
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's reward, and the next round's arm."""
@@ -163,16 +151,12 @@ class Bandit(StopPolicy):
             if type(self.parts[index]).observe is not StopPolicy.observe:
                 part = replace(outcome, active=outcome.active & (state.choice == index))
                 states[index] = self.parts[index].observe(part, state.arms[index])
-        choice, pulls, sums = state.choice.copy(), state.pulls.copy(), state.sums.copy()
-        tokens = outcome.drafted, outcome.verified, outcome.accepted
-        add_reward(outcome.active, outcome.cut, *tokens, outcome.seconds, choice, pulls, sums)
-        normals = np.empty((len(choice), 0))
+        # A round of which no drafted token was verified says nothing about the arm.
+        counted = outcome.active & ~outcome.cut & ((outcome.verified > 0) | (outcome.drafted == 0))
+        choice, sums, normals = state.choice.copy(), state.sums.copy(), np.empty((len(state.choice), 0))
         if self.kind == "thompson":  # numbered by the rounds that count, so that replay equals the live loop
-            normals = keyed_normal(state.key, pulls.sum(1).astype(np.int64), len(self.parts))
-        choose(outcome.active, pulls, sums, self.explore, normals, choice)
-        return BanditState(state.key, choice, pulls, sums, tuple(states))
-
-
-def make_bandit(explore: float = 2.0**0.5, kind: str = "ucb", arms: str = ARMS) -> Bandit:
-    """Pick one of the policies `arms`, comma-separated specs, for each round; see `Bandit`."""
-    return Bandit([load_policy(arm) for arm in str(arms).split(",") if arm], kind, explore)
+            rounds = (sums[:, :, 0].sum(1) + counted).astype(np.int64)
+            normals = keyed_normal(state.key, rounds, len(self.parts))
+        tokens = outcome.drafted, outcome.accepted
+        learn_and_choose(outcome.active, counted, *tokens, outcome.seconds, self.explore, normals, sums, choice)
+        return BanditState(state.key, choice, sums, tuple(states))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,35 +24,32 @@ from .. import (
 )
 
 
-@kernel("void(f4[:,::1], b1[:,::1], i8, b1[:,::1])")
-def keep_best(values: Any, alive: Any, count: int, kept: Any) -> None:
-    """Write which of the values [S, N] are the `count` largest of their stream, of equal ones the first."""
-    order = np.empty(values.shape[1], dtype=np.int64)
-    for s in range(values.shape[0]):
-        argsort_desc(values[s], order)
-        for i in range(order.shape[0]):
-            kept[s, order[i]] = i < count and alive[s, order[i]]
-
-
 @kernel_part
 def _expected_length(values: Any, order: Any, count: Any) -> Any:
-    """Return the sum of e^value over the `count` largest values."""
+    """Return the sum of e^value over the `count` largest values [N]; `order` [N] is scratch."""
     argsort_desc(values, order)
     total = 0.0
-    for i in range(min(count, order.shape[0])):
+    for i in range(min(count, values.shape[0])):
         total += np.exp(np.float64(values[order[i]]))
     return total
 
 
-@kernel("void(f4[:,::1], i8, f8, b1[:,::1])")
-def keep_rising(levels: Any, nodes: int, delta: float, kept: Any) -> None:
-    """Clear `kept` [S, B] where the last B columns of `levels` [S, M] raise the expected length by `delta` or less."""
-    order, before = np.empty(levels.shape[1], dtype=np.int64), levels.shape[1] - kept.shape[1]
-    for s in range(levels.shape[0]):
-        # Two sums: the best nodes of the tree without the last level need not be among those of the whole tree.
-        rise = _expected_length(levels[s], order, nodes) - _expected_length(levels[s, :before], order[:before], nodes)
-        for b in range(kept.shape[1]):
-            kept[s, b] = kept[s, b] and rise > delta
+@kernel("void(f4[:,::1], b1[:,::1], i8, i8, f8, b1[:,::1])")
+def keep_best(values: Any, alive: Any, count: int, nodes: int, delta: float, kept: Any) -> None:
+    """Write which of the last N of the values [S, M] are the `count` largest of their stream, of equal ones the first.
+
+    None are where these N raise the expected length of the best `nodes` by `delta` or less; it is not computed if that is
+    -infinity.
+    """
+    order, before = np.empty(values.shape[1], dtype=np.int64), values.shape[1] - kept.shape[1]
+    for s in range(values.shape[0]):
+        rise = np.inf
+        if delta > -np.inf:
+            # Two sums: the best nodes of the tree without the last level need not be among those of the whole tree.
+            rise = _expected_length(values[s], order, nodes) - _expected_length(values[s, :before], order, nodes)
+        argsort_desc(values[s, before:], order)
+        for i in range(kept.shape[1]):
+            kept[s, order[i]] = i < count and rise > delta and alive[s, order[i]]
 
 
 class Eagle(StopPolicy):
@@ -63,6 +61,7 @@ class Eagle(StopPolicy):
 
     reads_seconds: ClassVar[bool] = False
     features = ("path_logprob",)
+    delta: float = -math.inf  # by which a level must raise the expected length; see `OptTree`
 
     def __init__(self, nodes: int = 59, top: int = 10, max_depth: int = 8) -> None:
         kind = type(self).__name__.lower().removesuffix("tree")
@@ -71,15 +70,16 @@ class Eagle(StopPolicy):
         self.name = f"{kind}:{nodes}"
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the best branches, and store the paths' probabilities."""
+        """Keep the best branches, or nothing, and store the paths' probabilities."""
         levels, kept = append_level(state, step, step.features[:, :, 0]), np.empty_like(step.alive)
-        keep_best(levels[-1], step.alive, self.top, kept)
+        values = levels[-1] if self.delta == -math.inf else np.concatenate(levels, 1)
+        keep_best(values, step.alive, self.top, self.nodes, self.delta, kept)
         return kept, levels
 
     def select(self, tree: DraftTree, state: State) -> Array:
         """Return the likeliest nodes."""
         kept = np.empty_like(tree.drawn)
-        keep_best(node_values(state, tree), tree.drawn, self.nodes, kept)
+        keep_best(node_values(state, tree), tree.drawn, self.nodes, 0, -math.inf, kept)
         return kept
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
@@ -98,9 +98,3 @@ class OptTree(Eagle):
         super().__init__(nodes, top, max_depth)
         self.delta = validate_number("opt", "delta", delta, 0.0)
         self.name = f"opt:{delta:g}"
-
-    def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the best branches, or nothing, and store the paths' probabilities."""
-        kept, levels = super().keep(step, state)
-        keep_rising(np.concatenate(levels, 1), self.nodes, self.delta, kept)
-        return kept, levels

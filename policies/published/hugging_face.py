@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +12,7 @@ from .. import (
     RoundOutcome,
     State,
     StopPolicy,
+    copy_row,
     kernel,
     kernel_part,
     known_depths,
@@ -75,65 +75,52 @@ class Heuristic(HeuristicTransient):
 def keep_likely(features: Any, alive: Any, depth: int, threshold: Any, seen: Any, kept: Any) -> None:
     """Write the branches [S, B] that reach the threshold [S], and the largest feature of each stream to `seen` [S, K]."""
     for s in range(alive.shape[0]):
-        largest = -np.inf
+        seen[s, depth - 1] = -np.inf
         for b in range(alive.shape[1]):
             kept[s, b] = alive[s, b] and features[s, b, 0] >= threshold[s]
-            if alive[s, b] and features[s, b, 0] > largest:
-                largest = features[s, b, 0]
-        if largest > -np.inf:
-            seen[s, depth - 1] = largest
+            if alive[s, b]:
+                seen[s, depth - 1] = max(seen[s, depth - 1], features[s, b, 0])
 
 
 @kernel_part
-def _best_threshold(probs: Any, labels: Any, count: Any, weight: Any, default: Any) -> Any:
+def _best_threshold(samples: Any, weight: Any, default: Any) -> Any:
     """Return the sample with the least false positive rate + weight * false negative rate; the largest of several."""
-    positives = 0
+    count, positives = samples.shape[0], 0.0
     for i in range(count):
-        positives += labels[i]
+        positives += samples[i, 1]
     negatives = count - positives
-    if positives == 0 or negatives == 0:  # there is no curve
+    if positives == 0.0 or negatives == 0.0:  # there is no curve
         return default
-    # Samples descend, so the threshold probs[i] accepts those up to i: `true` of them right, i + 1 - true wrong. The
+    # Samples descend, so the threshold samples[i] accepts those up to i: `true` of them right, i + 1 - true wrong. The
     # infinite threshold of scikit-learn's curve costs `weight`: at 3 it never wins, as the lowest sample costs 1.
-    best, least, true = default, np.inf, 0
+    best, least, true = default, np.inf, 0.0
     for i in range(count):
-        true += labels[i]
+        true += samples[i, 1]
         cost = (i + 1 - true) / negatives + weight * (1.0 - true / positives)
-        is_point = i + 1 == count or probs[i + 1] != probs[i]  # equal samples are one point of the curve
+        is_point = i + 1 == count or samples[i + 1, 0] != samples[i, 0]  # equal samples are one point of the curve
         if is_point and cost < least:
-            best, least = probs[i], cost
+            best, least = samples[i, 0], cost
     return best
 
 
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, i8, f4[:,::1], f4[::1], f4[:,::1], b1[:,::1], i8[::1])")
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, i8, f4[:,::1], f4[:,:,::1], i8[::1], f4[::1])")
 def fit_threshold(
-    active: Any, cut: Any, accepted: Any, verified: Any, weight: float, min_samples: int, seen: Any, threshold: Any,
-    probs: Any, labels: Any, count: Any,
+    active: Any, cut: Any, accepted: Any, verified: Any, weight: float, min_samples: int, seen: Any, samples: Any,
+    count: Any, threshold: Any,
 ) -> None:  # fmt: skip
-    """Insert a round's samples `seen` into those of the text, and fit the threshold; see `RocState`."""
+    """Insert a round's samples `seen` into those of the text, and fit the threshold; see `Roc`."""
     for s in range(threshold.shape[0]):
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
-            if not np.isfinite(seen[s, j]):
+            if seen[s, j] == -np.inf:
                 continue
             at = count[s]  # inserting a few samples into a sorted list is faster than sorting
-            while at > 0 and probs[s, at - 1] < seen[s, j]:
-                probs[s, at], labels[s, at] = probs[s, at - 1], labels[s, at - 1]
+            while at > 0 and samples[s, at - 1, 0] < seen[s, j]:
+                copy_row(samples[s, at - 1], samples[s, at])
                 at -= 1
-            probs[s, at], labels[s, at] = seen[s, j], j < accepted[s]
+            samples[s, at, 0], samples[s, at, 1] = seen[s, j], 1.0 if j < accepted[s] else 0.0
             count[s] += 1
         if count[s] >= min_samples:
-            threshold[s] = _best_threshold(probs[s], labels[s], count[s], weight, threshold[s])
-
-
-@dataclass(frozen=True, slots=True)
-class RocState:
-    """State of `Roc`; the samples of a text are in descending order."""
-
-    threshold: Array  # [S] float32
-    seen: Array  # [S, K] float32, largest probability of a drawn token by depth of this round; infinite if not called
-    probs: Array  # [S, M] float32 samples, `count` of them
-    labels: Array  # [S, M] bool, whether each was accepted
-    count: Array  # [S] int64
+            threshold[s] = _best_threshold(samples[s, : count[s]], weight, threshold[s])
 
 
 class Roc(StopPolicy):
@@ -144,6 +131,9 @@ class Roc(StopPolicy):
     both classes on, the threshold is the one with the least false positive rate + 3 times the false negative rate. It starts
     at 0.4, with at most 20 tokens a round. The token at the last depth, for which no policy is called, is not a sample. In a
     tree the best branch of a depth is its sample.
+
+    The state is (threshold [S] float32; largest probability by depth of this round [S, K] float32, -infinity if not called;
+    samples of the text in descending order [S, M, 2] float32, a probability and whether it was accepted; their number [S]).
     """
 
     reads_seconds: ClassVar[bool] = False
@@ -158,26 +148,22 @@ class Roc(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of new texts."""
-        threshold, seen = (
-            np.full(streams, self.threshold, np.float32),
-            np.full((streams, self.max_depth), np.inf, np.float32),
-        )
-        probs, count = np.zeros((streams, 0), np.float32), np.zeros(streams, np.int64)
-        return RocState(threshold, seen, probs, probs.astype(bool), count)
+        seen = np.full((streams, self.max_depth), -np.inf, np.float32)
+        samples, count = np.zeros((streams, 0, 2), np.float32), np.zeros(streams, np.int64)
+        return np.full(streams, self.threshold, np.float32), seen, samples, count
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with a token that is likely enough, and store the largest probability."""
-        kept, seen = np.empty_like(step.alive), state.seen.copy()
-        keep_likely(step.features, step.alive, step.depth, state.threshold, seen, kept)
-        return kept, RocState(state.threshold, seen, state.probs, state.labels, state.count)
+        threshold, seen, samples, count = state
+        kept, seen = np.empty_like(step.alive), seen.copy()
+        keep_likely(step.features, step.alive, step.depth, threshold, seen, kept)
+        return kept, (threshold, seen, samples, count)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state with the round's samples and the threshold fitted to all."""
-        streams, columns = state.probs.shape
-        required = int(state.count.max(initial=0)) + self.max_depth
-        more = np.zeros((streams, 0 if columns >= required else 2 * required - columns), dtype=np.float32)
-        threshold, count = state.threshold.copy(), state.count.copy()
-        probs, labels = np.concatenate((state.probs, more), 1), np.concatenate((state.labels, more > 0.0), 1)
+        threshold, seen, samples, count = state
+        threshold, count, more = threshold.copy(), count.copy(), np.zeros((len(count), self.max_depth, 2), np.float32)
+        samples = np.concatenate((samples[:, : count.max(initial=0)], more), 1)
         known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        fit_threshold(*known, self.weight, self.samples, state.seen, threshold, probs, labels, count)
-        return RocState(threshold, np.full(state.seen.shape, np.inf, np.float32), probs, labels, count)
+        fit_threshold(*known, self.weight, self.samples, seen, samples, count, threshold)
+        return threshold, np.full_like(seen, -np.inf), samples, count

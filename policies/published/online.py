@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,37 +24,31 @@ EDGE = 1e-3  # of a probability: log-odds stay within +-7, so that no token outw
 
 @kernel("void(f4[:,:,::1], b1[:,::1], i8[:,::1], i8, b1, f8[:,::1], f8[:,::1], f8[:,::1], f8[:,::1])")
 def follow_survival(
-    features: Any, alive: Any, parent: Any, depth: int, begins: bool, weights: Any, before: Any, seen: Any, survival: Any
+    features: Any, alive: Any, parent: Any, depth: int, begins: bool, model: Any, before: Any, seen: Any, survival: Any
 ) -> None:  # fmt: skip
     """Write the survival [S, B], given that of the depth before [S, B'], and the best log-odds to `seen` [S, K]."""
     for s in range(alive.shape[0]):
-        best = -np.inf
+        seen[s, depth - 1] = -np.inf
         for b in range(alive.shape[1]):
             survival[s, b] = 0.0
-            if not alive[s, b]:
-                continue
-            prob = min(max(np.float64(features[s, b, 0]), EDGE), 1.0 - EDGE)
-            odds = np.log(prob / (1.0 - prob))
-            best = max(best, odds)
-            survival[s, b] = sigmoid(weights[s, 0] * odds + weights[s, 1])
-            if not begins:
-                survival[s, b] *= before[s, parent[s, b]]
-        if best > -np.inf:
-            seen[s, depth - 1] = best
+            if alive[s, b]:
+                prob = min(max(np.float64(features[s, b, 0]), EDGE), 1.0 - EDGE)
+                odds = np.log(prob / (1.0 - prob))
+                seen[s, depth - 1] = max(seen[s, depth - 1], odds)
+                inherited = 1.0 if begins else before[s, parent[s, b]]
+                survival[s, b] = sigmoid(model[s, 0] * odds + model[s, 1]) * inherited
 
 
-@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8[:,::1], f8[:,::1], f8[:,::1])")
-def newton_step(
-    active: Any, cut: Any, accepted: Any, verified: Any, decay: float, seen: Any, weights: Any, precision: Any
-) -> None:
-    """Take a Newton step on the accept bits of a round; see `OnlineState`."""
-    for s in range(weights.shape[0]):
-        slope, level = weights[s, 0], weights[s, 1]
-        a, b, d = decay * precision[s, 0], decay * precision[s, 1], decay * precision[s, 2]
+@kernel("void(b1[::1], b1[::1], i8[::1], i8[::1], f8, f8[:,::1], f8[:,::1])")
+def newton_step(active: Any, cut: Any, accepted: Any, verified: Any, decay: float, seen: Any, model: Any) -> None:
+    """Take a Newton step on the accept bits of a round; see `Online`."""
+    for s in range(model.shape[0]):
+        slope, level = model[s, 0], model[s, 1]
+        a, b, d = decay * model[s, 2], decay * model[s, 3], decay * model[s, 4]
         to_slope, to_level, samples = 0.0, 0.0, 0
         for j in range(min(known_depths(active[s], cut[s], accepted[s], verified[s]), seen.shape[1])):
             odds = seen[s, j]
-            if not np.isfinite(odds):
+            if odds == -np.inf:
                 continue
             samples += 1
             prob = sigmoid(slope * odds + level)
@@ -65,19 +58,9 @@ def newton_step(
             to_slope, to_level = to_slope + error * odds, to_level + error
         if samples:  # two unknowns, by determinants: a decayed prior keeps the matrix positive definite
             determinant = a * d - b * b
-            weights[s, 0] = slope + (d * to_slope - b * to_level) / determinant
-            weights[s, 1] = level + (a * to_level - b * to_slope) / determinant
-            precision[s, 0], precision[s, 1], precision[s, 2] = a, b, d
-
-
-@dataclass(frozen=True, slots=True)
-class OnlineState:
-    """State of `Online`, all float64."""
-
-    weights: Array  # [S, 2] slope and intercept
-    precision: Array  # [S, 3] of the slope, of both, of the intercept
-    seen: Array  # [S, K] best log-odds by depth of this round; infinite if not called
-    survival: Array  # [S, B] of the last depth
+            model[s, 0] = slope + (d * to_slope - b * to_level) / determinant
+            model[s, 1] = level + (a * to_level - b * to_slope) / determinant
+            model[s, 2], model[s, 3], model[s, 4] = a, b, d
 
 
 class Online(StopPolicy):
@@ -88,6 +71,9 @@ class Online(StopPolicy):
     precision <- decay precision + sum p (1 - p) (z, 1)(z, 1)', weights <- weights + precision^-1 sum (accepted - p) (z, 1).
     The weights pass from text to text. vLLM uses them for the token budget of a batch; for one stream that is a threshold
     on S_j. In a tree the best branch of a depth is its sample. Prior and decay are ours; vLLM does not state its values.
+
+    The state, all float64, is (slope, intercept, precision of the slope, of both and of the intercept [S, 5]; best log-odds
+    by depth of this round [S, K], -infinity if not called; survival of the last depth [S, B]).
 
     Attributes:
         level: the threshold, or [S, 1] float64 with one of each stream.
@@ -107,19 +93,19 @@ class Online(StopPolicy):
 
     def start(self, streams: int, keys: Array) -> State:
         """Return the state of streams without rounds: sigmoid(logit(max q)) = max q, the probability under the draft."""
-        weights, precision = np.tile((1.0, 0.0), (streams, 1)), np.tile((self.prior, 0.0, self.prior), (streams, 1))
-        return OnlineState(weights, precision, np.full((streams, self.max_depth), np.inf), np.ones((streams, 1)))
+        model, seen = (1.0, 0.0, self.prior, 0.0, self.prior), np.full((streams, self.max_depth), -np.inf)
+        return np.tile(model, (streams, 1)), seen, np.ones((streams, 1))
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
         """Keep the branches with enough survival, and store the log-odds."""
-        survival, seen, begins = np.empty(step.alive.shape), state.seen.copy(), step.depth <= self.first
-        branches = step.features, step.alive, step.parent, step.depth
-        follow_survival(*branches, begins, state.weights, state.survival, seen, survival)
-        return step.alive & (survival >= self.level), OnlineState(state.weights, state.precision, seen, survival)
+        model, seen, before = state
+        survival, seen, begins = np.empty(step.alive.shape), seen.copy(), step.depth <= self.first
+        follow_survival(step.features, step.alive, step.parent, step.depth, begins, model, before, seen, survival)
+        return step.alive & (survival >= self.level), (model, seen, survival)
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Return the state after a Newton step on the round's accept bits."""
-        weights, precision = state.weights.copy(), state.precision.copy()
-        known = outcome.active, outcome.cut, outcome.accepted, outcome.verified
-        newton_step(*known, self.decay, state.seen, weights, precision)
-        return OnlineState(weights, precision, np.full_like(state.seen, np.inf), state.survival)
+        model, seen, survival = state
+        model = model.copy()
+        newton_step(outcome.active, outcome.cut, outcome.accepted, outcome.verified, self.decay, seen, model)
+        return model, np.full_like(seen, -np.inf), survival

@@ -32,7 +32,6 @@ class SmartSpec(StopPolicy):
     The state is (key [S], tokens accepted and tokens with a known outcome [S, 2], length [S]).
 
     Args:
-        start, prior, decay: see above.
         draft, token: costs without a profile, in target calls: of a draft step, and of each further token.
         profile: a latency profile or its path; without one and with the default costs, `evaluate` and runs with a profile
             provide theirs.

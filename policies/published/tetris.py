@@ -59,10 +59,8 @@ class Tetris(StopPolicy):
         """Return the likeliest tokens of each batch."""
         key, batch, levels = state
         batches = Batches.of(batch, key)
-        budgets = np.full(len(batches.sizes), self.capacity)
-        if not self.capacity:
-            budgets = (self.each * batches.sizes).astype(np.int64)
-        return batches.best(node_values(levels, tree).astype(np.float64), tree.drawn, budgets)
+        capacity = np.full(len(batches.sizes), self.capacity) if self.capacity else self.each * batches.sizes
+        return batches.best(node_values(levels, tree).astype(np.float64), tree.drawn, capacity.astype(np.int64))
 
     def observe(self, outcome: RoundOutcome, state: State) -> State:
         """Drop the round's levels."""

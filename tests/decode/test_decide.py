@@ -95,7 +95,9 @@ class Scribbles(Confidence):
 
 
 @pytest.mark.parametrize("tree", [None, "2,2,1"])
-@pytest.mark.parametrize("within", [lambda p: p, lambda p: exploring(p, 0.0, 4), lambda p: Bandit([p, FixedLength(2)])])
+@pytest.mark.parametrize(
+    "within", [lambda p: p, lambda p: exploring(p, 0.0, 4), lambda p: Bandit(arms=[p, FixedLength(2)])]
+)
 def test_what_a_plugin_writes_reaches_nobody(
     pair: Pair, prompt_ids: list[list[int]], tree: str | None, within: Callable[[StopPolicy], StopPolicy]
 ) -> None:

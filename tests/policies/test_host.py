@@ -113,7 +113,7 @@ def test_errors_of_trusted_policies_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_policy_that_calls_a_plugin_is_treated_as_one() -> None:
     arm = type("Arm", (Plugin,), {"select": StopPolicy.select})(raising(SystemExit()))
-    bandit = Bandit([arm, FixedLength(2)])
+    bandit = Bandit(arms=[arm, FixedLength(2)])
     assert not is_trusted(bandit)
     with pytest.raises(PolicyFailure, match="SystemExit") as caught:
         call("start", bandit)

@@ -63,7 +63,7 @@ def test_a_failure_is_one_line_that_names_the_policy(
 
 def test_an_arm_of_a_bandit_that_fails_is_named(arrays: TraceArrays, profile: Profile) -> None:
     with pytest.raises(PolicyFailure, match="SystemExit: bye"):
-        replay(arrays, Bandit([type("Bad", (Good,), {"keep": fail})()]), profile)
+        replay(arrays, Bandit(arms=[type("Bad", (Good,), {"keep": fail})()]), profile)
 
 
 def scribbling(write: Callable[[Any], Any]) -> StopPolicy:
