@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,19 +26,6 @@ def as_list(value: Any, *kinds: type) -> list[Any]:
     return list(value)
 
 
-def check_number(value: Any, name: str, low: float = 0.0, high: float = math.inf) -> float:
-    """Return a finite number between `low` and `high` as a float. Raises `ValueError` with `name` for other values."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-        try:
-            number = float(value)
-        except OverflowError:  # an integer that is larger than any float
-            number = math.inf
-        if math.isfinite(number):
-            return number + 0.0  # not minus zero
-    span = f"of {low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
-    raise ValueError(f"{name}: expected a number {span}, not {describe_value(value)}")
-
-
 def describe_value(value: Any) -> str:
     """Return a JSON value in at most 40 characters, for messages."""
     if isinstance(value, Mapping):
@@ -51,10 +39,10 @@ def describe_value(value: Any) -> str:
 
 def validate_number(owner: str, name: str, value: Any, low: float, high: float = math.inf) -> float:
     """Return a parameter of a policy as a float. Raises `PolicyError` unless it is a finite number from `low` to `high`."""
-    try:
-        return check_number(value, name, low, high)
-    except ValueError as error:
-        raise PolicyError(f"{owner}: {error}") from None
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= min(high, sys.float_info.max):
+        return float(value) + 0.0  # not minus zero
+    span = f"of {low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
+    raise PolicyError(f"{owner}: {name}: expected a number {span}, not {describe_value(value)}")
 
 
 def validate_int(owner: str, name: str, value: Any, low: int = 1) -> int:

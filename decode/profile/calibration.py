@@ -32,7 +32,7 @@ from ...policies.estimate import (
     TREE_VERIFY,
 )
 from ...policies.fixed import FixedLength
-from ...policies.limits import check_limit, check_limits
+from ...policies.limits import check_limits
 from ...policies.measurements import CONTEXTS, VERIFY, Key, Measurements, collected
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
@@ -102,8 +102,7 @@ def measure_profile(
         The profile with all its measurements; `noise` says whether the machine was quiet.
     """
     check_token_ids(prompts)
-    check_limits(depth=depth, temperature=temperature)
-    check_limit("depth", depth, low=1)
+    check_limits({"depth": 1}, depth=depth, temperature=temperature)
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(

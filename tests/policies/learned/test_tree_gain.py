@@ -14,7 +14,6 @@ from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.costs import extend
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import TreeGain, build_rule
-from specstop.policies.onnx import build_onnx
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from tree_reference import (

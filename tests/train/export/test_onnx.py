@@ -11,13 +11,13 @@ import pytest
 from commands import cli
 from head_tensors import HIGH, LOW, NAMES, Array, features
 from learned_policies import learned
-from specstop.policies import onnx
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.onnx import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.policies.storage import save_policy
+from specstop.train.export import onnx_model
+from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.train.heads.exported import with_ranges
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     pytest.importorskip("onnxruntime")
     policy = learned()
     other = LearnedPolicy("mine", NAMES, policy.head, Calibrator("temperature", 3.0), policy.next, policy.rule, 4)
-    monkeypatch.setattr(onnx, "build_onnx", lambda policy: build_onnx(other))
+    monkeypatch.setattr(onnx_model, "build_onnx", lambda policy: build_onnx(other))
     with pytest.raises(PolicyError, match="nothing was written"):
         export_onnx(policy, tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
