@@ -19,7 +19,7 @@ _TINY = 2.0**-53  # exclusive bounds of shares
 
 
 class Limit(NamedTuple):
-    """Inclusive bounds of a number, which is whole if both are int.
+    """Inclusive bounds of a number, which is whole if they are `int`.
 
     `text` replaces the description in messages, and `zero` allows 0 too.
     """
@@ -30,17 +30,12 @@ class Limit(NamedTuple):
     unit: str = ""
     zero: bool = False
 
-    @property
-    def whole(self) -> bool:
-        """Whether the number is a whole one."""
-        return isinstance(self.low, int) and isinstance(self.high, int)
-
     def requirement(self, value: Any) -> str:
         """Return a description of valid numbers, or "" if `value` is one."""
-        is_number = isinstance(value, numbers.Integral if self.whole else numbers.Real) and not isinstance(value, bool)
+        kind, numeric = ("a whole number", numbers.Integral) if isinstance(self.low, int) else ("a number", numbers.Real)
+        is_number = isinstance(value, numeric) and not isinstance(value, bool)
         if is_number and (self.low <= value <= self.high or (self.zero and value == 0)):
             return ""
-        kind = "a whole number" if self.whole else "a number"
         return self.text or f"{kind} from {self.low:.12g} to {self.high:.12g}{self.unit}"
 
     def check(self, option: str, value: Any) -> None:

@@ -125,7 +125,7 @@ def test_collect_refuses_them_as_its_command_does(
 def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
     limit, is_option = (LIMITS | PARAMS)[name], name in LIMITS
     check = partial(limit.check, f"--{name}") if is_option else lambda value: check_params({name: value})
-    beyond = 1 if limit.whole else max(limit.low / 2, 1e-9 * limit.high)
+    beyond = 1 if isinstance(limit.low, int) else max(limit.low / 2, 1e-9 * limit.high)
     for value in (limit.low, limit.high, np.int64(limit.high) if float(limit.high).is_integer() else limit.high):
         check(value)
     for value in (limit.low - beyond, limit.high + beyond, float("nan"), float("inf"), "7", None, True, 10**400):
