@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..policies.errors import InputError
-from ..policies.limits import check_limits
+from ..policies.arguments import check_limits
 from .console.streams import say
 
 if TYPE_CHECKING:

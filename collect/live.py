@@ -27,7 +27,7 @@ from ..decode.verify.modes import find_mode, resolve_mode
 from ..policies.contract import State, StopPolicy
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.host import with_costs
-from ..policies.limits import check_limits
+from ..policies.arguments import check_limits
 from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features

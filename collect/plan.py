@@ -17,7 +17,7 @@ from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.fixed import FixedLength
-from ..policies.limits import check_limits
+from ..policies.arguments import check_limits
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from ..policies.safe_loading import digest

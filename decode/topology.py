@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..policies.contract import Array
 from ..policies.errors import InputError
-from ..policies.limits import MAX_ROWS
+from ..policies.arguments import MAX_ROWS
 
 NAMED = {
     "medusa-63": (

@@ -30,7 +30,7 @@ from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, shown
 from ...policies.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
 from ...policies.profile import Profile
 from .through_vllm import start_vllm

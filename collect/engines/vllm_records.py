@@ -18,7 +18,7 @@ import numpy as np
 from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
-from ...policies.limits import MAX_ROWS
+from ...policies.arguments import MAX_ROWS
 from ...policies.safe_loading import SURROGATE, is_text, strict_loads
 from ...policies.training_metadata import UNKNOWN as UNKNOWN_TEMPERATURE
 from ..acceptance import DEPENDENT, LENGTHS

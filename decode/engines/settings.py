@@ -12,7 +12,7 @@ from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ..drafters.spec import needs_draft, reads_states
 
 KEY = "specstop"

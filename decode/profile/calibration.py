@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...policies.arguments import check_token_ids
+from ...policies.arguments import check_limits, check_token_ids
 from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.estimate import (
@@ -32,7 +32,6 @@ from ...policies.estimate import (
     TREE_VERIFY,
 )
 from ...policies.fixed import FixedLength
-from ...policies.limits import check_limits
 from ...policies.measurements import CONTEXTS, VERIFY, Key, Measurements, collected
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies

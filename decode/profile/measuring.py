@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...policies.display import Progress, silent
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ...policies.measurements import Key, Measurements, collected, judge
 
 Seconds = Mapping[Key, Sequence[float]]

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as library
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from .grammar import XGrammarProcessor, is_xgrammar
 from .processors import PerText, check_processor, processor_name
 

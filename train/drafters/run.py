@@ -21,7 +21,7 @@ from ...decode.models.view import hidden_width
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance

@@ -13,7 +13,7 @@ from ...policies.display import Progress, silent
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values

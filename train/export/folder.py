@@ -17,7 +17,7 @@ from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ...policies.profile import Profile
 from ..fit.tuning.settled import settle_for
 from ..replay.bounds.oracle import oracle_plan

@@ -9,7 +9,7 @@ from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.errors import InputError, close_match
 from ...policies.features import feature
-from ...policies.limits import check_limits
+from ...policies.arguments import check_limits
 from ..heads.crossfit import (
     FOLDS,
 )

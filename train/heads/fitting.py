@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ...policies.display import Progress, silent
 from ...policies.heads.base import Head
-from ...policies.limits import check_limits, check_params
+from ...policies.arguments import check_limits, check_params
 from .rows import FitRows
 
 

@@ -244,12 +244,6 @@ def test_a_mangled_rule_is_refused(entry: str, value: object) -> None:
         build_rule({**raw, entry: value})
 
 
-def test_one_row_of_it_is_no_onnx_model() -> None:
-    pytest.importorskip("onnx")
-    with pytest.raises(PolicyError, match="gain"):
-        build_onnx(make_tree_policy())
-
-
 def test_without_features_of_the_token_it_reads_none() -> None:
     policy = make_tree_policy(FREE)
     assert policy.features == FREE

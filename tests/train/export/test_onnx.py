@@ -19,6 +19,7 @@ from specstop.policies.storage import save_policy
 from specstop.train.export import onnx_model
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.train.heads.exported import with_ranges
+from trees import make_tree_policy
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
@@ -67,6 +68,12 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     with pytest.raises(PolicyError, match="nothing was written"):
         export_onnx(policy, tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tree_policy_is_no_onnx_model() -> None:
+    pytest.importorskip("onnx")
+    with pytest.raises(PolicyError, match="gain"):
+        build_onnx(make_tree_policy())
 
 
 def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from ....decode.profile import add_decisions
 from ....policies.contract import StopPolicy
 from ....policies.display import Progress, shown, silent
 from ....policies.errors import InputError, SpecstopError
-from ....policies.limits import check_limits
+from ....policies.arguments import check_limits
 from ....policies.profile import Profile
 from ....policies.registry import load_policy
 from ...heads.fitting import FitOptions
