@@ -13,11 +13,11 @@ from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
+from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.fixed import FixedLength
-from ..policies.arguments import check_limits
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from ..policies.safe_loading import digest

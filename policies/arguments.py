@@ -75,7 +75,9 @@ class Limit(NamedTuple):
 
     def requirement(self, value: Any) -> str:
         """Return a description of valid numbers, or "" if `value` is one."""
-        kind, numeric = ("a whole number", numbers.Integral) if isinstance(self.low, int) else ("a number", numbers.Real)
+        kind, numeric = (
+            ("a whole number", numbers.Integral) if isinstance(self.low, int) else ("a number", numbers.Real)
+        )
         is_number = isinstance(value, numeric) and not isinstance(value, bool)
         if is_number and (self.low <= value <= self.high or (self.zero and value == 0)):
             return ""

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import LIMITS
 from .costs import Costs
 from .errors import InputError
 from .estimate import check_measurements, decision_prices, estimate
 from .files import write_atomic
-from .arguments import LIMITS
 from .measurements import DECISIONS, VERIFY, Measurements, Noise, Timings, judge
 from .safe_loading import check_values, digest, read_json
 

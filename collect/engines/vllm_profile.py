@@ -26,11 +26,11 @@ from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.scripts import TWICE, BatchScript, shuffled
+from ...policies.arguments import check_limits
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, shown
 from ...policies.estimate import BATCH_DRAFTS, BATCH_FIRST, BATCH_VERIFY, FIRST, LATER, OUTSIDE, PREFILL
 from ...policies.features import DrawnTokens
-from ...policies.arguments import check_limits
 from ...policies.measurements import CONTEXTS, DECISIONS, VERIFY, Key, Measurements
 from ...policies.profile import Profile
 from .through_vllm import start_vllm

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ...decode.topology import Topology
-from ...policies.features import FEATURES, HIDDEN_STATES, Kind
 from ...policies.arguments import LIMITS, MAX_ROWS
+from ...policies.features import FEATURES, HIDDEN_STATES, Kind
 
 MOST = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""

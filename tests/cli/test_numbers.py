@@ -18,9 +18,9 @@ from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
+from specstop.policies.arguments import LIMITS, PARAMS, check_params
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.arguments import LIMITS, PARAMS, check_params
 from specstop.train.heads.fitting import FitOptions
 
 HUGE = 10**20

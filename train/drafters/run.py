@@ -18,10 +18,10 @@ from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHe
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
 from ...decode.models.view import hidden_width
+from ...policies.arguments import check_limits
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
-from ...policies.arguments import check_limits
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance

@@ -13,7 +13,9 @@ from specstop.policies.state import take
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
 
 
-def after(history: History, accepted: list[int] | Array, verified: list[int] | Array, active: Array | None = None) -> History:
+def after(
+    history: History, accepted: list[int] | Array, verified: list[int] | Array, active: Array | None = None
+) -> History:
     """Return the history after a round of these counts, of all streams unless `active` names them."""
     accepted, verified = np.asarray(accepted), np.asarray(verified)
     active = np.ones(len(accepted), dtype=np.bool_) if active is None else active
