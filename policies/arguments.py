@@ -70,18 +70,16 @@ class Limit(NamedTuple):
     low: float
     high: float
     text: str = ""
-    unit: str = ""
     zero: bool = False
 
     def requirement(self, value: Any) -> str:
         """Return a description of valid numbers, or "" if `value` is one."""
-        kind, numeric = (
-            ("a whole number", numbers.Integral) if isinstance(self.low, int) else ("a number", numbers.Real)
-        )
-        is_number = isinstance(value, numeric) and not isinstance(value, bool)
+        is_whole = isinstance(self.low, int)
+        is_number = isinstance(value, numbers.Integral if is_whole else numbers.Real) and not isinstance(value, bool)
         if is_number and (self.low <= value <= self.high or (self.zero and value == 0)):
             return ""
-        return self.text or f"{kind} from {self.low:.12g} to {self.high:.12g}{self.unit}"
+        kind = "a whole number" if is_whole else "a number"
+        return self.text or f"{kind} from {self.low:.12g} to {self.high:.12g}"
 
     def check(self, option: str, value: Any) -> None:
         """Raise `InputError` if the value of an option is out of range."""
@@ -107,7 +105,7 @@ LIMITS: Mapping[str, Limit] = {
     "max-batch": Limit(1, 1 << 16),
     "max-depth": _LENGTH,
     "max-new-tokens": Limit(1, _MAX_TOKENS),
-    "memory": Limit(1, 1 << 20, unit=" MiB"),
+    "memory": Limit(1, 1 << 20, "a whole number from 1 to 1048576 MiB"),
     "min-new-tokens": Limit(0, _MAX_TOKENS),
     "min-p": _SHARE,
     "mix": _SHARE,
@@ -127,7 +125,7 @@ LIMITS: Mapping[str, Limit] = {
     "threshold": _SHARE,
     "top-k": Limit(0, _MAX_SEED),
     "top-p": _POSITIVE_SHARE,
-    "tune": Limit(1, 100_000, unit=" trials"),
+    "tune": Limit(1, 100_000, "a whole number from 1 to 100000 trials"),
     "tune-folds": Limit(2, 1000),
 }
 """By the name of the option."""
