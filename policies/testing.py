@@ -51,9 +51,10 @@ class PolicyTests:
         for streams in (1, STREAMS):
             play(self.make(), range(streams), self.branches)
         policy, tree = self.make(), make_tree(STREAMS, self.branches)
-        mask = _select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
+        mask = policy.select(tree, policy.start(STREAMS, keys(range(STREAMS))))
         if mask is not None:
-            rooted = np.concatenate([mask, np.ones((STREAMS, 1), dtype=np.bool_)], 1)  # the last column is the root's
+            root = np.ones((STREAMS, 1), dtype=np.bool_)  # parent -1 is the last column
+            rooted = np.concatenate([_mask("select()", mask, tree.drawn), root], 1)
             assert (~mask | np.take_along_axis(rooted, tree.parent, 1)).all(), "a node without its parent is selected"
 
     def test_deterministic(self) -> None:
@@ -213,8 +214,9 @@ def _play_round(
         answer, state = _keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
         answers.append(answer)
     if batch is not None:
-        mask = _select(policy, make_tree(len(streams), branches), state)
-        answers += [] if mask is None else [mask]
+        tree = make_tree(len(streams), branches)
+        mask = policy.select(tree, state)
+        answers += [] if mask is None else [_mask("select()", mask, tree.drawn)]
         outcome = dataclasses.replace(outcome, active=batch >= 0)
     return answers, policy.observe(outcome, state)
 
@@ -234,18 +236,13 @@ def _outcome(streams: Sequence[int], round: int) -> RoundOutcome:
 
 def _keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Array, State]:
     answer, new = policy.keep(step, state)
-    assert _is_mask(answer, step.alive), f"keep() must return a bool array of shape {step.alive.shape}"
-    return answer & step.alive, new
+    return _mask("keep()", answer, step.alive) & step.alive, new
 
 
-def _select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:
-    mask = policy.select(tree, state)
-    assert mask is None or _is_mask(mask, tree.drawn), f"select() must return None or a bool array {tree.drawn.shape}"
-    return mask
-
-
-def _is_mask(value: Any, like: Array) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype == np.bool_ and value.shape == like.shape
+def _mask(method: str, value: Any, like: Array) -> Array:
+    is_mask = isinstance(value, np.ndarray) and value.dtype == np.bool_ and value.shape == like.shape
+    assert is_mask, f"{method} must return a bool array of shape {like.shape}"
+    return np.asarray(value)
 
 
 def _check_first_axis(state: State, streams: int) -> None:

@@ -101,7 +101,9 @@ class HardHead(Head):
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         if tuple(names) != HARD_FEATURES:
-            raise PolicyError(f"{self.kind} head: expected the features {', '.join(HARD_FEATURES)}, got {', '.join(names)}")
+            raise PolicyError(
+                f"{self.kind} head: expected the features {', '.join(HARD_FEATURES)}, got {', '.join(names)}"
+            )
         super().__init__(names, tensors, {**_layer_shapes(tensors, len(names), 1, self.kind), "first": (1,)})
         *rest, (weight, bias) = _layers(tensors)
         later = [*rest, (weight.repeat(2, 0), bias.repeat(2, 0))]  # the kernel has two outputs
