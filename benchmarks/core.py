@@ -32,7 +32,7 @@ from random_rounds import draw_rounds, play
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies.calibration import Calibrator, PathCalibrator
 from specstop.policies.contract import DraftStep, StopPolicy
-from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, feature, summarise
+from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, Kind, feature, summarise
 from specstop.policies.heads import build_head
 from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.policies.learned import LearnedPolicy, TreeGain
@@ -177,7 +177,7 @@ def check_decisions(bars: Bars, quick: bool) -> None:
     maps = Calibrator("isotonic", knots=np.stack([np.linspace(-4, 4, 40), np.linspace(0.02, 0.98, 40)]).astype("f4"))
     logits, ids = rows_of(3072, min(count, 4000), 9)
     known = {name: at for at, name in enumerate((*NAMES[2:], *HARD_FEATURES))}
-    read_names = tuple(dict.fromkeys(name for name in known if feature(name).kind.value != "history"))
+    read_names = tuple(dict.fromkeys(name for name in known if feature(name).kind is not Kind.HISTORY))
     drawn = read(logits, ids, Columns(read_names))
     chance = np.random.default_rng(1)
     states = chance.standard_normal((count, DEPTH, HIDDEN)).astype(np.float32)

@@ -136,7 +136,8 @@ def decision_us(policy: StopPolicy, vocabulary: int, megabytes: int, count: int,
     generator = torch.Generator().manual_seed(0)
     tree, host = chain(2), PolicyHost(policy)
     reader = FeatureReader(policy, tree, temperature)
-    history = History.start(1).after(np.array([2]), np.array([3]))
+    accepted, drafted, true = np.array([2]), np.array([3]), np.array([True])
+    history = History.start(1).after(RoundOutcome(true, drafted, drafted, accepted, ~true, np.zeros(1)))
     host.state, one, text = np.full((1, 1), 0.9), np.ones((1, 1), dtype=bool), SimpleNamespace(tokens=[0, 0])
     noise = -torch.rand(1, vocabulary, generator=generator).log_().neg_().log_()
     rows = [3 * torch.randn(1, vocabulary, generator=generator) for _ in range(8)]

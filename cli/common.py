@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..policies.arguments import check_limits
 from ..policies.errors import InputError
-from ..policies.limits import check_limits
 from .console.streams import say
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from ..decode.summaries import summarise, truncation_lead
 from ..decode.topology import Topology
 from ..decode.verify.conditions import warn_if_unmeasured
 from ..decode.verify.modes import find_mode, resolve_mode
+from ..policies.arguments import check_limits
 from ..policies.contract import State, StopPolicy
-from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, PATH, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
+from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, SAMPLED, TARGET_HIDDEN, Columns, check_hidden
 from ..policies.host import with_costs
-from ..policies.limits import check_limits
 from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
@@ -147,7 +147,7 @@ class Recorder(Hook):
                 truncation_lead(scores.untruncated, scores.sampled, drawn) if self._columns.needs.noisy else None
             )
             summary = summarise(
-                self._columns.needs | (PATH | SAMPLED), scores.raw, drawn, self.temperature, scores.sampled,
+                self._columns.needs | SAMPLED, scores.raw, drawn, self.temperature, scores.sampled,
                 scores.scores, scores.best,
             )  # fmt: skip
             path |= dict(zip(rows, summary.path.tolist(), strict=True))

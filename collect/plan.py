@@ -13,11 +13,11 @@ from ..decode.models.pair import Pair
 from ..decode.settings import Settings
 from ..decode.verify.noise import stream_key
 from ..decode.verify.sampling import MODEL_DEFAULTS, SamplingParams
+from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
 from ..policies.fixed import FixedLength
-from ..policies.limits import check_limit, check_limits
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
 from ..policies.safe_loading import digest
@@ -111,11 +111,10 @@ def plan_run(
         PolicyError: an unknown hidden state.
     """
     check_limits(
+        {"depth": 1, "max_new_tokens": 2},  # to have an anchor
         depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, shards=shards, seed=seed, memory=memory,
         explore=explore, mix=mix, batch=batch, draws=draws,
     )  # fmt: skip
-    check_limit("depth", depth, low=1)
-    check_limit("max-new-tokens", max_new_tokens, low=2)  # to have an anchor
     _check_prompts(prompts, completions, long)
     given = tuple(prompts)
     settings = Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree, shaping=shaping)

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from ..policies import kernels
-from ..policies.arguments import check_token_ids
+from ..policies.arguments import check_limits, check_token_ids
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
-from ..policies.limits import check_limits
 from ..policies.profile import Profile
 from .drafters import Drafter, find_drafter
 from .drift_monitor import make_monitor

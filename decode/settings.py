@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from transformers import StoppingCriteria, StopStringCriteria
 
-from ..policies.arguments import as_list
+from ..policies.arguments import as_list, check_limits
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.learned import TreeGain
-from ..policies.limits import check_limits
 from .drift_monitor import check_drift
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree

@@ -1,13 +1,23 @@
-"""Conversion and validation of arguments."""
+"""Conversion and validation of arguments, and the bounds of the numbers of a run."""
 
 from __future__ import annotations
 
 import math
+import numbers
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from .errors import InputError, PolicyError
+from .errors import InputError, PolicyError, close_match
+
+MAX_ROWS = 1024
+"""Tokens of a round, the anchor included."""
+
+_MAX_TOKENS = 1 << 20
+_MAX_SEED = 2**31 - 1  # seeds of all libraries, some of which get a small number added
+_TINY = 2.0**-53  # exclusive bounds of shares
 
 
 def check_token_ids(prompts: Any) -> None:
@@ -25,19 +35,6 @@ def as_list(value: Any, *kinds: type) -> list[Any]:
     return list(value)
 
 
-def check_number(value: Any, name: str, low: float = 0.0, high: float = math.inf) -> float:
-    """Return a finite number between `low` and `high` as a float. Raises `ValueError` with `name` for other values."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-        try:
-            number = float(value)
-        except OverflowError:  # an integer that is larger than any float
-            number = math.inf
-        if math.isfinite(number):
-            return number + 0.0  # not minus zero
-    span = f"of {low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
-    raise ValueError(f"{name}: expected a number {span}, not {describe_value(value)}")
-
-
 def describe_value(value: Any) -> str:
     """Return a JSON value in at most 40 characters, for messages."""
     if isinstance(value, Mapping):
@@ -51,10 +48,10 @@ def describe_value(value: Any) -> str:
 
 def validate_number(owner: str, name: str, value: Any, low: float, high: float = math.inf) -> float:
     """Return a parameter of a policy as a float. Raises `PolicyError` unless it is a finite number from `low` to `high`."""
-    try:
-        return check_number(value, name, low, high)
-    except ValueError as error:
-        raise PolicyError(f"{owner}: {error}") from None
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= min(high, sys.float_info.max):
+        return float(value) + 0.0  # not minus zero
+    span = f"of {low:g} or more" if high == math.inf else f"between {low:g} and {high:g}"
+    raise PolicyError(f"{owner}: {name}: expected a number {span}, not {describe_value(value)}")
 
 
 def validate_int(owner: str, name: str, value: Any, low: int = 1) -> int:
@@ -62,3 +59,115 @@ def validate_int(owner: str, name: str, value: Any, low: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise PolicyError(f"{owner}: {name}: expected a whole number of {low} or more, not {describe_value(value)}")
     return value
+
+
+class Limit(NamedTuple):
+    """Inclusive bounds of a number, which is whole if they are `int`.
+
+    `text` replaces the description in messages, and `zero` allows 0 too.
+    """
+
+    low: float
+    high: float
+    text: str = ""
+    zero: bool = False
+
+    def requirement(self, value: Any) -> str:
+        """Return a description of valid numbers, or "" if `value` is one."""
+        is_whole = isinstance(self.low, int)
+        is_number = isinstance(value, numbers.Integral if is_whole else numbers.Real) and not isinstance(value, bool)
+        if is_number and (self.low <= value <= self.high or (self.zero and value == 0)):
+            return ""
+        kind = "a whole number" if is_whole else "a number"
+        return self.text or f"{kind} from {self.low:.12g} to {self.high:.12g}"
+
+    def check(self, option: str, value: Any) -> None:
+        """Raise `InputError` if the value of an option is out of range."""
+        if requirement := self.requirement(value):
+            raise InputError(f"{option}: expected {requirement}, not {describe_value(value)}")
+
+
+_SEED, _LENGTH, _SHARE = Limit(0, _MAX_SEED), Limit(0, MAX_ROWS - 1), Limit(0.0, 1.0)
+_POSITIVE_SHARE = Limit(_TINY, 1.0, "a number above 0 and at most 1")
+
+LIMITS: Mapping[str, Limit] = {
+    "batch": Limit(1, 1 << 12),
+    "batch-size": Limit(1, 1 << 24),
+    "budget": Limit(_TINY, 1e6, "seconds above 0"),
+    "depth": _LENGTH,
+    "draws": Limit(1, 1024),
+    "epochs": Limit(1, 100_000),
+    "explore": _SHARE,
+    "fallback": _LENGTH,
+    "folds": Limit(2, 1000),
+    "learning-rate": Limit(1e-9, 10.0),
+    "limit": Limit(1, _MAX_SEED),
+    "max-batch": Limit(1, 1 << 16),
+    "max-depth": _LENGTH,
+    "max-new-tokens": Limit(1, _MAX_TOKENS),
+    "memory": Limit(1, 1 << 20, "a whole number from 1 to 1048576 MiB"),
+    "min-new-tokens": Limit(0, _MAX_TOKENS),
+    "min-p": _SHARE,
+    "mix": _SHARE,
+    "no-repeat-ngram": Limit(0, _MAX_TOKENS),
+    "passes": Limit(1, 100),
+    "rejection-weight": Limit(1e-6, 1e6),
+    "repeats": Limit(1, 1000),
+    "repetition-penalty": Limit(0.01, 100.0),
+    "report-share": _SHARE,
+    "seed": _SEED,
+    "shards": Limit(1, 99_999),  # five digits in the names of the files
+    "shuffle-seed": _SEED,
+    "split-seed": _SEED,
+    # Logits divided by less leave the range of half precision, and a float32 row turns into infinities.
+    "temperature": Limit(0.01, 100.0, "0 or more: 0 is greedy, others from 0.01 to 100", zero=True),
+    "test-share": Limit(_TINY, 1 - _TINY, "a number above 0 and below 1"),
+    "threshold": _SHARE,
+    "top-k": Limit(0, _MAX_SEED),
+    "top-p": _POSITIVE_SHARE,
+    "tune": Limit(1, 100_000, "a whole number from 1 to 100000 trials"),
+    "tune-folds": Limit(2, 1000),
+}
+"""By the name of the option."""
+
+PARAMS: Mapping[str, Limit] = {
+    "C": Limit(1e-9, 1e9),
+    "blocks": Limit(1, 32),
+    "buckets": Limit(0, 65_521),
+    "colsample_bytree": _POSITIVE_SHARE,
+    "dropout": Limit(0.0, 0.99),
+    "eta": Limit(1e-6, 1.0),
+    "lambda": Limit(0.0, 1e9),
+    "layers": Limit(1, 32),
+    "learning_rate": LIMITS["learning-rate"],
+    "max_depth": Limit(1, 10),  # trees are stored complete
+    "min_child_weight": Limit(0.0, 1e9),
+    "subsample": _POSITIVE_SHARE,
+    "trees": Limit(1, 2000),
+    "weight_decay": Limit(0.0, 100.0),
+    "width": Limit(1, 1024),
+}
+"""The hyper-parameters of heads, by name."""
+
+
+def check_params(params: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a hyper-parameter of `--param` is unknown or out of range."""
+    for name, value in params.items():
+        if name not in PARAMS:
+            match, known = close_match(name, PARAMS), ", ".join(PARAMS)
+            raise InputError(f"--param: unknown hyper-parameter {name!r}{match}; known: {known}")
+        PARAMS[name].check(f"--param {name}", value)
+
+
+def check_limits(low: Mapping[str, int] = MappingProxyType({}), /, **values: Any) -> None:
+    """Raise `InputError` if an option is out of range; those that are None or have no limits are ignored.
+
+    Args:
+        low: lower bounds that replace those of `LIMITS`, by the names in `values`.
+        values: of options, by their names with underscores.
+    """
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if value is not None and name in LIMITS:
+            limit = LIMITS[name]
+            limit._replace(low=low.get(key, limit.low)).check(f"--{name}", value)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from .arguments import as_list
-from .contract import Array, StopPolicy
+from .contract import Array, RoundOutcome, StopPolicy
 from .errors import PolicyError, close_match
 from .kernels import on_first_use
 
@@ -41,7 +41,6 @@ seen in training. Under shared noise a margin of 30 occurs once in 1e13 draws.""
 PAST_WEIGHT = 0.8
 """Weight of earlier rounds in the running means."""
 
-MAX_HALF = float(np.finfo(np.float16).max)
 NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
 
 feature_kernels, round_kernels = on_first_use("features"), on_first_use("rounds")
@@ -57,13 +56,8 @@ Code = enum.IntEnum(
 )
 
 
-class Kind(enum.Enum):
-    """When a feature is known."""
-
-    ANCHOR = "anchor"
-    PRE = "pre"
-    POST = "post"
-    HISTORY = "history"
+Kind = enum.Enum("Kind", "ANCHOR PRE POST HISTORY")
+"""When a feature is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +66,14 @@ class Needs:
 
     Attributes:
         ranks: number of largest logits.
-        spread: log-sum-exp, entropy, and the log-probabilities of the drawn tokens.
+        spread: log-sum-exp, entropy, and the log-probabilities of the drawn tokens and of their paths.
         sampled: log-probabilities in the distribution that is sampled from.
-        path: log-probabilities of paths.
         noisy: largest noisy scores.
     """
 
     ranks: int = 0
     spread: bool = False
     sampled: bool = False
-    path: bool = False
     noisy: bool = False
 
     def __or__(self, other: Needs) -> Needs:
@@ -89,12 +81,12 @@ class Needs:
 
 
 NOISY, PROBABILITY = Needs(noisy=True), Needs(1, spread=True)  # log-sum-exp is computed relative to the largest logit
-SAMPLED, PATH = Needs(1, spread=True, sampled=True), Needs(1, spread=True, path=True)
+SAMPLED = Needs(1, spread=True, sampled=True)
 _NEEDS: dict[int, Needs] = {
-    **dict.fromkeys((Code.ENTROPY, Code.TOKEN_PROBABILITY), PROBABILITY),
+    **dict.fromkeys((Code.ENTROPY, Code.TOKEN_PROBABILITY, Code.PATH), PROBABILITY),
     **dict.fromkeys((Code.NOISY_MARGIN, Code.NOISY_SCORE, Code.NOISY_LEAD), NOISY),
     **{Code.PROBABILITY + rank: Needs(rank + 1, spread=True) for rank in range(TOP)},
-    **{Code.MARGIN: Needs(2, spread=True), Code.LARGEST: Needs(1), Code.SAMPLED_PROBABILITY: SAMPLED, Code.PATH: PATH},
+    **{Code.MARGIN: Needs(2, spread=True), Code.LARGEST: Needs(1), Code.SAMPLED_PROBABILITY: SAMPLED},
 }
 
 
@@ -170,11 +162,8 @@ SIBLING_FEATURES = ("noisy_lead", "branch_rank")
 CHAIN_FEATURES = tuple(name for name in TREE_FEATURES if name not in SIBLING_FEATURES)
 """Recorded at each node of a chain."""
 
-RUN_FEATURES = ("temperature",)
-"""Constant in a run; a trace has them in its header."""
-
-ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR and f.name not in RUN_FEATURES)
-"""Recorded once per anchor."""
+ANCHOR_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.ANCHOR and f.name != "temperature")
+"""Recorded once per anchor; a trace has the temperature in its header."""
 
 HISTORY_FEATURES = tuple(f.name for f in _ALL if f.kind is Kind.HISTORY)
 
@@ -392,17 +381,10 @@ class History:
         """Return the history of fresh sequences."""
         return History(np.zeros((streams, len(HISTORY_FEATURES) + 1)))
 
-    def after(self, accepted: Array, verified: Array, active: Array | None = None, cut: Array | None = None) -> History:
-        """Return the history after a round.
-
-        Args:
-            accepted, verified: [S] int64, min(A, k) and k.
-            active: [S] bool, streams that had a round; None = all.
-            cut: [S] bool, rounds cut by EOS or a length limit, which do not count; None = none.
-        """
-        streams, after = len(self.record), np.empty(self.record.shape)
-        active = np.ones(streams, dtype=np.bool_) if active is None else active
-        cut = np.zeros(streams, dtype=np.bool_) if cut is None else cut
+    def after(self, outcome: RoundOutcome) -> History:
+        """Return the history after a round. Rounds that were cut do not count."""
+        accepted, verified, active, cut = outcome.accepted, outcome.verified, outcome.active, outcome.cut
+        after = np.empty(self.record.shape)
         round_kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
         return History(after)
 

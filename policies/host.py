@@ -146,7 +146,7 @@ class PolicyHost:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Update the history after a round, and call the policy's `observe`."""
-        self.history = self.history.after(outcome.accepted, outcome.verified, outcome.active, outcome.cut)
+        self.history = self.history.after(outcome)
         if self.observes:
             self.state = self._call("observe", outcome)
         if self._on_outcome is not None and self.policy is self._original:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import LIMITS
 from .costs import Costs
 from .errors import InputError
 from .files import write_atomic
-from .limits import LIMITS
 from .measurements import (
     DECISIONS,
     VERIFY,

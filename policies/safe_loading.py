@@ -28,8 +28,8 @@ _UNREAD = frozenset({CARD_FILE, RUN_FILE, MANIFEST, ".cache", ".git", ".gitattri
 """Files for people, and what the hub, git and file managers leave in a folder."""
 
 _SIDE_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.ubj")
+_CHANGED = "was changed after it was written (its checksum differs); train or copy it again"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-_MAX_LEVELS = 64
 
 
 def strict_loads(text: str | bytes) -> Any:
@@ -72,7 +72,7 @@ def is_text(value: Any) -> bool:
     return True
 
 
-def check_values(value: Any, levels: int = _MAX_LEVELS) -> None:
+def check_values(value: Any, levels: int = 64) -> None:
     """Raise `ValueError` for deep nesting, numbers that are not finite, control characters and lone surrogates."""
     if isinstance(value, dict | list):
         if not levels:
@@ -89,12 +89,6 @@ def digest(raw: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a JSON object without its entry `sha256`, independent of spaces and order."""
     body = {key: value for key, value in raw.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
-
-
-def check_digest(raw: Mapping[str, Any], name: str) -> None:
-    """Raise `PolicyError` unless the entry `sha256` of the JSON object in a file is its `digest`."""
-    if raw["sha256"] != digest(raw):
-        raise PolicyError(f"{name} was changed after it was written (its checksum differs); train or copy it again")
 
 
 def read_plain(path: Path, max_bytes: int) -> bytes:
@@ -122,22 +116,21 @@ def read_signed_json(path: Path, schema: int, keys: Collection[str]) -> dict[str
     Raises:
         PolicyError: the file is not such an object, or was changed after it was written.
     """
+    data = read_plain(path, MAX_TEXT_BYTES)
     try:
-        raw = strict_loads(read_plain(path, MAX_TEXT_BYTES).decode("utf-8"))
+        raw = strict_loads(data.decode())
         check_values(raw)
-    except RecursionError:
-        raise PolicyError(f"{path.name}: expected JSON, but it is nested too deeply") from None
-    except PolicyError:
-        raise
-    except ValueError as error:
-        raise PolicyError(f"{path.name}: expected JSON, which cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise PolicyError(f"{path.name}: expected JSON, which cannot be read: {reason}") from None
     if not isinstance(raw, dict):
         raise PolicyError(f"{path.name}: expected a JSON object, not {type(raw).__name__}")
     if type(raw.get("schema")) is not int or raw["schema"] != schema:
         raise PolicyError(f"it has schema {raw.get('schema')!r}, but this specstop reads {schema}; train it again")
     if unexpected := sorted(set(raw) ^ {"schema", "sha256", *keys}):
         raise PolicyError(f"{path.name} has keys missing or unknown: {', '.join(map(repr, unexpected))}")
-    check_digest(raw, path.name)
+    if digest(raw) != raw["sha256"]:
+        raise PolicyError(f"{path.name} {_CHANGED}")
     return raw
 
 
@@ -163,7 +156,7 @@ def read_files(
     contents = {name: read_plain(folder / name, max_bytes) for name in digests}
     for name, data in contents.items():
         if hashlib.sha256(data).hexdigest() != digests[name]:
-            raise PolicyError(f"{name} was changed after it was written (its checksum differs); train or copy it again")
+            raise PolicyError(f"{name} {_CHANGED}")
         if name != WEIGHTS_FILE and data[:1] != b"{":  # UBJSON begins an object as JSON does
             raise PolicyError(f"{name} is not UBJSON")
     return contents  # not read a second time, because files could be replaced

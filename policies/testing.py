@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden, feature
+from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden
+from .host import validate_policy
 from .state import put, take
 
 STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests
@@ -37,19 +38,10 @@ class PolicyTests:
         """Return the policy under test. Each call returns an equal one."""
         raise NotImplementedError("return your policy from make()")
 
-    def play(self, streams: Sequence[int], batch: Array | None = None) -> tuple[list[Array], State]:
-        """Return the answers of a new policy in a few rounds, and the last state."""
-        return play(self.make(), streams, self.branches, batch)
-
     def test_attributes(self) -> None:
         """Name, depths and features have the right types, and every feature exists."""
-        policy = self.make()
-        assert isinstance(policy, StopPolicy)
-        assert isinstance(policy.name, str) and policy.name and "\n" not in policy.name
-        assert isinstance(policy.max_depth, int) and 0 <= policy.first <= policy.max_depth
-        assert isinstance(policy.features, tuple) and len(set(policy.features)) == len(policy.features)
-        for name in policy.features:
-            feature(name)
+        policy = validate_policy(self.make())
+        assert policy.first <= policy.max_depth
         assert check_hidden(policy.hidden) == policy.hidden, "hidden: each once, in the order of HIDDEN_STATES"
         assert policy.limited(2).max_depth == min(policy.max_depth, 2)
         assert policy.max_depth == self.make().max_depth, "limited() changed the policy"
@@ -57,19 +49,19 @@ class PolicyTests:
     def test_answers(self) -> None:
         """Each answer is a bool array of the right shape, and the parent of a node that is verified is verified."""
         for streams in (1, STREAMS):
-            self.play(range(streams))
+            play(self.make(), range(streams), self.branches)
         policy, tree = self.make(), make_tree(STREAMS, self.branches)
-        mask = _select(policy, tree, policy.start(STREAMS, keys(range(STREAMS))))
+        mask = policy.select(tree, policy.start(STREAMS, keys(range(STREAMS))))
         if mask is not None:
-            rooted = np.concatenate([mask, np.ones((STREAMS, 1), dtype=np.bool_)], 1)  # the last column is the root's
+            root = np.ones((STREAMS, 1), dtype=np.bool_)  # parent -1 is the last column
+            rooted = np.concatenate([_mask("select()", mask, tree.drawn), root], 1)
             assert (~mask | np.take_along_axis(rooted, tree.parent, 1)).all(), "a node without its parent is selected"
 
     def test_deterministic(self) -> None:
         """The same calls have the same answers: nothing is stored outside the state, and random numbers depend on the key."""
         policy = self.make()
-        first, _ = play(policy, range(STREAMS), self.branches)
-        for other in (policy, self.make()):
-            assert same(first, play(other, range(STREAMS), self.branches)[0])
+        first, again, other = (play(each, range(STREAMS), self.branches)[0] for each in (policy, policy, self.make()))
+        assert same(first, again) and same(first, other)
 
     def test_arguments_are_unchanged(self) -> None:
         """`keep` and `observe` return a new state and do not change their arguments."""
@@ -91,9 +83,9 @@ class PolicyTests:
         """A stream has the same answers in a batch and alone, unless the policy is `joint`."""
         if self.make().joint:
             return
-        together, _ = self.play(range(STREAMS))
+        together, _ = play(self.make(), range(STREAMS), self.branches)
         for stream in range(STREAMS):
-            alone, _ = self.play([stream])
+            alone, _ = play(self.make(), [stream], self.branches)
             assert same(alone, [answer[[stream]] for answer in together]), f"stream {stream} has other answers alone"
 
     def test_state_rows_can_be_taken(self) -> None:
@@ -101,7 +93,7 @@ class PolicyTests:
         policy, rows = self.make(), [3, 0, 2]
         if policy.joint:
             return
-        _, state = self.play(range(STREAMS))
+        _, state = play(policy, range(STREAMS), self.branches)
         _check_first_axis(state, STREAMS)
         part, _ = _play_round(policy, rows, ROUNDS, self.branches, take(state, np.array(rows)))
         whole, _ = _play_round(policy, range(STREAMS), ROUNDS, self.branches, state)
@@ -112,7 +104,7 @@ class PolicyTests:
         policy, rows = self.make(), [1, 4]
         if policy.joint:
             return
-        _, state = self.play(range(STREAMS))
+        _, state = play(policy, range(STREAMS), self.branches)
         fresh = policy.start(len(rows), keys(rows))
         _check_first_axis(state, STREAMS)
         _check_first_axis(fresh, len(rows))
@@ -125,16 +117,18 @@ class PolicyTests:
 
     def test_rows_of_a_batch(self) -> None:
         """A `joint` policy has the same answers for any order of rows, with other batches and with idle streams."""
-        if not self.make().joint:
+        policy = self.make()
+        if not policy.joint:
             return
         batch, other = np.zeros(STREAMS, dtype=np.int64), range(STREAMS, STREAMS + 3)
-        alone, _ = self.play(range(STREAMS), batch)
+        alone, _ = play(policy, range(STREAMS), self.branches, batch)
         order = [3, 0, 4, 2, 1]
-        assert same([a[order] for a in alone], self.play(order, batch)[0]), "the order of the rows changes the answers"
+        reordered, _ = play(policy, order, self.branches, batch)
+        assert same([a[order] for a in alone], reordered), "the order of the rows changes the answers"
         # Batch numbers need not start at 0 or increase.
-        two, _ = self.play([*range(STREAMS), *other], np.repeat([7, 2], [STREAMS, 3]))
+        two, _ = play(policy, [*range(STREAMS), *other], self.branches, np.repeat([7, 2], [STREAMS, 3]))
         assert same(alone, [a[:STREAMS] for a in two]), "another batch changes the answers"
-        idle, _ = self.play([*other, *range(STREAMS)], np.repeat([-1, 0], [3, STREAMS]))
+        idle, _ = play(policy, [*other, *range(STREAMS)], self.branches, np.repeat([-1, 0], [3, STREAMS]))
         assert same(alone, [a[3:] for a in idle]), "idle streams change the answers"
 
     def test_dead_branches_are_ignored(self) -> None:
@@ -220,8 +214,9 @@ def _play_round(
         answer, state = _keep(policy, make_step(policy, depth, streams, round, branches, batch), state)
         answers.append(answer)
     if batch is not None:
-        mask = _select(policy, make_tree(len(streams), branches), state)
-        answers += [] if mask is None else [mask]
+        tree = make_tree(len(streams), branches)
+        mask = policy.select(tree, state)
+        answers += [] if mask is None else [_mask("select()", mask, tree.drawn)]
         outcome = dataclasses.replace(outcome, active=batch >= 0)
     return answers, policy.observe(outcome, state)
 
@@ -241,18 +236,13 @@ def _outcome(streams: Sequence[int], round: int) -> RoundOutcome:
 
 def _keep(policy: StopPolicy, step: DraftStep, state: State) -> tuple[Array, State]:
     answer, new = policy.keep(step, state)
-    assert _is_mask(answer, step.alive), f"keep() must return a bool array of shape {step.alive.shape}"
-    return answer & step.alive, new
+    return _mask("keep()", answer, step.alive) & step.alive, new
 
 
-def _select(policy: StopPolicy, tree: DraftTree, state: State) -> Array | None:
-    mask = policy.select(tree, state)
-    assert mask is None or _is_mask(mask, tree.drawn), f"select() must return None or a bool array {tree.drawn.shape}"
-    return mask
-
-
-def _is_mask(value: Any, like: Array) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype == np.bool_ and value.shape == like.shape
+def _mask(method: str, value: Any, like: Array) -> Array:
+    is_mask = isinstance(value, np.ndarray) and value.dtype == np.bool_ and value.shape == like.shape
+    assert is_mask, f"{method} must return a bool array of shape {like.shape}"
+    return np.asarray(value)
 
 
 def _check_first_axis(state: State, streams: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ..decode.benchmark import Ratio, expanded_tail
-from ..policies.limits import check_limits
+from ..policies.arguments import check_limits
 
 REPLICATES = 2000
 LEVEL = 0.95

@@ -137,8 +137,8 @@ def deploy_onnx(policy: str, out: Path, overwrite: bool, json: bool) -> None:
     """Write the ONNX model and say how it was checked."""
     from ...policies.files import prepare_output_file
     from ...policies.learned import LearnedPolicy
-    from ...policies.onnx import PRODUCER, export_onnx
     from ...policies.registry import load_policy
+    from ...train.export.onnx_model import PRODUCER, export_onnx
 
     prepare_output_file(out, PRODUCER.encode(), overwrite=overwrite)
     chosen = load_policy(policy)

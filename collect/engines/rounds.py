@@ -18,7 +18,7 @@ from ...decode.engines.drafting import EngineDraft
 from ...decode.engines.vllm import Proposer
 from ...decode.summaries import summarise
 from ...policies.contract import Array
-from ...policies.features import CHAIN_FEATURES, PATH, SAMPLED, Columns, DrawnTokens
+from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
 from ..explore import Exploring
 from ..schema import READS, TIMES
 from ..work import Work
@@ -103,7 +103,7 @@ class RoundRecorder:
     ) -> None:
         self.depth, self.temperature, self._explored, self._keep = depth, temperature, explored, keep
         self._columns = Columns(engine_features(temperature))
-        self._plan = self._columns.needs | (PATH | SAMPLED)
+        self._plan = self._columns.needs | SAMPLED
         self._here: list[RecordedText | None] = [None] * rows
         self._ended: list[RecordedText] = []
         count = len(self._columns.names)

@@ -25,10 +25,10 @@ from ...decode.profile.calibration import NEW_TOKENS, stretch, two_lengths
 from ...decode.profile.decisions import EFFORT
 from ...decode.profile.measuring import Case, Effort, Seconds, measure
 from ...decode.profile.scripts import TWICE, BatchScript, shuffled
+from ...policies.arguments import check_limits
 from ...policies.contract import Array, DraftStep, State, StopPolicy
 from ...policies.display import Progress, shown
 from ...policies.features import DrawnTokens
-from ...policies.limits import check_limit, check_limits
 from ...policies.measurements import (
     BATCH_DRAFTS,
     BATCH_FIRST,
@@ -232,8 +232,7 @@ def measure_vllm(
         PolicyError: a policy reads what vLLM does not hand to a drafter.
     """
     sizes = sorted({1, *batch})
-    check_limits(depth=depth, temperature=temperature, batch=sizes[-1])
-    check_limit("depth", depth, low=1)
+    check_limits({"depth": 1}, depth=depth, temperature=temperature, batch=sizes[-1])
     run = _Run((target, draft, drafter), prompts, policies, depth, temperature, new_tokens, sizes[-1], readable, dtype)
     cases = {f"requests {n}": partial(run.play, n) for n in sizes}
     measured = measure({**cases, **run.deciding()}, effort, progress=progress)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ...policies.arguments import MAX_ROWS
 from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder
-from ...policies.limits import MAX_ROWS
 from ...policies.safe_loading import SURROGATE, is_text, strict_loads
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines

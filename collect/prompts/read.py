@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...policies.arguments import check_limits
 from ...policies.errors import InputError, close_match
-from ...policies.limits import check_limits
 from ...policies.safe_loading import SURROGATE, is_text
 from .files import STANDARD_INPUT, records
 from .messages import prompt_text

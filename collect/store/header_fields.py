@@ -10,8 +10,8 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from ...decode.topology import Topology
+from ...policies.arguments import LIMITS, MAX_ROWS
 from ...policies.features import FEATURES, HIDDEN_STATES, Kind
-from ...policies.limits import LIMITS, MAX_ROWS
 
 MOST = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
@@ -22,7 +22,7 @@ _LONGEST, _DEEPEST = 4096, 8
 
 
 def limited(name: str) -> AfterValidator:
-    """Return a validator for the bounds of the option `name` in `policies.limits`."""
+    """Return a validator for the bounds of the option `name` in `policies.arguments`."""
 
     def check(value: Any) -> Any:
         if requirement := LIMITS[name].requirement(value):

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.features import FEATURES, Kind
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
 from ..drafters.spec import needs_draft, reads_states
 
 KEY = "specstop"

@@ -28,8 +28,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ...policies.arguments import LIMITS
 from ...policies.host import with_costs
-from ...policies.limits import LIMITS
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy
 from ..drafters.spec import check_drafter, find_drafter, needs_draft

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...policies.errors import PairError, PolicyError
-from ...policies.features import DRAFT_HIDDEN, MAX_HALF
+from ...policies.features import DRAFT_HIDDEN
 from .pair import Pair
 from .view import hidden_width
 
@@ -76,7 +76,8 @@ def hidden_widths(
 
 def stored(states: Tensor) -> Tensor:
     """Return hidden states [..., H] as a trace stores them: float16, clipped to its range."""
-    return states.clamp(-MAX_HALF, MAX_HALF).to(torch.float16)
+    largest = torch.finfo(torch.float16).max
+    return states.clamp(-largest, largest).to(torch.float16)
 
 
 def rounded(states: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...policies.arguments import check_token_ids
+from ...policies.arguments import check_limits, check_token_ids
 from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.fixed import FixedLength
-from ...policies.limits import check_limit, check_limits
 from ...policies.measurements import (
     BATCH_DRAFTS,
     BATCH_FIRST,
@@ -104,8 +103,7 @@ def measure_profile(
         The profile with all its measurements; `noise` says whether the machine was quiet.
     """
     check_token_ids(prompts)
-    check_limits(depth=depth, temperature=temperature)
-    check_limit("depth", depth, low=1)
+    check_limits({"depth": 1}, depth=depth, temperature=temperature)
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...policies.arguments import check_limits
 from ...policies.display import Progress, silent
-from ...policies.limits import check_limits
 from ...policies.measurements import Key, Measurements, collected, judge
 
 Seconds = Mapping[Key, Sequence[float]]

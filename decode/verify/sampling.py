@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedConfig
 from transformers.generation import logits_process as library
 
+from ...policies.arguments import check_limits
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.limits import check_limits
 from .processors import PerText, check_processor, processor_name
 
 NEUTRAL: Mapping[str, Any] = {

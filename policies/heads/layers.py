@@ -75,15 +75,13 @@ class SoftHead(Head):
     """
 
     kind = "dynasd-soft"
-    reads: tuple[str, ...] = ()
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        inputs = len(self.reads) or size_of(tensors, "weight.0")
-        if tuple(names) != self.reads:
-            raise PolicyError(f"{self.kind} head: expected the features {self.reads}, got {tuple(names)}")
-        super().__init__(names, tensors, {**_layer_shapes(tensors, inputs, 1, self.kind), "first": (1,)})
-        if not self.reads:
-            self.sizes = {DRAFT_HIDDEN: inputs}
+        if names:
+            raise PolicyError(f"{self.kind} head: expected no scalar features, got {', '.join(names)}")
+        self.sizes = {DRAFT_HIDDEN: size_of(tensors, "weight.0")}
+        shapes = _layer_shapes(tensors, self.sizes[DRAFT_HIDDEN], 1, self.kind)
+        super().__init__(names, tensors, {**shapes, "first": (1,)})
 
     def scores(self, features: Array, depth: int, hidden: Hidden = NO_HIDDEN) -> Array:
         """Return [R, 2], twice the same; see `Head`."""
@@ -95,16 +93,18 @@ class SoftHead(Head):
         return np.repeat(x.astype(np.float64), 2, axis=1)
 
 
-class HardHead(SoftHead):
-    """DynaSD's hard model: from entropy and top-10 probabilities to whether the drawn token is accepted."""
+class HardHead(Head):
+    """DynaSD's hard model: from entropy and top-10 probabilities to whether the drawn token is accepted; see `SoftHead`."""
 
     kind = "dynasd-hard"
-    reads = HARD_FEATURES
     _kernel = "score_layers"
-    scores = Head.scores
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
-        super().__init__(names, tensors)
+        if tuple(names) != HARD_FEATURES:
+            raise PolicyError(
+                f"{self.kind} head: expected the features {', '.join(HARD_FEATURES)}, got {', '.join(names)}"
+            )
+        super().__init__(names, tensors, {**_layer_shapes(tensors, len(names), 1, self.kind), "first": (1,)})
         *rest, (weight, bias) = _layers(tensors)
         later = [*rest, (weight.repeat(2, 0), bias.repeat(2, 0))]  # the kernel has two outputs
         first = [(np.zeros((2, len(names))), tensors["first"].repeat(2))]

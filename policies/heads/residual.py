@@ -91,7 +91,7 @@ class SpecDecHead(Head):
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Array]) -> None:
         if names:
-            raise PolicyError(f"specdec head: expected no scalar feature, got {', '.join(names)}")
+            raise PolicyError(f"specdec head: expected no scalar features, got {', '.join(names)}")
         size, count, depth = (size_of(tensors, *at) for at in (("leave.weight",), ("block.weight", 0), ("order", 0)))
         shapes: dict[str, tuple[int, ...]] = {"block.weight": (count, size, size), "block.bias": (count, size)}
         shapes |= {"order": (depth,), "leave.weight": (2, size), "leave.bias": (2,), "first": (1,)}

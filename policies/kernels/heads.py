@@ -12,7 +12,7 @@ import numpy as np
 
 from .compiled import kernel, kernel_part
 
-# Probabilities are clipped to these before their log-odds are taken, in single precision as in an ONNX export (`onnx`).
+# Probabilities are clipped to these before their log-odds are taken, in single precision as in an ONNX export.
 MIN_PROBABILITY = float(np.float32(1e-6))
 MAX_PROBABILITY = float(np.float32(1.0) - np.float32(1e-6))
 _MIN_EXPONENT = -700.0  # e^700 is finite in double precision, e^710 is not

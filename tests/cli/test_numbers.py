@@ -18,9 +18,9 @@ from specstop.decode.run import decode
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import SamplingParams
+from specstop.policies.arguments import LIMITS, PARAMS, check_params
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.limits import LIMITS, PARAMS, check_limit, check_params
 from specstop.train.heads.fitting import FitOptions
 
 HUGE = 10**20
@@ -124,8 +124,8 @@ def test_collect_refuses_them_as_its_command_does(
 @pytest.mark.parametrize("name", [*LIMITS, *PARAMS])
 def test_both_ends_of_a_limit_are_allowed_and_nothing_beyond(name: str) -> None:
     limit, is_option = (LIMITS | PARAMS)[name], name in LIMITS
-    check = partial(check_limit, name) if is_option else lambda value: check_params({name: value})
-    beyond = 1 if limit.whole else max(limit.low / 2, 1e-9 * limit.high)
+    check = partial(limit.check, f"--{name}") if is_option else lambda value: check_params({name: value})
+    beyond = 1 if isinstance(limit.low, int) else max(limit.low / 2, 1e-9 * limit.high)
     for value in (limit.low, limit.high, np.int64(limit.high) if float(limit.high).is_integer() else limit.high):
         check(value)
     for value in (limit.low - beyond, limit.high + beyond, float("nan"), float("inf"), "7", None, True, 10**400):

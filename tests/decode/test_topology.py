@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from specstop.decode.topology import Topology, chain, from_parents, from_widths, parse_tree
+from specstop.policies.arguments import MAX_ROWS
 from specstop.policies.errors import InputError
-from specstop.policies.limits import MAX_ROWS
 
 
 def random_parents(seed: int) -> list[int]:

@@ -77,7 +77,7 @@ def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, A
 
 def export_onnx(policy: Any, out: Path) -> dict[str, Any]:
     """Write the ONNX file of a learned policy and return what is said of it."""
-    from specstop.policies.onnx import export_onnx as export
+    from specstop.train.export.onnx_model import export_onnx as export
 
     return export(policy, out)
 

@@ -18,10 +18,10 @@ from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHe
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
 from ...decode.models.view import hidden_width
+from ...policies.arguments import check_limits
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
-from ...policies.limits import check_limit, check_limits
 from ..heads.fitting import FitOptions
 from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
 from .acceptance import acceptance
@@ -136,9 +136,8 @@ def check_asked(
     overwrite: bool,
 ) -> None:
     """Refuse what `train_drafter` can refuse before models are loaded; see there."""
-    check_limits(depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-    check_limit("depth", depth, low=1)
-    check_limit("max-new-tokens", max_new_tokens, low=depth + 3)
+    check_limits({"depth": 1}, depth=depth, temperature=temperature, seed=seed)
+    check_limits({"max_new_tokens": depth + 3}, max_new_tokens=max_new_tokens)
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
     prepare_output_dir(out, overwrite=overwrite, inputs=[options.checkpoints])

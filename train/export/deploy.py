@@ -8,12 +8,12 @@ from typing import Any
 
 from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
+from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policy, load_policy
 from .folder import Export, Written, plain_values

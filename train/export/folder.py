@@ -14,10 +14,10 @@ import torch
 from ...collect.pair_options import draft_of, drafter_of
 from ...collect.store.folder import Trace
 from ...decode.benchmark import Ratio
+from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
 from ...policies.profile import Profile
 from ..fit.tuning.settled import settle_for
 from ..replay.bounds.oracle import oracle_plan

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
+from ...policies.arguments import check_limits
 from ...policies.errors import InputError, close_match
 from ...policies.features import feature
-from ...policies.limits import check_limits
 from ..heads.crossfit import (
     FOLDS,
 )

@@ -10,14 +10,13 @@ from typing import Any
 from ...collect.store.folder import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
-from ...policies.arguments import as_list
+from ...policies.arguments import as_list, check_limits
 from ...policies.batch_rules import BatchStop
 from ...policies.display import Progress, shown, silent
 from ...policies.errors import InputError, TraceError
 from ...policies.features import HISTORY_FEATURES
 from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
 from ...policies.profile import Profile
 from ...policies.storage import save_policy
 from ..heads.crossfit import (

@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from ...policies.arguments import check_limits, check_params
 from ...policies.display import Progress, silent
 from ...policies.heads.base import Head
-from ...policies.limits import check_limits, check_params
 from .rows import FitRows
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...policies.arguments import check_limits
 from ...policies.calibration import Calibrator
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
@@ -31,7 +32,6 @@ from ...policies.files import prepare_output_dir
 from ...policies.heads import build_head
 from ...policies.heads.layers import HARD_FEATURES
 from ...policies.learned import LearnedPolicy
-from ...policies.limits import check_limits
 from ...policies.rules import Rule, Threshold
 from ...policies.storage import MAX_DEPTH, save_policy
 from ...policies.training_metadata import TrainingMetadata

@@ -6,10 +6,20 @@ import random
 
 import numpy as np
 import pytest
+from specstop.policies.contract import Array, RoundOutcome
 from specstop.policies.features import HISTORY_FEATURES, PAST_WEIGHT, History
 from specstop.policies.state import take
 
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
+
+
+def after(
+    history: History, accepted: list[int] | Array, verified: list[int] | Array, active: Array | None = None
+) -> History:
+    """Return the history after a round of these counts, of all streams unless `active` names them."""
+    accepted, verified = np.asarray(accepted), np.asarray(verified)
+    active = np.ones(len(accepted), dtype=np.bool_) if active is None else active
+    return history.after(RoundOutcome(active, verified, verified, accepted, active & False, np.zeros(len(accepted))))
 
 
 def test_running_means_are_those_of_a_slow_loop() -> None:
@@ -21,7 +31,7 @@ def test_running_means_are_those_of_a_slow_loop() -> None:
         counts = dice.random(streams) < 0.6
         verified = dice.integers(0, 6, streams)
         accepted = verified * dice.integers(0, 2, streams)
-        history = history.after(accepted, verified, counts)
+        history = after(history, accepted, verified, counts)
         for s in range(streams):
             if counts[s]:
                 past[s].append((int(accepted[s]), int(verified[s])))
@@ -41,9 +51,8 @@ def test_the_record_is_that_of_plain_numbers_to_the_last_bit() -> None:
     for _ in range(300):
         verified = dice.randint(0, 8)
         accepted = dice.randint(0, verified)
-        history = history.after(
-            np.array([0, accepted, accepted]), np.array([0, verified, verified]), np.array([False, True, True])
-        )
+        active = np.array([False, True, True])
+        history = after(history, [0, accepted, accepted], [0, verified, verified], active)
         weight = PAST_WEIGHT * weight + (1.0 - PAST_WEIGHT)
         share = (1.0 - PAST_WEIGHT) / weight
         mean = record[0] + share * (accepted - record[0])
@@ -52,28 +61,21 @@ def test_the_record_is_that_of_plain_numbers_to_the_last_bit() -> None:
         assert history.record[1, :4].tolist() == history.record[2, :4].tolist() == record
         assert history.record[1, 4] == weight
     assert not history.record[0].any()
-    alone = take(history, [1]).after(np.array([2]), np.array([5]))
-    together = history.after(np.array([0, 2, 1]), np.array([0, 5, 1]))
+    alone = after(take(history, [1]), [2], [5])
+    together = after(history, [0, 2, 1], [0, 5, 1])
     assert np.array_equal(alone.record[0], together.record[1])
 
 
 def test_a_round_that_does_not_count_changes_nothing() -> None:
-    history = History.start(1).after(np.array([2]), np.array([4]))
-    again = history.after(np.array([3]), np.array([3]), np.array([False]))
+    history = after(History.start(1), [2], [4])
+    again = after(history, [3], [3], np.array([False]))
     assert np.array_equal(again.values(NAMES), history.values(NAMES))
     assert np.array_equal(again.record, history.record)
     assert history.values(NAMES)[0].tolist() == pytest.approx([2.0, 0.0, 2.0, 4.0])
 
 
-def test_every_round_counts_unless_told_otherwise() -> None:
-    counts = np.array([True, True])
-    rounds = [np.array(x) for x in ([1, 2], [4, 2])]
-    first, second = History.start(2).after(*rounds), History.start(2).after(*rounds, counts)
-    assert np.array_equal(first.values(), second.values())
-
-
 def test_values_come_in_the_order_asked_for() -> None:
-    history = History.start(2).after(np.array([1, 2]), np.array([4, 2]))
+    history = after(History.start(2), [1, 2], [4, 2])
     assert history.values().dtype == np.float32 and history.values().shape == (2, len(HISTORY_FEATURES))
     assert history.values(("last_verified", "mean_full")).flatten().tolist() == pytest.approx([4.0, 0.0, 2.0, 1.0])
     assert history.values(()).shape == (2, 0)

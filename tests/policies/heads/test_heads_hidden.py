@@ -228,7 +228,7 @@ WRONG: dict[str, Any] = {
     "features": ("dynasd-soft", ("top1",), SOFT[2]),
     "entropy": ("dynasd-hard", HARD_FEATURES[::-1], HARD[2]),
     "weight.0": ("dynasd-hard", HARD_FEATURES, layers((10, 4, 1))),
-    "no scalar feature": ("specdec", ("top1",), specdec()[2]),
+    "no scalar features": ("specdec", ("top1",), specdec()[2]),
     "order to name": replaced(specdec(), order=np.array([0, 1, 3])),
     "each of 3": replaced(specdec(), order=np.array([0, 1, 1])),
     "order": replaced(specdec(), order=np.array([-1, 0, 1, 2])),

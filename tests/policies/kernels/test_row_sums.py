@@ -23,7 +23,7 @@ def read(width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return log-sum-exp and entropy of random rows, and the log-probabilities of a token of each."""
     logits = (3.0 * np.random.default_rng(width).standard_normal((ROWS, width))).astype(np.float32)
     drawn = DrawnTokens.of([(row, 0, 0, 0, 1, 0) for row in range(ROWS)])
-    summary = summarise(Needs(5, True, True, True, True), logits, drawn, 0.7, scores=logits)
+    summary = summarise(Needs(5, True, True, True), logits, drawn, 0.7, scores=logits)
     return summary.stats, summary.numbers
 
 

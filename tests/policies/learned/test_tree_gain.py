@@ -14,7 +14,6 @@ from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.costs import extend
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import TreeGain, build_rule
-from specstop.policies.onnx import build_onnx
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from tree_reference import (
@@ -243,12 +242,6 @@ def test_a_mangled_rule_is_refused(entry: str, value: object) -> None:
     build_rule(raw)
     with pytest.raises(PolicyError, match="gain"):
         build_rule({**raw, entry: value})
-
-
-def test_one_row_of_it_is_no_onnx_model() -> None:
-    pytest.importorskip("onnx")
-    with pytest.raises(PolicyError, match="gain"):
-        build_onnx(make_tree_policy())
 
 
 def test_without_features_of_the_token_it_reads_none() -> None:

@@ -23,10 +23,10 @@ from sklearn.model_selection import GroupKFold
 from ....collect.schema import Header
 from ....collect.store.folder import Trace
 from ....decode.profile import add_decisions
+from ....policies.arguments import check_limits
 from ....policies.contract import StopPolicy
 from ....policies.display import Progress, shown, silent
 from ....policies.errors import InputError, SpecstopError
-from ....policies.limits import check_limits
 from ....policies.profile import Profile
 from ....policies.registry import load_policy
 from ...heads.fitting import FitOptions

@@ -21,7 +21,7 @@ from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list
 from ....policies.contract import Array
 from ....policies.errors import TraceError
-from ....policies.features import HISTORY_FEATURES, RUN_FEATURES, SIBLING_FEATURES, Layout
+from ....policies.features import HISTORY_FEATURES, SIBLING_FEATURES, Layout
 from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredHidden
 
@@ -131,8 +131,8 @@ class TraceArrays:
         if name == "above_token":
             token = torch.cat([self.column("anchor_token")[:, None], self.column("drawn_token")], 1)
             return token[:, list(self.tree.parent[1:])]  # [N, 1 + K] by row, the anchor first
-        if name in RUN_FEATURES and name not in self.columns:
-            return torch.full((len(self.ends),), float(getattr(self.header, name)))
+        if name == "temperature" and name not in self.columns:
+            return torch.full((len(self.ends),), float(self.header.temperature))
         if name not in self.columns:
             raise TraceError(
                 f"the trace has no feature {name!r}; it has {', '.join(self.columns)}; collect it again with that feature"

@@ -11,14 +11,15 @@ import pytest
 from commands import cli
 from head_tensors import HIGH, LOW, NAMES, Array, features
 from learned_policies import learned
-from specstop.policies import onnx
 from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy
-from specstop.policies.onnx import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.policies.storage import save_policy
+from specstop.train.export import onnx_model
+from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx
 from specstop.train.heads.exported import with_ranges
+from trees import make_tree_policy
 
 
 def with_head(policy: LearnedPolicy, tensors: dict[str, Array]) -> LearnedPolicy:
@@ -63,10 +64,16 @@ def test_a_model_that_answers_otherwise_is_not_written(tmp_path: Path, monkeypat
     pytest.importorskip("onnxruntime")
     policy = learned()
     other = LearnedPolicy("mine", NAMES, policy.head, Calibrator("temperature", 3.0), policy.next, policy.rule, 4)
-    monkeypatch.setattr(onnx, "build_onnx", lambda policy: build_onnx(other))
+    monkeypatch.setattr(onnx_model, "build_onnx", lambda policy: build_onnx(other))
     with pytest.raises(PolicyError, match="nothing was written"):
         export_onnx(policy, tmp_path / "m.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tree_policy_is_no_onnx_model() -> None:
+    pytest.importorskip("onnx")
+    with pytest.raises(PolicyError, match="gain"):
+        build_onnx(make_tree_policy())
 
 
 def test_without_onnx_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

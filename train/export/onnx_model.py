@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from .calibration import Calibrator
-from .contract import Array
-from .errors import PolicyError
-from .files import prepare_output_file, write_atomic
-from .heads.base import kernels
-from .heads.layers import LinearHead, MLPHead
-from .heads.trees import TreesHead
-from .learned import LearnedPolicy
+from ...policies.calibration import Calibrator
+from ...policies.contract import Array
+from ...policies.errors import PolicyError
+from ...policies.files import prepare_output_file, write_atomic
+from ...policies.heads.base import kernels
+from ...policies.heads.layers import LinearHead, MLPHead
+from ...policies.heads.trees import TreesHead
+from ...policies.learned import LearnedPolicy
 
 OPSET, ML_OPSET = 17, 3
 PRODUCER = "specstop"
