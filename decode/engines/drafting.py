@@ -422,8 +422,7 @@ class _Source:
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed the streams [S, 1]; return which have drawn a token, and which of these continue."""
-        if self._reader.has_unread_path:
-            self._reader.read()
+        self._reader.read_path()
         at = np.flatnonzero(feeding[:, 0])
         fed = [self._unread[i] for i in at.tolist()] if depth == 0 else round.tokens[at, depth : depth + 1].tolist()
         logits = self._drafting.read(self._rows[at].tolist(), fed, depth)

@@ -131,7 +131,7 @@ def specstop_generate(
     filler = pad if pad is not None else (eos[0] if eos else 0)
     sequences = torch.tensor([[*text, *[filler] * (longest - len(text))] for text in texts], device=input_ids.device)
     if generation_config.return_dict_in_generate:
-        tally = Tally.of(generations)
+        tally = Tally(generations)
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
         return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences
