@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
+from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, History
 from .drafters import Drafter, FallbackDrafter
@@ -192,10 +192,6 @@ class ModelSource:
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.CandidateSource`."""
         return self.reader.step(depth, alive, history)
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """See `rounds.CandidateSource`."""
-        return round.draft_tree(self.mode.hides)
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.CandidateSource`."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..policies.contract import Array, DraftStep, DraftTree
+from ..policies.contract import Array, DraftStep
 from ..policies.features import History
 from ..policies.host import PolicyHost
 from .hooks import Timer
@@ -23,7 +23,7 @@ class CandidateSource(Protocol):
     Attributes:
         timer: times the calls of the policy.
         decides_ended: policies also decide about candidates that end a text (`verify.Verification.hides`).
-        selects_levels: policies select after each level, not once after drafting.
+        selects_levels: policies select after each level, not once after drafting, and do not receive the tokens.
     """
 
     timer: Timer
@@ -40,9 +40,6 @@ class CandidateSource(Protocol):
             [S, B'] bool each: the rows of the next depth that were drawn, and those of them that do not end a text. In rounds
             of a fixed length, the end of a text may be left to `verify`.
         """
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """Return the candidates that would be sent, [S, N - 1], as a policy receives them."""
 
 
 class RoundSource(CandidateSource, Protocol):
@@ -130,7 +127,7 @@ def _select(source: CandidateSource, host: PolicyHost, round: RoundState, span: 
     if not np.count_nonzero(round.drawn):
         return
     round.count()  # sets `sent`, which the policy receives
-    tree = source.tree(round)
+    tree = round.draft_tree(hide_tokens=source.selects_levels)
     mark = source.timer.mark()
     mask = host.select(tree)
     source.timer.add("policy", mark)

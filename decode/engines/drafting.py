@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
+from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
@@ -449,7 +449,3 @@ class _Source:
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.CandidateSource`."""
         return self._reader.step(depth, alive, history)
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """See `rounds.CandidateSource`."""
-        return round.draft_tree()
