@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -60,8 +60,8 @@ class DraftScores:
         for other, rows in self.rows:
             if other == stream:
                 part = slice(first, first + len(rows))
-                values = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-                parts = {name: None if value is None else value[part] for name, value in values.items()}
+                values = ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
+                parts: dict[str, Any] = {name: value[part] for name, value in values if value is not None}
                 return DraftScores([(stream, rows)], **parts)
             first += len(rows)
         return None
