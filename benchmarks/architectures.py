@@ -177,7 +177,7 @@ def compare(
             continue
         first = next((i for i, (a, b) in enumerate(zip(got, right, strict=False)) if a != b), min(len(got), len(right)))
         out.margins.append(margin(target, [*prompt, *right[:first]]))
-    facts = Tally.of(made).summary()
+    facts = Tally(made).summary()
     out.accepted = facts["accepted"] / max(1, facts["verified"])
     return out
 

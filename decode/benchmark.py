@@ -178,7 +178,7 @@ def bench_line(
     prompts: Sequence[Hashable] = (),
 ) -> BenchLine:
     """Return the line of one method relative to another one on the same prompts; see `speed_ratio`."""
-    tally = Tally.of(texts)
+    tally = Tally(texts)
     ratio, seconds = speed_ratio(texts, base, turn, prompts), tally.shares()
     total = sum(seconds.values())
     shares = {phase: part / total for phase, part in seconds.items()} if tally.rounds else {}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, DrawnTokens, History, Layout
+from .hooks import NO_TIMER, Timer
 from .models.outputs import rounded
 from .round_state import DraftScores, RoundState
 from .summaries import read_columns, truncation_lead
@@ -45,8 +46,7 @@ class FeatureReader:
         self._reads_target = bool(self._layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._reads_draft = bool(self._layout.node or policy.hidden)
         self._one_batch = np.zeros(streams, dtype=np.int64)
-        self._root_parents = np.zeros((streams, 1), dtype=np.int64)
-        self._unread: DraftScores | None = None
+        self._parents = [level[None].repeat(streams, 0) for level in topology.parent_in_level]  # by depth, [S, B]
 
     def begin(self, round: RoundState) -> None:
         """Begin a round, or continue one with a policy that replaces another."""
@@ -58,7 +58,7 @@ class FeatureReader:
         self._path: Array | None = None  # [S, B] log-probabilities of the paths, if a feature needs them
         self._states: Tensor | None = None  # [n, H] draft's hidden states of the n tokens drawn
         self._places: tuple[Array, Array] | None = None  # stream and index in the depth of these; None = all in order
-        self._unread = None
+        self._unread: DraftScores | None = None  # of the latest depth, until they are read
 
     def drawn(self, depth: int, scores: DraftScores) -> None:
         """Keep the scores of a depth until the policy is called, if features need them."""
@@ -66,14 +66,12 @@ class FeatureReader:
         if self._follows_path or (self._reads_draft and is_called):
             self._unread = scores
 
-    @property
-    def has_unread_path(self) -> bool:
-        """Whether a feature needs paths through tokens for which the policy was not called."""
-        return self._unread is not None and self._follows_path
-
-    def read(self) -> None:
-        """Read tokens for which the policy is not called."""
-        self._read_level(np.zeros((self._streams, len(self._layout.names)), dtype=np.float32))
+    def read_path(self, timer: Timer = NO_TIMER) -> None:
+        """Read the tokens of a depth for which the policy was not called, if a feature needs the paths through them."""
+        if self._unread is not None and self._follows_path:
+            mark = timer.mark()
+            self._read_level(np.zeros((self._streams, len(self._layout.names)), dtype=np.float32))
+            timer.add("policy", mark)
 
     def step(self, depth: int, alive: Array, history: History) -> DraftStep:
         """Return the arguments of the policy for the branches that are `alive` [S, B]."""
@@ -81,14 +79,11 @@ class FeatureReader:
             self._base = self._read_base(history)
         if self._unread is not None:
             self._read_level(self._base)
-        branches, parent = alive.shape[1], self._root_parents
-        if branches > 1:
-            parent = self._topology.parent_in_level[depth][None].repeat(self._streams, 0)
-        features = self._base[:, None].repeat(branches, 1) if self._features is None else self._features
+        features = self._base[:, None].repeat(alive.shape[1], 1) if self._features is None else self._features
         if np.count_nonzero(alive) < alive.size:
             features = np.where(alive[..., None], features, _ZERO)  # required by `DraftStep`
         hidden = {name: self._hidden(name, alive) for name in self.policy.hidden}
-        return DraftStep(depth, alive, parent, features, hidden, self._batch)
+        return DraftStep(depth, alive, self._parents[depth], features, hidden, self._batch)
 
     def _hidden(self, name: str, alive: Array) -> Array:
         """Return a hidden state [S, B, H]."""

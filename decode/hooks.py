@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .round_state import RoundState
-
-if TYPE_CHECKING:
-    from .texts import Text
 
 
 class Hook:
@@ -20,9 +17,6 @@ class Hook:
     Tensors of a round may be kept but not changed. The measured time of a round includes `on_draft_step` and `on_verified`,
     so they must be fast. It does not include the other methods.
     """
-
-    def on_text_begin(self, stream: int, text: Text) -> None:
-        """Observe a new text in a stream, with its first token."""
 
     def on_draft_step(self, round: RoundState, depth: int) -> None:
         """Observe the candidates of a depth, just drawn from `round.levels[depth - 1]`."""

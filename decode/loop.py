@@ -8,7 +8,6 @@ mode accepts a path, which is committed with one more token of the target.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from ..policies import kernels
 from ..policies.arguments import check_limits, check_token_ids
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
-from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden, check_sizes
+from ..policies.features import check_hidden, check_sizes
 from ..policies.fixed import FixedLength
 from ..policies.host import PolicyHost, validate_policy
 from ..policies.profile import Profile
@@ -31,8 +30,8 @@ from .models.pair import Pair
 from .records import Generation, Round
 from .round_state import RoundState
 from .rounds import play_round
-from .settings import Settings, shaping_of
-from .texts import Request as Request, Text
+from .settings import Settings
+from .texts import Request as Request
 from .verify.modes import check_mode, find_mode, resolve_mode
 from .verify.noise import KeyedSource
 
@@ -89,13 +88,11 @@ class Speculator:
         widths = hidden_widths(pair, names, self._drafter, policy.name, "use another policy")
         check_sizes(policy, widths)
         self._timer = Timer(pair.device)
-        model_source = self._source = ModelSource(
-            pair, self._drafter, self.mode, self.topology, self.settings, policy, self._timer,
-            keeps=(TARGET_HIDDEN in names, DRAFT_HIDDEN in names),
+        self._source = ModelSource(
+            pair, self._drafter, self.mode, self.topology, self.settings, policy, self._timer, widths,
             padded=profile.padded() if profile and chain and batch == 1 else (),
             open_source=source, streams=batch, hooks=self._hooks,
         )  # fmt: skip
-        model_source.read_for(policy, widths)
         fallback = min(self.settings.fallback, self.topology.deepest)
         observes_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
         prices_chains = observes_seconds and chain and (batch == 1 or profile is None or profile.batch is None)
@@ -112,7 +109,7 @@ class Speculator:
             fallback=FixedLength(fallback),
             on_decision=None if monitor is None else monitor.on_decision,
             on_outcome=None if monitor is None else monitor.on_outcome,
-            on_replaced=lambda replacement: model_source.read_for(replacement, widths),
+            on_replaced=self._source.read_for,
             clock=self._timer.elapsed,
         )
 
@@ -150,18 +147,17 @@ class Speculator:
         prompt: Sequence[int],
         key: int = 0,
         on_commit: Callable[[list[int]], None] | None = None,
-        padding: Sequence[int] = (),
     ) -> Generation:
         """Decode one prompt.
 
         Args:
-            prompt, key, padding: see `Request`.
+            prompt, key: see `Request`.
             on_commit: called with the tokens of each round, for streaming.
 
         Raises: as `run`.
         """
         forward = None if on_commit is None else lambda number, tokens: on_commit(tokens)
-        return self.run([Request(prompt, key, padding)], forward)[0]
+        return self.run([Request(prompt, key)], forward)[0]
 
     @torch.inference_mode()
     def run(
@@ -195,11 +191,9 @@ class Speculator:
         done: dict[int, Generation] = {}
         waiting = list(enumerate(requests))[::-1]  # popped from the end
         while len(done) < len(requests):
-            self._refill(waiting)
-            _flush(texts, on_commit)
+            self._refill(waiting, on_commit)
             if any(text is not None and not text.ended for text in texts):  # the first token may end a text
-                self._play()
-                _flush(texts, on_commit)
+                self._play(on_commit)
             for stream, text in enumerate(texts):
                 if text is not None and text.ended:
                     texts[stream] = None
@@ -208,47 +202,38 @@ class Speculator:
                         on_end(text.number, done[text.number], stream)
         return [done[number] for number in range(len(requests))]
 
-    def _refill(self, waiting: list[tuple[int, Request]]) -> None:
+    def _refill(self, waiting: list[tuple[int, Request]], on_commit: OnCommit | None) -> None:
         """Begin waiting texts in free streams."""
         streams, keys = [], []
-        for stream in range(self.batch):
-            if self._source.texts[stream] is not None or not waiting:
+        for stream, text in enumerate(self._source.texts):
+            if text is not None or not waiting:
                 continue
             number, request = waiting.pop()
             begin = self._timer.now()
-            if request.shaping is not None:
-                shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
-                request = replace(request, shaping=shaping)
             text = self._source.open(stream, request)
             text.number, text.prefill_s = number, self._timer.now() - begin
-            for hook in self._hooks:
-                hook.on_text_begin(stream, text)
             streams.append(stream)
             keys.append(request.key)
+            if on_commit:
+                on_commit(number, text.tokens[text.prompt :])
         if streams:
             self._host.refill(np.array(streams, dtype=np.int64), np.array(keys, dtype=np.int64))
 
-    def _play(self) -> None:
+    def _play(self, on_commit: OnCommit | None) -> None:
         """Play a round of all texts, record it and call the hooks."""
         self._timer.restart()
         round = play_round(self._source, self._host)
         seconds = self._timer.elapsed()
         round.records = round_records(round, self._timer.laps, seconds)
         round.policy_state = self._host.state
+        for hook in self._hooks:
+            hook.on_round_end(round)
         for stream, record in round.records.items():
             text = round.texts[stream]
             assert text is not None
             text.records.append(record)
-        for hook in self._hooks:
-            hook.on_round_end(round)
-
-
-def _flush(texts: Sequence[Text | None], on_commit: OnCommit | None) -> None:
-    """Pass new tokens to `on_commit`."""
-    for text in texts if on_commit else ():
-        if on_commit and text is not None and text.generated > text.shown:
-            new, text.shown = text.tokens[text.prompt + text.shown :], text.generated
-            on_commit(text.number, new)
+            if on_commit:
+                on_commit(text.number, text.tokens[-record.committed :])
 
 
 def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: float) -> dict[int, Round]:
@@ -264,10 +249,10 @@ def round_records(round: RoundState, laps: Mapping[str, list[float]], seconds: f
     phases = (first_s, sum(later_s), sum(laps["verify"]), sum(laps["policy"]), seconds)
     shares = [part / len(streams) for part in phases]
     prompts = np.array([0 if text is None else text.prompt for text in round.texts])
+    deepest = round.verified if tree.is_chain else (round.sent * tree.depths).max(1)
     columns = (
         round.context - prompts, round.context, round.drafted, round.verified, round.accepted, round.committed,
-        round.decisions, round.backlog, round.cut, round.verified if tree.is_chain else (round.sent * tree.depths).max(1),
+        round.decisions, round.backlog, round.cut,
     )  # fmt: skip
-    *values, deepest = (column.tolist() for column in columns)
-    together = len(streams)
-    return {s: Round._make([*(column[s] for column in values), *shares, together, deepest[s]]) for s in streams}
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    return {s: Round._make([*rows[s], *shares, len(streams), int(deepest[s])]) for s in streams}

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policies.contract import Array, DraftStep, DraftTree, StopPolicy
+from ..policies.contract import Array, DraftStep, StopPolicy
 from ..policies.errors import InputError
-from ..policies.features import History
+from ..policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, History
 from .drafters import Drafter, FallbackDrafter
 from .feature_reader import FeatureReader
 from .hooks import Hook, Timer
@@ -25,7 +25,7 @@ from .models.outputs import check_rows, start_check
 from .models.pair import Pair
 from .models.view import readable
 from .round_state import DraftScores, RoundState, Rows
-from .settings import Settings
+from .settings import Settings, shaping_of
 from .texts import Anchor, Request, Text
 from .topology import Topology
 from .verify.modes import Verification, is_trimming
@@ -44,7 +44,7 @@ class ModelSource:
         settings: of the run.
         policy: of the run.
         timer: receives the laps of draft, verification and policy.
-        keeps: whether the last hidden states of the target are kept, and of the draft.
+        widths: H of the last hidden states to keep, by name (`features.HIDDEN_STATES`).
         padded: by number of candidates, the number that their verification is padded to; () = never.
         open_source: returns the random source of a stream for (key, window); None = keyed noise.
         streams: S.
@@ -63,7 +63,7 @@ class ModelSource:
         settings: Settings,
         policy: StopPolicy,
         timer: Timer,
-        keeps: tuple[bool, bool],
+        widths: dict[str, int],
         padded: Sequence[int] = (),
         open_source: Callable[[int, int], KeyedSource] | None = None,
         streams: int = 1,
@@ -76,17 +76,19 @@ class ModelSource:
         self.decides_ended, self.selects_levels = mode.hides and policy.trims, mode.hides and is_trimming(policy)
         self.eos = frozenset(() if settings.ignore_eos else pair.eos)
         self._temperature = settings.temperature
-        self._keeps, self._layers = keeps, tuple(dict.fromkeys((*drafter.layers, *((-1,) if keeps[0] else ()))))
+        self._widths = widths
+        self._layers = tuple(dict.fromkeys((*drafter.layers, *((-1,) if TARGET_HIDDEN in widths else ()))))
         self._padded = () if pair.ropes else padded  # padding could pass the length at which a rope changes
         self.texts: list[Text | None] = [None] * streams
         inner = [[row for row in level if topology.children[row]] for level in topology.levels]
         self._all_inner: list[Rows] = [[(stream, rows) for stream in range(streams)] for rows in inner]
         self._round: RoundState | None = None
+        self.read_for(policy)
         self._open(0)
 
-    def read_for(self, policy: StopPolicy, widths: dict[str, int]) -> None:
-        """Read the features of this policy from now on; `widths` are those of hidden states."""
-        self.reader = FeatureReader(policy, self.topology, self._temperature, widths, self._size)
+    def read_for(self, policy: StopPolicy) -> None:
+        """Read the features of this policy from now on."""
+        self.reader = FeatureReader(policy, self.topology, self._temperature, self._widths, self._size)
         if self._round is not None:  # a fallback may replace a policy in the middle of a round
             self.reader.begin(self._round)
 
@@ -100,9 +102,8 @@ class ModelSource:
         shift, offset = (max(values) for values in zip((0, 0), *(request.excess for request in requests), strict=True))
         if any(request.read is not None for request in requests):
             self.pair.check_length(tokens + offset)
-        capacity = (
-            tokens + shift + max(len(self.topology), len(self._padded)) + 1
-        )  # the last round reads beyond the limit
+        # The last round reads beyond the limit.
+        capacity = tokens + shift + max(len(self.topology), len(self._padded)) + 1
         self._readable = capacity - shift
         for role, limit, more in (("target", readable(self.pair.target), offset), ("draft", self.drafter.readable, 0)):
             self._readable = min(self._readable, limit - more)
@@ -127,13 +128,15 @@ class ModelSource:
     def open(self, stream: int, request: Request) -> Text:
         """Read a prompt with the target and draw its first token; the drafter reads when it first drafts."""
         device, prompt, read = self.pair.device, list(request.prompt), request.read
-        padding = list(request.padding)
-        shaping, with_padding = request.shaping or self.settings.shaping, [*padding, *prompt]
-        processors = shaping.build(self._temperature, with_padding, tuple(self.eos), device)
+        shaping = self.settings.shaping
+        if request.shaping is not None:
+            shaping = shaping_of(self.pair, request.shaping, self.settings.max_new_tokens)
+        processors = shaping.build(self._temperature, [*request.padding, *prompt], tuple(self.eos), device)
         if read is None:
             self.target.roll_back(0, stream)
             logits = self.target.read(upload([prompt], device), rows=1, stream=stream)[0]
-            ids, states, shift = prompt, None if self.target.states is None else self.target.states[0], 0
+            states = None if self.target.states is None else self.target.states[0]
+            ids, shift = prompt, 0
         else:
             self.target.adopt(read, stream)
             logits, ids, states, shift = read.logits, read.ids, read.states, read.slots - len(prompt)
@@ -142,55 +145,47 @@ class ModelSource:
         self.drafter.begin(stream)
         self.drafter.committed(stream, ids, drafter_states)
         window = self.topology.deepest + 1
-        source = (
-            self._open_source(request.key, window)
-            if self._open_source is not None
-            else KeyedSource(request.key, self.pair.vocabulary, window, self.pair.logits_dtype, device)
-        )
-        sampler = Sampler(processors, self._temperature, padding)
-        text = Text(prompt, len(prompt), source, sampler, Anchor(logits, 0, hidden), shift)
-        self.texts[stream] = text
+        if self._open_source is not None:
+            source = self._open_source(request.key, window)
+        else:
+            source = KeyedSource(request.key, self.pair.vocabulary, window, self.pair.logits_dtype, device)
+        sampler = Sampler(processors, self._temperature, request.padding)
+        text = self.texts[stream] = Text(prompt, len(prompt), source, sampler, Anchor(logits, 0, hidden), shift)
         sampled = sampler(logits, lambda: [prompt])[0]
         if sampler.constrained:
             require_token(sampled)
-        self._extend(text, [self.mode.start(sampled, Choices(source, 0, len(prompt), self._temperature == 0.0))])
+        first = self.mode.start(sampled, Choices(source, 0, len(prompt), self._temperature == 0.0))
+        text.extend([first], self.settings, self.eos)
         return text
 
     def _split_states(self, states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return, of the target's states [n, layers x H], the drafter's layers and the last layer [1, H] of the last row."""
         if states is None:
             return None, None
-        layers, count = (
-            states.unflatten(-1, (len(self._layers), -1)),
-            len(self.drafter.layers),
-        )  # the drafter's come first
-        hidden = layers[-1:, self._layers.index(-1)] if self._keeps[0] else None
+        layers, count = states.unflatten(-1, (len(self._layers), -1)), len(self.drafter.layers)  # the drafter's first
+        hidden = layers[-1:, self._layers.index(-1)] if TARGET_HIDDEN in self._widths else None
         return layers[:, :count].flatten(1) if count else None, hidden
 
     def begin(self) -> RoundState:
         """See `rounds.RoundSource`."""
         greedy, deepest = self._temperature == 0.0, self.topology.deepest
         active, context = np.zeros(self._size, dtype=bool), np.zeros(self._size, dtype=np.int64)
-        limit: Array | None = None
-        texts = [None if text is None or text.ended else text for text in self.texts]
+        round = self._round = RoundState(self.topology, active, context, self.drafter.backlog())
+        round.texts = [None if text is None or text.ended else text for text in self.texts]
+        round.anchors = [None if text is None else text.anchor for text in round.texts]
         choices: dict[int, Choices] = {}
-        for stream, text in enumerate(texts):
+        for stream, text in enumerate(round.texts):
             if text is None:
                 continue
             length = len(text.tokens)
-            active[stream], context[stream] = True, length
+            active[stream], context[stream], round.tokens[stream, 0] = True, length, text.tokens[-1]
             choices[stream] = Choices(text.source, len(text.records) + 1, length - 1, greedy)
             allowed = self.settings.max_new_tokens - text.generated - 1  # the target adds one token
             allowed = min([allowed, *(rope.allowed(length - 1, allowed) for rope in self.pair.ropes)])
             if allowed < deepest:
-                limit = np.full(self._size, deepest) if limit is None else limit
-                limit[stream] = allowed
-        round = self._round = RoundState(self.topology, active, context, self.drafter.backlog(), limit)
-        round.texts, round.choices = texts, choices
-        round.anchors = [None if text is None else text.anchor for text in texts]
-        for stream, text in enumerate(texts):
-            if text is not None:
-                round.tokens[stream, 0] = text.tokens[-1]
+                round.limit = np.full(self._size, deepest) if round.limit is None else round.limit
+                round.limit[stream] = allowed
+        round.choices = choices
         self.reader.begin(round)
         return round
 
@@ -198,16 +193,9 @@ class ModelSource:
         """See `rounds.CandidateSource`."""
         return self.reader.step(depth, alive, history)
 
-    def tree(self, round: RoundState) -> DraftTree:
-        """See `rounds.CandidateSource`."""
-        return round.draft_tree(self.mode.hides)
-
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """See `rounds.CandidateSource`."""
-        if self.reader.has_unread_path:  # before the next level replaces it
-            mark = self.timer.mark()
-            self.reader.read()
-            self.timer.add("policy", mark)
+        self.reader.read_path(self.timer)  # before the next level replaces it
         tree, span, rows = self.topology, self.topology.spans[depth + 1], self._all_inner[depth]
         if np.count_nonzero(feeding) < len(rows) * len(rows[0][1]):
             fed = ((stream, np.flatnonzero(feeding[stream]).tolist()) for stream in range(self._size))
@@ -237,10 +225,10 @@ class ModelSource:
         if not ended:
             return drawn, drawn
         round.ended_rows.update(ended)
-        going = drawn.copy()
+        continuing = drawn.copy()
         for stream, child in ended:
-            going[stream, child - span.start] = False
-        return drawn, going
+            continuing[stream, child - span.start] = False
+        return drawn, continuing
 
     def _defer(self, round: RoundState, depth: int, rows: Rows, tokens: Tensor) -> None:
         """Set the candidates [R] of a depth of chains without waiting for the device."""
@@ -264,7 +252,7 @@ class ModelSource:
         mark = self.timer.mark()
         proposal = self.drafter.propose(round, depth, rows)
         self.timer.add("draft", mark)
-        raw, states = proposal.dense(self.pair.vocabulary), proposal.states if self._keeps[1] else None
+        raw, states = proposal.dense(self.pair.vocabulary), proposal.states if DRAFT_HIDDEN in self._widths else None
         sampled, untruncated = process(round, rows, raw)
         samplers = [text.sampler for stream, _ in rows if (text := round.texts[stream]) is not None]
         # The drafter may know no token, and a grammar may leave none.
@@ -288,9 +276,10 @@ class ModelSource:
         counts = [1] * len(tokens) if isinstance(tokens, Tensor) else list(map(len, tokens))
         if not any(counts):  # rows that no token can be drawn from
             return None, ()
-        if self._temperature == 0 or not any(sampler.reads_prefix for sampler in samplers):
-            return DraftScores(rows, counts, raw, None, None, draw.scores, draw.best, states), tokens
-        return DraftScores(rows, counts, raw, sampled, untruncated, draw.scores, draw.best, states), tokens
+        scores = DraftScores(rows, counts, raw, None, None, draw.scores, draw.best, states)
+        if self._temperature > 0 and any(sampler.reads_prefix for sampler in samplers):
+            scores.sampled, scores.untruncated = sampled, untruncated
+        return scores, tokens
 
     def verify(self, round: RoundState) -> None:
         """See `rounds.RoundSource`."""
@@ -372,11 +361,9 @@ class ModelSource:
             self.drafter.committed(stream, tokens, drafter_states)
             text.anchor = Anchor(round.target_raw, first + indices[-1], hidden)
             first += len(sent)
-            round.committed[stream] = self._extend(text, [*tokens[1:], round.next_tokens[stream]])
+            new_tokens = [*tokens[1:], round.next_tokens[stream]]
+            round.committed[stream] = text.extend(new_tokens, self.settings, self.eos)
             round.ended[stream] = text.ended
-
-    def _extend(self, text: Text, new: Sequence[int]) -> int:
-        return text.extend(new, self.settings.max_new_tokens, self.eos, self.settings.stops)
 
 
 def process(round: RoundState, rows: Rows, raw: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..policies.errors import PolicyFailure
@@ -84,29 +84,23 @@ class Generation:
         )
 
 
-@dataclass
 class Tally:
-    """Sums over generations."""
+    """Sums over generations.
 
-    tokens: int = 0
-    texts: int = 0
-    rounds: list[Round] = field(default_factory=list)
-    prefill_s: float = 0.0
-    seconds: float = 0.0
-    failure: PolicyFailure | None = None
+    Attributes:
+        texts, tokens: numbers of generations and of generated tokens.
+        rounds: of all generations.
+        prefill_s, seconds: of reading prompts, and of everything.
+        failure: the first failure of a policy; None if there was none.
+    """
 
-    @staticmethod
-    def of(generations: Iterable[Generation]) -> Tally:
-        """Return the sums over `generations`."""
-        tally = Tally()
-        for generation in generations:
-            tally.tokens += len(generation.tokens)
-            tally.texts += 1
-            tally.rounds.extend(generation.rounds)
-            tally.prefill_s += generation.prefill_s
-            tally.seconds += generation.seconds
-            tally.failure = tally.failure or generation.failure
-        return tally
+    def __init__(self, generations: Iterable[Generation] = ()) -> None:
+        generations = list(generations)
+        self.texts, self.tokens = len(generations), sum(len(one.tokens) for one in generations)
+        self.rounds = [record for one in generations for record in one.rounds]
+        self.prefill_s = sum((one.prefill_s for one in generations), 0.0)
+        self.seconds = sum((one.seconds for one in generations), 0.0)
+        self.failure = next((one.failure for one in generations if one.failure), None)
 
     def total(self, name: str) -> Any:
         """Return the sum of an attribute of the rounds."""

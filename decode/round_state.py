@@ -7,8 +7,8 @@ from it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -59,19 +59,12 @@ class DraftScores:
         first = 0
         for other, rows in self.rows:
             if other == stream:
-                break
+                part = slice(first, first + len(rows))
+                values = ((field.name, getattr(self, field.name)) for field in fields(self)[1:])
+                parts: dict[str, Any] = {name: value[part] for name, value in values if value is not None}
+                return DraftScores([(stream, rows)], **parts)
             first += len(rows)
-        else:
-            return None
-        part = slice(first, first + len(rows))
-        sampled, untruncated, scores, states = (
-            None if tensor is None else tensor[part]
-            for tensor in (self.sampled, self.untruncated, self.scores, self.states)
-        )
-        best = None if self.best is None else self.best[part]
-        return DraftScores(
-            [(stream, rows)], self.counts[part], self.raw[part], sampled, untruncated, scores, best, states
-        )
+        return None
 
 
 class RoundState:
@@ -238,15 +231,13 @@ class RoundState:
 
     def drawn_tokens(self, level: DraftScores) -> tuple[DrawnTokens, list[int], list[int]]:
         """Return the candidates of a level for the features, and the stream and row of each."""
-        tree, ids, streams, out, counts = self.topology, [], [], [], iter(level.counts)
-        index = 0  # of the fed row
-        for stream, rows in level.rows:
-            tokens = self.tokens[stream].tolist()
-            for row in rows:
-                count = next(counts)
-                for rank, child in enumerate(tree.children[row][:count]):
-                    ids.append((index, tokens[child], tokens[row], rank, count, tree.depth[child]))
-                    streams.append(stream)
-                    out.append(child)
-                index += 1
-        return DrawnTokens.of(ids), streams, out
+        tree, tokens, ids = self.topology, self.tokens.tolist(), []
+        streams: list[int] = []
+        children: list[int] = []
+        fed = [(stream, row) for stream, rows in level.rows for row in rows]
+        for index, ((stream, row), count) in enumerate(zip(fed, level.counts, strict=True)):
+            for rank, child in enumerate(tree.children[row][:count]):
+                ids.append((index, tokens[stream][child], tokens[stream][row], rank, count, tree.depth[child]))
+                streams.append(stream)
+                children.append(child)
+        return DrawnTokens.of(ids), streams, children

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..policies.contract import Array, DraftStep, DraftTree
+from ..policies.contract import Array, DraftStep
 from ..policies.features import History
 from ..policies.host import PolicyHost
 from .hooks import Timer
@@ -23,7 +23,7 @@ class CandidateSource(Protocol):
     Attributes:
         timer: times the calls of the policy.
         decides_ended: policies also decide about candidates that end a text (`verify.Verification.hides`).
-        selects_levels: policies select after each level, not once after drafting.
+        selects_levels: policies select after each level, not once after drafting, and do not receive the tokens.
     """
 
     timer: Timer
@@ -40,9 +40,6 @@ class CandidateSource(Protocol):
             [S, B'] bool each: the rows of the next depth that were drawn, and those of them that do not end a text. In rounds
             of a fixed length, the end of a text may be left to `verify`.
         """
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """Return the candidates that would be sent, [S, N - 1], as a policy receives them."""
 
 
 class RoundSource(CandidateSource, Protocol):
@@ -73,7 +70,7 @@ def play_round(source: RoundSource, host: PolicyHost) -> RoundState:
 def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
     """Draft depth by depth while the policy keeps a branch, then compute which rows are sent."""
     tree, limit, timer = round.topology, round.limit, source.timer
-    alive = going = round.active[:, None]  # [S, B]; `going`: does not end a text
+    alive = continuing = round.active[:, None]  # [S, B]; `continuing`: it does not end a text
     nearest = tree.deepest if limit is None else int(limit.min())  # no length limit applies above this depth
     first, deepest, selects = host.first, tree.deepest, host.selects
     if (length := host.fixed_length(alive)) is not None:
@@ -95,31 +92,31 @@ def draft(source: CandidateSource, host: PolicyHost, round: RoundState) -> None:
             if host.trims and depth:  # the anchor is committed
                 round.dropped[:, level] = alive & ~kept
             alive = kept
-        feeding = _without_ended(round, alive, going) if source.decides_ended else alive
+        feeding = _without_ended(round, alive, continuing) if source.decides_ended else alive
         if (leaves := tree.leaves[depth]) is not None:
             feeding = feeding & ~leaves
         if not np.count_nonzero(feeding):
             break
         round.fed[:, level] = feeding
-        drawn, going = source.grow(round, depth, feeding)
+        drawn, continuing = source.grow(round, depth, feeding)
         # If decisions must not depend on tokens, a policy also decides about an end of text. It is removed before feeding.
-        alive = drawn if source.decides_ended else _without_ended(round, drawn, going)
+        alive = drawn if source.decides_ended else _without_ended(round, drawn, continuing)
         if selects and source.selects_levels:  # at once, as the selection must not depend on tokens drawn later
             _select(source, host, round, below)
             alive = alive & ~round.dropped[:, below]
     else:
         if source.decides_ended:  # the deepest level is not fed, so ended texts were not removed from it above
-            _without_ended(round, alive, going)
+            _without_ended(round, alive, continuing)
     if selects and not source.selects_levels:
         _select(source, host, round, slice(1, len(tree)))
     round.count()
 
 
-def _without_ended(round: RoundState, alive: Array, going: Array) -> Array:
+def _without_ended(round: RoundState, alive: Array, continuing: Array) -> Array:
     """Return the branches that do not end a text; mark streams that have none left."""
-    if going is alive:
+    if continuing is alive:
         return alive
-    left = alive & going
+    left = alive & continuing
     if np.count_nonzero(left) < np.count_nonzero(alive):
         round.hit_limit |= alive.any(1) & ~left.any(1)
     return left
@@ -130,7 +127,7 @@ def _select(source: CandidateSource, host: PolicyHost, round: RoundState, span: 
     if not np.count_nonzero(round.drawn):
         return
     round.count()  # sets `sent`, which the policy receives
-    tree = source.tree(round)
+    tree = round.draft_tree(hide_tokens=source.selects_levels)
     mark = source.timer.mark()
     mask = host.select(tree)
     source.timer.add("policy", mark)

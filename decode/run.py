@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -64,10 +65,7 @@ def decode(
         raise InputError("the pair has no tokenizer to read prompts with")
     prompts = as_list(prompts)
     for prompt in prompts:
-        if not _is_prompt(prompt):
-            raise InputError(
-                f"prompts: expected texts or lists of token ids, not {prompt!r:.60}; pass [ids] for one prompt"
-            )
+        _check_prompt(prompt)
     names = as_list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
     if len(names) != len(prompts):
         raise InputError(f"ids: expected one for each of {len(prompts)} prompts, not {len(names)}")
@@ -79,37 +77,51 @@ def decode(
     encoded = [list(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt) for prompt in prompts]
     warn_two_bos([row for row, prompt in zip(encoded, prompts, strict=True) if isinstance(prompt, str)], tokenizer)
     requests = [Request(tokens, stream_key(seed, name)) for tokens, name in zip(encoded, names, strict=True)]
-    tokens: list[list[int]] = [[] for _ in requests]
-    written = [""] * len(requests)
-
-    def write(number: int, is_complete: bool) -> None:
-        if on_text is None:
-            return
-        # All tokens are decoded again, as the text of a token depends on those before it. Incomplete characters wait.
-        text = str(tokenizer.decode(tokens[number], skip_special_tokens=True))
-        text = text if is_complete else text.rstrip("\ufffd")
-        if len(text) > len(written[number]):
-            on_text(number, text[len(written[number]) :])
-            written[number] = text
-
-    def commit(number: int, new: list[int]) -> None:
-        tokens[number] += new
-        write(number, False)
-
-    def end(number: int, generation: Generation, stream: int) -> None:
-        write(number, True)
-        if on_end:
-            on_end(number)
-
-    generations = speculator.run(requests, commit if on_text else None, end)
+    writer = _TextWriter(tokenizer, on_text, on_end)
+    generations = speculator.run(requests, writer.write if on_text else None, writer.end)
     texts = [str(tokenizer.decode(list(one.tokens), skip_special_tokens=True)) for one in generations]
     return [replace(one, text=text) for one, text in zip(generations, texts, strict=True)]
 
 
-def _is_prompt(prompt: object) -> bool:
-    """Whether it is a text or a sequence of token ids; bytes would be read as ids."""
+class _TextWriter:
+    """Streams texts: passes the text of new tokens, with the number of the prompt, to the callbacks of `decode`."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: Callable[[int, str], None] | None,
+        on_end: Callable[[int], None] | None,
+    ) -> None:
+        self._tokenizer, self._on_text, self._on_end = tokenizer, on_text, on_end
+        self._tokens, self._written = defaultdict[int, list[int]](list), defaultdict[int, str](str)
+
+    def write(self, number: int, new: Sequence[int], is_complete: bool = False) -> None:
+        """Write the text of new tokens. Incomplete characters wait until the text `is_complete`."""
+        if self._on_text is None:
+            return
+        self._tokens[number] += new
+        # All tokens are decoded again, as the text of a token depends on those before it.
+        text = str(self._tokenizer.decode(self._tokens[number], skip_special_tokens=True))
+        text = text if is_complete else text.rstrip("\ufffd")
+        written = self._written[number]
+        if len(text) > len(written):
+            self._on_text(number, text[len(written) :])
+            self._written[number] = text
+
+    def end(self, number: int, generation: Generation, stream: int) -> None:
+        """Write the rest of a text that has ended."""
+        self.write(number, (), is_complete=True)
+        if self._on_end:
+            self._on_end(number)
+
+
+def _check_prompt(prompt: object) -> None:
+    """Raise `InputError` unless a prompt is a text or a sequence of token ids; bytes would be read as ids."""
     is_sequence = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping))
-    return isinstance(prompt, str) or (is_sequence and getattr(prompt, "ndim", 1) == 1)
+    if not isinstance(prompt, str) and not (is_sequence and getattr(prompt, "ndim", 1) == 1):
+        raise InputError(
+            f"prompts: expected texts or lists of token ids, not {prompt!r:.60}; pass [ids] for one prompt"
+        )
 
 
 def warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,7 +11,7 @@ from ..policies.arguments import as_list, check_limits
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.learned import TreeGain
-from .drift_monitor import check_drift
+from .drift_monitor import MODES as DRIFT_MODES
 from .models.pair import Pair
 from .topology import Topology, chain, parse_tree
 from .verify.modes import check_mode_name
@@ -57,7 +57,8 @@ class Settings:
         if not isinstance(processors, list | tuple) or not all(map(callable, processors)):
             raise InputError("processors: expected a tuple of logits processors")
         check_mode_name(self.verification)
-        check_drift(self.drift)
+        if self.drift not in DRIFT_MODES:
+            raise InputError(f"--drift: expected one of {', '.join(DRIFT_MODES)}, not {self.drift!r}")
         if self.tree is not None:
             parse_tree(self.tree)
         if not all(isinstance(criterion, StoppingCriteria) for criterion in self.stops):

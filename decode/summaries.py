@@ -168,24 +168,10 @@ class Reading:
             weights, noise = (None if tensor is None else tensor.float() for tensor in (sampled, scores))
             values, size = self.compute(logits.float(), weights, noise, upload(at, device)).cpu(), (rows, tokens)
         else:
-            size = filled_up(rows), filled_up(tokens)
-            # Tensors that are created in inference mode cannot be written to outside of it.
-            key = (
-                self,
-                size,
-                logits.shape[-1],
-                sampled is None,
-                scores is None,
-                device,
-                torch.is_inference_mode_enabled(),
-            )
+            size, is_read = (filled_up(rows), filled_up(tokens)), (True, sampled is not None, scores is not None)
+            inference = torch.is_inference_mode_enabled()
             with _LOCK:
-                recording = RECORDINGS.pop(key) if key in RECORDINGS else RecordedReading(
-                    self, size, logits.shape[-1], sampled is not None, scores is not None, device
-                )  # fmt: skip
-                RECORDINGS[key] = recording
-                if len(RECORDINGS) > MAX_RECORDINGS:
-                    del RECORDINGS[next(iter(RECORDINGS))]  # the least recently used
+                recording = recorded_reading(self, size, logits.shape[-1], is_read, device, inference)
                 values = recording.run(logits, sampled, scores, at)
         shapes = ((size[0], self.ranks), (size[0], 2), (size[0], self.noisy), (size[1], 2))
         parts = values.double().split([count * width for count, width in shapes])
@@ -256,17 +242,17 @@ class RecordedReading(Recorded[Tensor]):
         reading: what is computed.
         size: R and B.
         vocabulary: V.
-        has_sampled, has_scores: whether log-weights and scores are read.
+        is_read: whether logits, log-weights and scores are read.
         device: of the buffers.
+        inference: whether the buffers are created in inference mode: then they cannot be written to outside of it.
     """
 
     def __init__(
-        self, reading: Reading, size: tuple[int, int], vocabulary: int, has_sampled: bool, has_scores: bool,
-        device: torch.device,
+        self, reading: Reading, size: tuple[int, int], vocabulary: int, is_read: tuple[bool, ...],
+        device: torch.device, inference: bool,
     ) -> None:  # fmt: skip
         super().__init__()
-        width, is_read = vocabulary + _block_padding(vocabulary), (True, has_sampled, has_scores)
-        self._reading, self._device = reading, device
+        self._reading, self._device, width = reading, device, vocabulary + _block_padding(vocabulary)
         self._inputs = [torch.full((size[0], width), -torch.inf, device=device) if use else None for use in is_read]
         at = torch.zeros(size[1], 2, dtype=torch.int64)
         self._host_at, self._at = at.pin_memory() if device.type == "cuda" else at, at.to(device)
@@ -283,8 +269,8 @@ class RecordedReading(Recorded[Tensor]):
         return self.answer(recorder(self._device), lambda: self._reading.compute(rows, weights, noise, self._at)).cpu()
 
 
-RECORDINGS: dict[object, RecordedReading] = {}
-"""Recordings by shape, the least recently used first."""
+recorded_reading = functools.lru_cache(MAX_RECORDINGS)(RecordedReading)
+"""Return the recording of a shape."""
 
 _LOCK = threading.Lock()
 """Held until the result is on the host, as threads share the buffers."""

@@ -14,6 +14,7 @@ from transformers import StoppingCriteria
 from ..policies.errors import PolicyFailure
 from .models.cache import ReadPrompt
 from .records import Generation, Round
+from .settings import Settings
 from .verify.noise import KeyedSource
 from .verify.sampler import Sampler
 from .verify.sampling import SamplingParams
@@ -83,7 +84,6 @@ class Text:
         ended: whether the text is complete.
         number: index of its request.
         prefill_s: seconds of reading the prompt.
-        shown: number of generated tokens that were streamed.
         records: of its rounds.
     """
 
@@ -96,7 +96,6 @@ class Text:
     ended: bool = False
     number: int = 0
     prefill_s: float = 0.0
-    shown: int = 0
     records: list[Round] = field(default_factory=list)
 
     @property
@@ -109,21 +108,19 @@ class Text:
         """Slot of the target's cache for the anchor."""
         return len(self.tokens) - 1 + self.shift
 
-    def extend(
-        self, new: Sequence[int], limit: int, eos: Collection[int], stops: Sequence[StoppingCriteria] = ()
-    ) -> int:
+    def extend(self, new: Sequence[int], settings: Settings, eos: Collection[int]) -> int:
         """Commit tokens one by one until the text ends, and return the number committed.
 
         Args:
             new: tokens to commit.
-            limit: maximum number of generated tokens.
+            settings: limit of generated tokens, and stopping criteria, called after each token as in plain decoding.
             eos: token ids that end the text.
-            stops: stopping criteria of transformers, called after each token as in plain decoding.
         """
         before = len(self.tokens)
         for token in new:
             self.tokens.append(token)
-            self.ended = self.generated >= limit or token in eos or (bool(stops) and self._stops(stops))
+            is_full = self.generated >= settings.max_new_tokens
+            self.ended = is_full or token in eos or (bool(settings.stops) and self._stops(settings.stops))
             if self.ended:
                 break
         return len(self.tokens) - before

@@ -7,8 +7,9 @@ breadth-first order. A chain is the tree of width 1.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -141,24 +142,18 @@ def from_widths(widths: Sequence[int]) -> Topology:
     """Return the tree in which every node of depth j has `widths[j]` children, such as MCSD's 4, 2, 2, 1."""
     if min(widths, default=1) < 1:
         raise InputError(f"tree: expected widths of 1 or more, not {min(widths)}")
-    levels: list[list[int]] = []
-    rows = size = 1
-    for width in widths:
-        levels.append([width] * rows)
-        rows *= width
-        size += rows
-        if size > MAX_ROWS:
-            raise InputError(f"tree: more than {MAX_ROWS} tokens; use smaller widths")
-    return from_counts(levels)
+    return from_counts([repeat(width) for width in widths])
 
 
-def from_counts(levels: Sequence[Sequence[int]]) -> Topology:
+def from_counts(levels: Sequence[Iterable[int]]) -> Topology:
     """Return the tree with these numbers of children by depth and node; nodes that are not listed have none."""
-    parent, level = [-1], [0]
+    parent, level = [-1], range(1)
     for counts in levels:
-        first = len(parent)
-        parent.extend(row for row, count in zip(level, counts, strict=False) for _ in range(count))
-        level = list(range(first, len(parent)))
+        first, children = len(parent), list(zip(level, counts, strict=False))
+        if first + sum(count for _, count in children) > MAX_ROWS:
+            raise InputError(f"tree: more than {MAX_ROWS} tokens; use smaller widths")
+        parent.extend(row for row, count in children for _ in range(count))
+        level = range(first, len(parent))
     return Topology(parent)
 
 

@@ -57,8 +57,8 @@ def decode(ground: Ground, drafter: str, chosen: Chosen) -> Live:
     # After every prompt: a machine that changes its pace by a third makes a price from half as many 5% uncertain.
     made = run_alternating(list(runs.values()), prompts, calibration=calibration, calibrate_every=1)
     texts = dict(zip(runs, made, strict=True))
-    rates = {name: Tally.of(made).tokens_per_s for name, made in texts.items()}
-    tallies = {name: (Tally.of(made).block_efficiency, rates[name] / rates["plain"]) for name, made in texts.items()}
+    rates = {name: Tally(made).tokens_per_s for name, made in texts.items()}
+    tallies = {name: (Tally(made).block_efficiency, rates[name] / rates["plain"]) for name, made in texts.items()}
     profile = calibration.profile().with_decisions(chosen.profile.decision_s)
     guessed = {name: replay(one.test, one.policy, profile).rate for name, one in settings.items()}
     base = replay(plain.test, plain.policy, profile).rate
@@ -114,7 +114,7 @@ def per_call(ground: Ground, drafters: dict[str, str]) -> dict[str, tuple[float,
         pair = with_drafter(ground.pair, spec)
         chains, trees = (Speculator(pair, FixedLength(ground.depth), shape).run(asked) for shape in shapes)
         same = sum(a.tokens == b.tokens for made in (chains, trees) for a, b in zip(made, plain, strict=True))
-        out[name] = Tally.of(chains).block_efficiency, Tally.of(trees).block_efficiency, same
+        out[name] = Tally(chains).block_efficiency, Tally.of(trees).block_efficiency, same
     return out
 
 

@@ -64,5 +64,5 @@ def as_released(
     samples = Resamples([name for name, _ in prompts])
     spent = [samples.total([text.seconds for text in texts]) for texts in (theirs, ours)]
     same = sum(a.tokens == b.tokens for a, b in zip(theirs, own, strict=True))
-    calls = [Tally.of(texts).block_efficiency for texts in (theirs, ours)]
+    calls = [Tally(texts).block_efficiency for texts in (theirs, ours)]
     return calls[0], calls[1], samples.interval(spent[1] / spent[0]), same

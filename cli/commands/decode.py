@@ -118,7 +118,7 @@ def decode(
         on_text=None if json else shown.add,
         on_end=None if json else shown.end,
     )
-    tally = Tally.of(generations)
+    tally = Tally(generations)
     cut = 0 if grammar is None else sum(not grammar.matches(g.tokens, pair.eos) for g in generations)
     if cut:
         say(f"{cut} of {len(generations)} texts end before the grammar is complete; raise --max-new-tokens")

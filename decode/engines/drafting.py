@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...policies.contract import Array, DraftStep, DraftTree, RoundOutcome, StopPolicy
+from ...policies.contract import Array, DraftStep, RoundOutcome, StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.features import DrawnTokens, History, Layout
 from ...policies.fixed import FixedLength
@@ -412,8 +412,7 @@ class _Source:
 
     def grow(self, round: RoundState, depth: int, feeding: Array) -> tuple[Array, Array]:
         """Feed the streams [S, 1]; return which have drawn a token, and which of these continue."""
-        if self._reader.has_unread_path:
-            self._reader.read()
+        self._reader.read_path()
         at = np.flatnonzero(feeding[:, 0])
         logits = self._drafting.scores(round, depth, [(row, [depth]) for row in at.tolist()])
         best_tokens = best_of_rows(logits)
@@ -438,7 +437,3 @@ class _Source:
     def step(self, round: RoundState, depth: int, alive: Array, history: History) -> DraftStep:
         """See `rounds.CandidateSource`."""
         return self._reader.step(depth, alive, history)
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """See `rounds.CandidateSource`."""
-        return round.draft_tree()

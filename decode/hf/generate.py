@@ -121,7 +121,7 @@ def specstop_generate(
     filler = generation_config.pad_token_id if generation_config.pad_token_id is not None else (*eos, 0)[0]
     sequences = pad_sequence(texts, batch_first=True, padding_value=filler).to(input_ids.device)
     if generation_config.return_dict_in_generate:
-        tally = Tally.of(generations)
+        tally = Tally(generations)
         statistics = tally.summary() | {"acceptance": tally.acceptance()}
         return SpeculativeOutput(sequences=sequences, statistics=statistics)  # type: ignore[arg-type]
     return sequences

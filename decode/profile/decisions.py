@@ -226,8 +226,7 @@ class _RoundWithoutModels:
             if depth:
                 reader.drawn(depth, self._scores(depth))
             if depth < self._first:
-                if reader.has_unread_path:
-                    reader.read()
+                reader.read_path()
                 continue
             # Reads all 9 MB of it, as a model call does its weights, for little arithmetic.
             self._scratch @ self._scratch[:8].T

@@ -19,8 +19,7 @@ from specstop.decode.drift_monitor import (
     MIN_ROUNDS,
     SLACK,
     WINDOW,
-    AcceptanceWatch,
-    best_fixed,
+    DriftMonitor,
     make_monitor,
 )
 from specstop.decode.feature_reader import single_step
@@ -33,7 +32,7 @@ from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.fixed import Confidence
 from specstop.policies.heads import build_head
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
@@ -198,8 +197,8 @@ def promising(accept: float, depth: int = 4, profile: dict[str, Any] | None = No
     return LearnedPolicy("promising", ("depth",), head, Calibrator(), Calibrator(), rule, depth, facts)
 
 
-def simulate(truth: float, said: float, rounds: int, seed: int) -> AcceptanceWatch:
-    chance, watch = random.Random(seed), AcceptanceWatch()
+def simulate(truth: float, said: float, rounds: int, seed: int) -> DriftMonitor:
+    chance, watch = random.Random(seed), DriftMonitor(promising(said), "warn")
     for _ in range(rounds):
         k = chance.randint(1, 5)
         accepted = next((j for j in range(k) if chance.random() >= truth), k)
@@ -230,7 +229,7 @@ def test_the_mean_and_its_variance_are_those_of_the_accepted_length() -> None:
     chances = {0: 0.2, 1: 0.4, 2: 0.1, 3: 0.3}
     mean = sum(a * p for a, p in chances.items())
     variance = sum(a * a * p for a, p in chances.items()) - mean**2
-    watch = AcceptanceWatch()
+    watch = DriftMonitor(promising(0.8), "warn")
     for _ in range(WINDOW):
         watch.add((0.8, 0.4, 0.3), 2)
     band = watch.band()
@@ -293,15 +292,24 @@ def test_a_promise_that_is_kept_is_passed_over(endless_pair: Pair, prompt_ids: l
     assert rounds > MIN_ROUNDS and speculator.policy.name == "promising"
 
 
+def best_length(policy: LearnedPolicy, *rounds: tuple[int, int], streams: int = 1) -> int:
+    """Return the best length after rounds of (accepted, verified) tokens."""
+    monitor = DriftMonitor(policy, "fallback", 3, streams)
+    for accepted, verified in rounds:
+        monitor.add([0.9] * verified, accepted)
+    return monitor.best_length()
+
+
 def test_the_best_fixed_length_follows_acceptance_and_costs() -> None:
     table = CostTable(10.0, (1e-3, 1e-3), 0.0, tuple(5e-3 + 1e-4 * k for k in range(5)))
     profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0)).to_dict()
     policy = promising(0.9, 4, profile)
-    assert best_fixed(policy, 0.0, 3) == 0, "nothing is accepted: plain decoding"
-    assert best_fixed(policy, 0.5, 3) == max(range(5), key=lambda k: (2 - 0.5**k) / (5e-3 + 1.1e-3 * k))
-    assert best_fixed(policy, 1.0, 3) == 4
-    assert best_fixed(promising(0.9), 0.5, 3) == best_fixed(FixedLength(2), 0.5, 3) == 3, "no profile was saved"
-    assert best_fixed(promising(0.9, 4, {"kind": "odd"}), 0.5, 3) == 3
+    assert best_length(policy, (0, 2)) == 0, "nothing is accepted: plain decoding"
+    half = max(range(5), key=lambda k: (2 - 0.5**k) / (5e-3 + 1.1e-3 * k))
+    assert best_length(policy, (1, 2)) == half, "one of two tokens whose predecessors were accepted"
+    assert best_length(policy, (2, 2)) == 4
+    assert best_length(promising(0.9), (1, 2)) == 3, "no profile was saved"
+    assert best_length(promising(0.9, 4, {"kind": "odd"}), (1, 2)) == 3
 
 
 def test_the_best_fixed_length_of_a_batch_is_by_the_costs_of_the_batch() -> None:
@@ -309,11 +317,12 @@ def test_the_best_fixed_length_of_a_batch_is_by_the_costs_of_the_batch() -> None
     step = ((1, 1e-3), (4, 4e-3))
     shared = BatchTable(10.0, step, {4: ((4, 5e-3), (20, 0.1))})
     cheap = dataclasses.replace(shared, verify_s={4: ((4, 5e-3), (20, 5e-3))}, draft_s=((1, 1e-4), (4, 1e-4)))
-    alone = best_fixed(promising(0.9, 4, Profile(table, table, 0.0, 0.0, (0.0, 0.0)).to_dict()), 0.6, 3)
+    rounds = ((1, 2), (2, 4))  # 3 of 5 tokens whose predecessors were accepted
+    alone = best_length(promising(0.9, 4, Profile(table, table, 0.0, 0.0, (0.0, 0.0)).to_dict()), *rounds)
     for side, expected in ((shared, 0), (cheap, 4)):
         profile = Profile(table, table, 0.0, 0.0, (0.0, 0.0), batch=BatchCosts(side, side)).to_dict()
-        assert best_fixed(promising(0.9, 4, profile), 0.6, 3, streams=4) == expected
-        assert best_fixed(promising(0.9, 4, profile), 0.6, 3) == alone > 0, "of one text, whatever batches cost"
+        assert best_length(promising(0.9, 4, profile), *rounds, streams=4) == expected
+        assert best_length(promising(0.9, 4, profile), *rounds) == alone > 0, "of one text, whatever batches cost"
 
 
 @pytest.mark.parametrize("mode", ["off", "warn", "fallback"])
@@ -338,4 +347,4 @@ def test_only_learned_policies_on_chains_are_watched() -> None:
     ):
         assert make_monitor(policy, mode, chain) is None
     with pytest.raises(InputError, match="drift: expected one of off, warn, fallback, not 'on'"):
-        make_monitor(Confidence(), "on", True)
+        Settings(drift="on")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from specstop.decode import summaries as module
-from specstop.decode.summaries import RECORDINGS, largest, summarise_on_device
+from specstop.decode.summaries import RecordedReading, largest, summarise_on_device
 from specstop.policies.features import Columns, DrawnTokens, summarise
 from tape import Graphs, recorder, simulate_graphs
 
@@ -21,9 +22,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
     """Record simulated graphs, and forget them after the test."""
     made = simulate_graphs(monkeypatch)
     monkeypatch.setattr(module, "recorder", recorder)
-    RECORDINGS.clear()
+    module.recorded_reading.cache_clear()
     yield made
-    RECORDINGS.clear()
+    module.recorded_reading.cache_clear()
 
 
 @pytest.mark.parametrize("width", [5, module.LONG_ROW - 1, module.LONG_ROW, module.LONG_ROW + 700])
@@ -65,10 +66,10 @@ def test_recorded_readings_are_those_of_the_host(width: int, temperature: float,
 
 
 def test_few_recordings_are_kept(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_RECORDINGS", 2)
+    monkeypatch.setattr(module, "recorded_reading", functools.lru_cache(2)(RecordedReading))
     for width in (20, 30, 40, 50):
         compare(width, 0.7, False, "cpu", torch.Generator().manual_seed(3))
-    assert len(RECORDINGS) == 2
+    assert module.recorded_reading.cache_info().currsize == 2
     monkeypatch.setattr(module, "MAX_RECORDED_ROWS", 0)
     recorded = graphs.recorded
     compare(60, 0.7, False, "cpu", torch.Generator().manual_seed(4))
@@ -79,7 +80,8 @@ def test_few_recordings_are_kept(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [48, 128256])
 def test_readings_on_a_gpu_are_those_of_the_host(width: int) -> None:
-    RECORDINGS.clear()
+    module.recorded_reading.cache_clear()
     for temperature, told in ((0.0, False), (0.7, False), (0.7, True)):
         compare(width, temperature, told, "cuda", torch.Generator().manual_seed(5))
-    assert any(buffers.play for buffers in RECORDINGS.values())
+    assert module.recorder(torch.device("cuda:0")).works, "no recording failed"
+    assert module.recorded_reading.cache_info().hits, "a shape is recorded when it comes for the second time"

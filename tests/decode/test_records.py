@@ -26,7 +26,7 @@ GENERATIONS = [
 
 
 def test_sums_of_handmade_rounds() -> None:
-    summary = Tally.of(GENERATIONS).summary()
+    summary = Tally(GENERATIONS).summary()
     expected = {
         "texts": 3, "tokens": 12, "seconds": 18.0, "tokens_per_s": 12 / 18, "target_calls": 4,
         "block_efficiency": (3 + 3 + 2 + 1) / 4, "drafted": 13, "verified": 11, "accepted": 8, "wasted": 5,
@@ -39,28 +39,28 @@ def test_sums_of_handmade_rounds() -> None:
 def test_a_verification_that_streams_share_is_one_call_of_the_target(pair: Pair, prompt_ids: list[list[int]]) -> None:
     shared = [round._replace(together=2) for round in GENERATIONS[0].rounds]
     texts = [Generation((1,), tuple(shared), 5, 0.0, 1.0)] * 2
-    assert Tally.of(texts).target_calls == 3
-    alone = Tally.of(Speculator(pair, FixedLength(2), Settings(0.0, NEW)).run([Request(p) for p in prompt_ids[:4]]))
-    many = Tally.of(
+    assert Tally(texts).target_calls == 3
+    alone = Tally(Speculator(pair, FixedLength(2), Settings(0.0, NEW)).run([Request(p) for p in prompt_ids[:4]]))
+    many = Tally(
         Speculator(pair, FixedLength(2), Settings(0.0, NEW), batch=4).run([Request(p) for p in prompt_ids[:4]])
     )
     assert many.target_calls < alone.target_calls == len(alone.rounds) and len(many.rounds) == len(alone.rounds)
 
 
 def test_phases_sum_up_to_prefill_and_rounds() -> None:
-    tally = Tally.of(GENERATIONS)
+    tally = Tally(GENERATIONS)
     assert sum(tally.shares().values()) == pytest.approx(8.0 + 4 * 2.0)
 
 
 def test_acceptance_leaves_out_cut_rounds_and_counts_those_that_verified_as_deep() -> None:
     expected = [(1, 3 / 3, 3), (2, 2 / 3, 3), (3, 0 / 1, 1), (4, 0 / 1, 1)]
-    assert Tally.of(GENERATIONS).acceptance() == expected
-    assert Tally.of(GENERATIONS[1:]).acceptance() == []
+    assert Tally(GENERATIONS).acceptance() == expected
+    assert Tally(GENERATIONS[1:]).acceptance() == []
 
 
 def test_acceptance_in_a_tree_counts_depths_not_nodes(pair: Pair, prompt_ids: list[list[int]]) -> None:
     made = Speculator(pair, FixedLength(2), Settings(0.0, NEW, tree="3,2")).run([Request(p) for p in prompt_ids[:4]])
-    tally = Tally.of(made)
+    tally = Tally(made)
     whole = sum(not r.cut for r in tally.rounds)
     assert max(r.verified for r in tally.rounds) > 2
     assert [(depth, count) for depth, _, count in tally.acceptance()] == [(1, whole), (2, whole)]

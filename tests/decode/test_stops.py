@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
-from specstop.decode.loop import Speculator
+from specstop.decode.loop import Request, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.records import Generation
@@ -232,6 +232,6 @@ def test_padding_is_seen_by_criteria_but_not_by_the_models(
 ) -> None:
     criterion = EachToken()
     settings = Settings(0.0, 4, stops=(criterion,))
-    made = Speculator(pair, FixedLength(2), settings).generate(prompt_ids[3], padding=[0, 0])
+    (made,) = Speculator(pair, FixedLength(2), settings).run([Request(prompt_ids[3], padding=[0, 0])])
     assert list(made.tokens) == whole[3][:4]
     assert criterion.asked[0] == [0, 0, *prompt_ids[3], made.tokens[0]]

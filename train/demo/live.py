@@ -65,7 +65,7 @@ def compare_live(
         lines.append(
             LiveLine(
                 policy.name,
-                Tally.of(row),
+                Tally(row),
                 float(rate[index] / rate[0]),
                 predicted[index] / predicted[0],
                 (float(low), float(high)),

@@ -11,7 +11,7 @@ from ...collect.schema import NO_TOKEN
 from ...decode.hooks import NO_TIMER
 from ...decode.round_state import RoundState
 from ...decode.verify.modes import MODES, is_trimming
-from ...policies.contract import Array, DraftStep, DraftTree, StopPolicy
+from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.errors import TraceError
 from ...policies.features import History, Layout
 from ...policies.kernels import on_first_use
@@ -43,6 +43,7 @@ class TraceSource:
         # As the live loop does under that verification; under `match` trimming may depend on anything.
         hides = arrays.header.given_text and MODES[arrays.header.verification].hides
         self.decides_ended, self.selects_levels = hides and policy.trims, hides and is_trimming(policy)
+        self._shows_tokens = type(policy).select is not StopPolicy.select and not hides
         self.topology = arrays.tree.limited(policy.max_depth)
         layout = Layout(policy.features)
         self._names, self._width = layout.history, len(layout.names)
@@ -119,7 +120,10 @@ class TraceSource:
         allowed = self.arrays.header.max_new_tokens - self.anchor - 1  # one place is the target's
         limit = np.minimum(allowed, self.topology.deepest)
         limit[~self.active] = self.topology.deepest  # who has no round holds nobody back
-        return RoundState(self.topology, self.active, self.context(), self.backlog, limit)
+        round = RoundState(self.topology, self.active, self.context(), self.backlog, limit)
+        if self._shows_tokens:
+            round.tokens[:, 1:] = self._tokens[self.row, : self.topology.nodes]
+        return round
 
     def rows(self) -> Array:
         """Return [R], the row of each stream's anchor; any row for those without a round.
@@ -191,11 +195,6 @@ class TraceSource:
         """[N, K] bool, nodes that drew an end of text; None where none did."""
         ends: Array = self.arrays.ends.numpy()
         return ends if ends.any() else None
-
-    def tree(self, round: RoundState) -> DraftTree:
-        """See `decode.rounds.CandidateSource`."""
-        round.tokens[:, 1:] = self._tokens[self.row, : self.topology.nodes]
-        return round.draft_tree(hide_tokens=self.selects_levels)  # which tokens were drawn must not matter then
 
     def verify(self, round: RoundState) -> None:
         """See `decode.rounds.RoundSource`; candidates that a live run did not draft are a `TraceError`."""
