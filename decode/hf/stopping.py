@@ -119,8 +119,7 @@ class PolicyStoppingCriteria(StoppingCriteria):
         depth, length, longest = self._drafted, self._host.fixed_length(_ONE), self.policy.max_depth
         if length is not None or depth >= longest:
             return depth >= (longest if length is None else min(length, longest))
-        if self._reader.has_unread_path:
-            self._reader.read()
+        self._reader.read_path()
         logits = scores.float() * (self._temperature or 1.0)  # features read raw logits
         self._round.tokens[0, depth] = token
         greedy = logits if self._temperature == 0.0 else None
