@@ -32,27 +32,26 @@ class Matcher:
     Args:
         matcher: `llguidance.LLMatcher`.
         ends: end-of-text token ids. They are allowed where the grammar is complete.
-        vocabulary: number of tokens.
     """
 
-    def __init__(self, matcher: Any, ends: Collection[int], vocabulary: int) -> None:
-        self.ends, self._matcher, self._vocabulary = frozenset(ends), matcher, vocabulary
+    def __init__(self, matcher: Any, ends: Collection[int]) -> None:
+        self.ends, self._matcher = frozenset(ends), matcher
 
     def after(self, token: int) -> Matcher | None:
         """Return the matcher after one more token; None if the grammar does not allow it or the text ends."""
-        if token in self.ends or token >= self._vocabulary:
+        if token in self.ends:
             return None
         matcher = self._matcher.deep_copy()  # 2 us, less than a rollback
-        return Matcher(matcher, self.ends, self._vocabulary) if matcher.try_consume_tokens([token]) else None
+        return Matcher(matcher, self.ends) if matcher.try_consume_tokens([token]) else None
 
     @cached_property
     def allowed(self) -> Array:
-        """[V] bool, tokens allowed next."""
+        """[V or more] bool, tokens allowed next."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             fault = _one_line(self._matcher.get_error())
             raise InputError(f"grammar: llguidance failed: {fault}; simplify the grammar")
-        allowed: Array = np.unpackbits(packed, bitorder="little")[: self._vocabulary].astype(bool)
+        allowed: Array = np.unpackbits(packed, bitorder="little").astype(bool)
         if not self._matcher.is_accepting():
             # An end token may also be an ordinary token that the grammar allows as text.
             allowed[list(self.ends)] = False
@@ -121,8 +120,7 @@ class Grammar(PerText):
                 raise InputError(f"structured output: llguidance cannot read this tokenizer ({fault})") from None
             if fault := LLMatcher.validate_grammar(self._grammar, tokenizer):
                 raise _invalid(self._kind, fault)
-            matcher = LLMatcher(tokenizer, self._grammar, log_level=0)
-            self._matchers[ends] = Matcher(matcher, ends, tokenizer.vocab_size)
+            self._matchers[ends] = Matcher(LLMatcher(tokenizer, self._grammar, log_level=0), ends)
         return self._matchers[ends]
 
     def for_text(self, prompt: int, eos: Sequence[int]) -> GrammarMask:
