@@ -192,7 +192,7 @@ def widen(view: PreTrainedModel) -> None:
     """Let a view return float32 logits if half precision would round them. Other output layers stay as they are."""
     from .placement import is_plain
 
-    head = getattr(view, "get_output_embeddings", lambda: None)()
+    head: Any = getattr(view, "get_output_embeddings", lambda: None)()
     plain = type(head) is nn.Linear and is_plain(head.weight) and "forward" not in vars(head)
     if plain and can_widen(view.device, view.dtype):
         # The module is the view's copy.
