@@ -155,7 +155,7 @@ class ModelSource:
         if sampler.constrained:
             require_token(sampled)
         first = self.mode.start(sampled, Choices(source, 0, len(prompt), self._temperature == 0.0))
-        text.extend([first], self.settings, self.eos)
+        text.extend([first], self.settings.max_new_tokens, self.eos, self.settings.stops)
         return text
 
     def _split_states(self, states: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -362,7 +362,9 @@ class ModelSource:
             text.anchor = Anchor(round.target_raw, first + indices[-1], hidden)
             first += len(sent)
             new_tokens = [*tokens[1:], round.next_tokens[stream]]
-            round.committed[stream] = text.extend(new_tokens, self.settings, self.eos)
+            round.committed[stream] = text.extend(
+                new_tokens, self.settings.max_new_tokens, self.eos, self.settings.stops
+            )
             round.ended[stream] = text.ended
 
 

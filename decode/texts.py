@@ -14,7 +14,6 @@ from transformers import StoppingCriteria
 from ..policies.errors import PolicyFailure
 from .models.cache import ReadPrompt
 from .records import Generation, Round
-from .settings import Settings
 from .verify.noise import KeyedSource
 from .verify.sampler import Sampler
 from .verify.sampling import SamplingParams
@@ -108,19 +107,19 @@ class Text:
         """Slot of the target's cache for the anchor."""
         return len(self.tokens) - 1 + self.shift
 
-    def extend(self, new: Sequence[int], settings: Settings, eos: Collection[int]) -> int:
+    def extend(self, new: Sequence[int], limit: int, eos: Collection[int], stops: Sequence[StoppingCriteria]) -> int:
         """Commit tokens one by one until the text ends, and return the number committed.
 
         Args:
             new: tokens to commit.
-            settings: limit of generated tokens, and stopping criteria, called after each token as in plain decoding.
+            limit: maximum number of generated tokens.
             eos: token ids that end the text.
+            stops: stopping criteria of transformers, called after each token as in plain decoding.
         """
         before = len(self.tokens)
         for token in new:
             self.tokens.append(token)
-            is_full = self.generated >= settings.max_new_tokens
-            self.ended = is_full or token in eos or (bool(settings.stops) and self._stops(settings.stops))
+            self.ended = self.generated >= limit or token in eos or (bool(stops) and self._stops(stops))
             if self.ended:
                 break
         return len(self.tokens) - before

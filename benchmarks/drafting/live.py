@@ -114,7 +114,7 @@ def per_call(ground: Ground, drafters: dict[str, str]) -> dict[str, tuple[float,
         pair = with_drafter(ground.pair, spec)
         chains, trees = (Speculator(pair, FixedLength(ground.depth), shape).run(asked) for shape in shapes)
         same = sum(a.tokens == b.tokens for made in (chains, trees) for a, b in zip(made, plain, strict=True))
-        out[name] = Tally(chains).block_efficiency, Tally.of(trees).block_efficiency, same
+        out[name] = Tally(chains).block_efficiency, Tally(trees).block_efficiency, same
     return out
 
 
