@@ -93,7 +93,7 @@ def count_rounds(rounds: Rounds, sequences: int) -> Counted:
         extra = np.bincount(sequence, value * beyond, sequences)
         sums[at, :, -2], sums[at, :, -1] = extra, -extra  # in the order of `one_more`
     kinds = Kinds(found[:, 0], found[:, 1], found[:, 2], None if fed is None else found[:, 3:])
-    return Counted(kinds, sums.transpose(1, 0, 2), np.bincount(sequence, decisions.astype(np.float64), sequences))
+    return Counted(kinds, sums.transpose(1, 0, 2), np.bincount(sequence, decisions, sequences).astype(np.float64))
 
 
 def joined(kinds: Sequence[Kinds]) -> tuple[Kinds, list[int]]:
