@@ -30,12 +30,11 @@ import numpy as np
 from bars import NO_PAIR, Bars, arguments
 from random_rounds import draw_rounds, play
 from specstop.decode.topology import chain, parse_tree
-from specstop.policies.calibration import Calibrator, PathCalibrator
 from specstop.policies.contract import DraftStep, StopPolicy
 from specstop.policies.features import CHAIN_FEATURES, Columns, DrawnTokens, Kind, feature, summarise
 from specstop.policies.heads import build_head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy, TreeGain
+from specstop.policies.learned import Calibrator, LearnedPolicy, PathCalibrator, TreeGain
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.tree_rules import TreeRule

@@ -31,13 +31,12 @@ from specstop.decode.feature_reader import FeatureReader
 from specstop.decode.round_state import DraftScores, RoundState
 from specstop.decode.texts import Anchor
 from specstop.decode.topology import chain
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep, RoundOutcome, StopPolicy
 from specstop.policies.features import History, feature
 from specstop.policies.fixed import Confidence
 from specstop.policies.heads import build_head
 from specstop.policies.host import PolicyHost
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived
 from specstop.train.fit.plan import FEATURES

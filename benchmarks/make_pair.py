@@ -36,8 +36,7 @@ from safetensors.torch import save_file
 from specstop.cli.console.output import progress_bars
 from specstop.decode import load_pair
 from specstop.policies.errors import InputError, SpecstopError
-from specstop.policies.files import prepare_output_dir, staged_folder, write_manifest
-from specstop.policies.safe_loading import read_json
+from specstop.policies.files import prepare_output_dir, read_json, staged_folder, write_manifest
 from specstop.train.demo.demo import run_offline
 from specstop.train.demo.pair import WEIGHTS, expand_weights, quantize_weights
 from specstop.train.demo.resume import QUICK, Sizes

@@ -21,12 +21,11 @@ from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
 from specstop.collect.store.folder import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
-from specstop.policies.calibration import Calibrator
 from specstop.policies.costs import CostTable
 from specstop.policies.heads.base import Head
 from specstop.policies.heads.layers import LinearHead
-from specstop.policies.heads.trees import TreesHead
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.heads.tables import TreesHead
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.train.replay.run import replay, replay_many

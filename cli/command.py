@@ -11,8 +11,7 @@ from typer.core import TyperCommand
 
 from ..policies.arguments import check_limits
 from ..policies.errors import InputError
-from ..policies.files import RUN_FILE, Input, check_separate, staging_path
-from ..policies.safe_loading import is_text
+from ..policies.files import RUN_FILE, Input, check_separate, is_text, staging_path
 from .console.streams import only_results_on_stdout
 from .options.config import given_config
 

@@ -17,10 +17,10 @@ from ..policies.arguments import check_limits
 from ..policies.contract import StopPolicy
 from ..policies.errors import InputError
 from ..policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, check_hidden
+from ..policies.files import digest
 from ..policies.fixed import FixedLength
 from ..policies.profile import Profile
 from ..policies.registry import PolicySpec, as_policy
-from ..policies.safe_loading import digest
 from .collectors import check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions

@@ -26,8 +26,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ..decode.topology import Topology
 from ..policies.errors import TraceError
 from ..policies.features import HIDDEN_STATES, Kind
-from ..policies.safe_loading import SURROGATE, is_text, strict_loads
-from ..policies.training_metadata import Conditions
+from ..policies.files import SURROGATE, is_text, strict_loads
+from ..policies.learned import Conditions
 from .store.header_fields import (
     MOST,
     AnchorFeatures,

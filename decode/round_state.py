@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Rows = Sequence[tuple[int, Sequence[int]]]
 """(stream, rows of the topology), both ascending: the order of the R rows of scores [R, V]."""
 
-kernels = on_first_use("rounds")
+kernels = on_first_use("features")
 
 
 @dataclass(slots=True)

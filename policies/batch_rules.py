@@ -22,7 +22,7 @@ from .learned import LearnedPolicy
 from .profile import Profile
 from .rules import BatchRule, factors_at
 
-kernels = on_first_use("batches")
+kernels = on_first_use("trees")
 
 NOT_DRAFTED = -1.0
 

@@ -11,7 +11,7 @@ from .kernels import on_first_use
 
 GOLDEN = 0x9E3779B97F4A7C15
 
-kernels = on_first_use("counter_rng")
+kernels = on_first_use("features")
 
 
 def signed(value: int) -> int:

@@ -43,7 +43,7 @@ PAST_WEIGHT = 0.8
 
 NO_SCORES = "noisy_* features need the match verification: choose it, or a policy without them"
 
-feature_kernels, round_kernels = on_first_use("features"), on_first_use("rounds")
+kernels = on_first_use("features")
 
 # Definitions
 
@@ -280,7 +280,7 @@ def summarise(
         PolicyError: noisy scores are needed but missing.
     """
     arguments = _kernel_arguments(needs, logits, drawn, temperature, sampled, scores, best)
-    return RowSummary(*feature_kernels().summarise_rows(*arguments))
+    return RowSummary(*kernels().summarise_rows(*arguments))
 
 
 def _kernel_arguments(
@@ -331,13 +331,13 @@ class Columns:
         Saves 1 us over `summarise` and `__call__`; `rows` are `sampled`, `scores` and `best` of `summarise`.
         """
         arguments = _kernel_arguments(self.needs, logits, drawn, temperature, *rows)
-        path: Array = feature_kernels().read_columns(*arguments, self.codes, temperature, out)
+        path: Array = kernels().read_columns(*arguments, self.codes, temperature, out)
         return path
 
     def __call__(self, summary: RowSummary, drawn: DrawnTokens, temperature: float, out: Array | None = None) -> Array:
         """Return the columns [B, F] float32 of summarised rows, or write them to `out` [B, .]."""
         out = np.empty((len(drawn.ids), len(self.codes)), dtype=np.float32) if out is None else out
-        feature_kernels().write_columns(
+        kernels().write_columns(
             self.codes, summary.top, summary.stats, summary.noisy, drawn.ids, summary.numbers, temperature, out
         )
         return out
@@ -385,7 +385,7 @@ class History:
         """Return the history after a round. Rounds that were cut do not count."""
         accepted, verified, active, cut = outcome.accepted, outcome.verified, outcome.active, outcome.cut
         after = np.empty(self.record.shape)
-        round_kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
+        kernels().add_round(self.record, accepted, verified, active, cut, PAST_WEIGHT, after)
         return History(after)
 
     def values(self, names: Sequence[str] = HISTORY_FEATURES) -> Array:

@@ -1,26 +1,245 @@
-"""Learned policies: head, calibration and stop rule, each replaceable."""
+"""Learned policies: head, calibration and stop rule, each replaceable, and what they were trained for."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import Self
 
-from .calibration import NO_PIECES, Calibrator, PathCalibrator, SurvivalMaps
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .errors import PolicyError
+from .errors import PolicyError, SpecstopWarning
 from .features import Kind, feature
 from .heads.base import NO_HIDDEN, Head, Hidden
 from .kernels import on_first_use
 from .rules import THRESHOLD_RULES, BatchRule, Continuation, Derived, Rule, Threshold
-from .training_metadata import TrainingMetadata
-from .tree_rules import TreeRule, kernels as tree_kernels
+from .tree_rules import TreeRule
 
-kernels = on_first_use("decisions")
+KINDS = ("identity", "temperature", "isotonic")
+NO_PIECES: Array = np.zeros((4, 0))
+
+_MAX_SIZE = 1 << 20
+
+kernels = on_first_use("heads")
+tree_kernels = on_first_use("trees")
+
+
+class Calibrator:
+    """A monotone map from logits to probabilities.
+
+    Args:
+        kind: "identity", "temperature" (sigmoid of logit / T) or "isotonic" (piecewise linear in the logit).
+        temperature: T.
+        knots: [2, n] float32, the logits (increasing) and the probabilities (not decreasing) of an isotonic map.
+
+    Attributes:
+        pieces: float64; [1, 1] the factor of the logit in a sigmoid, or [4, n + 1] upper bound, start, value and slope of
+            each piece of an isotonic map, which is constant outside its knots.
+    """
+
+    def __init__(self, kind: str = "identity", temperature: float = 1.0, knots: Array | None = None) -> None:
+        if kind not in KINDS or not 0 < temperature < math.inf:
+            raise PolicyError(
+                f"calibration: expected {', '.join(KINDS)} at a temperature above 0, not {kind} at {temperature}"
+            )
+        self.kind, self.temperature = kind, temperature
+        self.knots: Array = np.zeros((2, 0), dtype=np.float32) if knots is None else knots
+        self.pieces = _pieces(self.knots) if kind == "isotonic" else np.array([[1.0 / temperature]])
+
+    def __call__(self, logits: Array) -> Array:
+        """Return the float64 probabilities, of the same shape as `logits`."""
+        scores = np.ascontiguousarray(logits, dtype=np.float64)
+        out = np.empty(scores.shape)
+        kernels().calibrate(scores.reshape(-1), self.pieces, out.reshape(-1))
+        return out
+
+
+def _pieces(knots: Array) -> Array:
+    """Return `Calibrator.pieces` of an isotonic map; raise `PolicyError` unless it is monotone within [0, 1]."""
+    ok = knots.ndim == 2 and knots.shape[0] == 2 and knots.shape[1] >= 2 and bool(np.isfinite(knots).all())
+    if not ok or (np.diff(knots, axis=1) < 0).any() or (knots[1] < 0).any() or (knots[1] > 1).any():
+        raise PolicyError("calibration: expected knots [2, n], n of 2 or more, increasing, the second row in [0, 1]")
+    x, y = knots.astype(np.float64)
+    step = np.diff(x)
+    slope = np.where(step > 0, np.diff(y) / np.maximum(step, 1e-12), 0.0)
+    return np.stack(
+        [np.append(x, np.inf), np.append(x[:1], x), np.append(y[:1], y), np.concatenate([[0.0], slope, [0.0]])]
+    )
+
+
+class SurvivalMaps:
+    """Recalibrates the running product of `accept` by a monotone table at each depth: S_j = g_j(S_{j-1} accept_j).
+
+    The product of calibrated factors is not calibrated, since the features at depth j also depend on the tokens before it.
+    (Sequential temperature scaling of the confidence heads in DSpark, with tables instead of temperatures.)
+
+    Args:
+        tables: [L, K, 2, n] float32, knots (probabilities before and after, neither decreasing) for products that begin at
+            depth 1..L, at depths 1..K. A table of equal rows changes nothing.
+    """
+
+    def __init__(self, tables: Array) -> None:
+        ok = tables.ndim == 4 and tables.shape[2] == 2 and tables.shape[3] >= 2 and 0 < tables.size <= _MAX_SIZE
+        if not ok or tables.dtype != np.float32:
+            raise PolicyError(f"calibration: expected survival tables [L, K, 2, n], got {list(tables.shape)}")
+        self.tables, self.depth = tables, int(tables.shape[1])
+        self._pieces = [[NO_PIECES if np.array_equal(*table) else _pieces(table) for table in row] for row in tables]
+
+    @property
+    def changed(self) -> list[int]:
+        """The depths at which a product that begins at depth 1 is changed."""
+        return [depth for depth, piece in enumerate(self._pieces[0], 1) if piece.size]
+
+    def by_depth(self, first: int) -> Sequence[Array]:
+        """Return the maps at depths 0..K of a product that begins at depth `first`; `NO_PIECES` = unchanged."""
+        start = max(first, 1)
+        return [NO_PIECES, *(self._pieces[start - 1] if start <= len(self._pieces) else [NO_PIECES] * self.depth)]
+
+
+class PathCalibrator(Calibrator):
+    """Calibrates whole paths of a tree: P = sigmoid(scale_d logit(p sigmoid(l)) + tilt_d l + shift_{d,r}), at most p.
+
+    p is the calibrated chance of the path to the parent, l the head's logit at depth d of a node of rank r. The plain product
+    is wrong because the draft is often as confident after a wrong token as after a right one.
+
+    Args:
+        table: [D + 1, 2 + R] float32, by depth 0..D: scale, tilt, and the shifts of rank 0..R-1. The last row and the last
+            shift apply to all deeper and lower nodes.
+    """
+
+    name = "path"
+
+    def __init__(self, table: Array) -> None:
+        super().__init__()
+        if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] < 3 or not np.isfinite(table).all():
+            raise PolicyError("calibration: expected by depth a scale, a tilt and shifts by rank, all finite")
+        self.kind, self.knots, self._table = self.name, table, table.astype(np.float64)
+
+    def maps(self, depth: int, ranks: Array) -> Array:
+        """Return [B, 3], scale, tilt and shift of the branches of a depth with these ranks [B]."""
+        row = self._table[min(depth, len(self._table) - 1)]
+        shift = row[2 + np.minimum(ranks, len(row) - 3)]
+        return np.stack([np.full(len(shift), row[0]), np.full(len(shift), row[1]), shift], 1)
+
+    def of(self, parent_chance: Array, logits: Array, depth: int, ranks: Array) -> Array:
+        """Return [..., B] chances of whole paths, given p and l [..., B] and the ranks [B] of the branches of a depth."""
+        pair = np.broadcast_arrays(parent_chance, logits)
+        parents, scores = (np.ascontiguousarray(v, dtype=np.float64).reshape(-1, len(ranks)) for v in pair)
+        out = np.empty(scores.shape)
+        tree_kernels().path_chances(parents, scores, self.maps(depth, ranks), out)
+        return out.reshape(pair[0].shape)
+
+
+# Options that remove unlikely tokens, which has no effect on greedy decoding.
+_FILTERS = ("top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_MAX_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class TrainingMetadata:
+    """What a policy was trained for and how it performed; does not change decisions.
+
+    Attributes:
+        temperature, verification, label, shaping: of the traces; several temperatures if the head reads the temperature.
+        pair: hashes of target, draft and tokenizer.
+        rho, acceptance: tokens per second, and a_1..a_K, that rules assume.
+        profile: the latency profile as JSON, or empty.
+        provenance: command, versions, seed, traces.
+        metrics: on prompts that influenced nothing in the policy.
+        prompts: hashes of the training prompts: "fit" of the head, "select" of calibration, thresholds and rho, "report".
+    """
+
+    temperature: float | tuple[float, ...] = 0.0
+    verification: str = "match"
+    label: str = "match"
+    pair: dict[str, str] = field(default_factory=dict)
+    rho: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    profile: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    shaping: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, list[str]] = field(default_factory=dict)
+
+    def covers(self, temperature: float) -> bool:
+        """Whether a temperature lies within those of the traces."""
+        known = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+        return min(known) <= temperature <= max(known)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Conditions under which a policy is used or a trace was recorded.
+
+    Attributes:
+        temperature: 0 = greedy; None = unknown: neither it nor `shaping` is compared.
+        shaping: other options that change the distribution that is sampled from, by name.
+        verification: mode; "" = any.
+        pair: hashes of target, draft and tokenizer; empty = any.
+        tree: name of the topology of rounds; "" = any.
+    """
+
+    temperature: float | None
+    shaping: Mapping[str, Any] = field(default_factory=dict)
+    verification: str = ""
+    pair: Mapping[str, str] = field(default_factory=dict)
+    tree: str = ""
+
+
+def shaping_text(shaping: Mapping[str, Any], temperature: float = 1.0) -> str:
+    """Return the options that have an effect at a temperature as text: `top-p 0.9, min-p 0.05`, or `none`."""
+    words = []
+    for name, value in sorted(shaping.items()):
+        if temperature > 0 or name not in _FILTERS:
+            text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words.append(f"{name.replace('_', '-')} {text}")
+    return " ".join(", ".join(words).split())[:_MAX_CHARACTERS] or "none"  # values in files may have any length
+
+
+def sampling_text(temperature: float | str | Sequence[float], shaping: Mapping[str, Any]) -> str:
+    """Return `temperature 0.7, top-p 0.9`; with all temperatures if there are several."""
+    if isinstance(temperature, str):
+        return f"temperature {temperature}"
+    temperatures = [temperature] if isinstance(temperature, float | int) else list(temperature)
+    options = shaping_text(shaping, max(temperatures))
+    return f"temperature {', '.join(f'{t:g}' for t in temperatures)}" + (f", {options}" if options != "none" else "")
+
+
+def other_conditions(policy: StopPolicy, used: Conditions) -> list[tuple[str, Any, Any]]:
+    """Return the conditions that differ from those of training: (name, of training, of use)."""
+    trained = getattr(policy, "metadata", None)
+    if not isinstance(trained, TrainingMetadata):
+        return []
+    different = list[tuple[str, Any, Any]]()
+    if used.temperature is not None:
+        filters = [shaping_text(options, used.temperature) for options in (trained.shaping, used.shaping)]
+        if not trained.covers(used.temperature):
+            different.append(("temperature", trained.temperature, used.temperature))
+        if filters[0] != filters[1]:
+            different.append(("filter", filters[0], filters[1]))
+    if used.verification and trained.verification != used.verification:
+        different.append(("verification", trained.verification, used.verification))
+    # A pair without a tokenizer, or a drafter that needs no draft, has fewer hashes.
+    if hashes := {name: hash for name, hash in trained.pair.items() if used.pair.get(name, hash) != hash}:
+        different.append(("pair", hashes, {name: used.pair[name] for name in hashes}))
+    tree = trained.metrics.get("tree")  # of a tree policy
+    if used.tree and isinstance(tree, str) and tree != used.tree:
+        different.append(("tree", tree, used.tree))
+    return different
+
+
+def warn_other_conditions(policy: StopPolicy, used: Conditions, where: str) -> None:
+    """Warn of each condition that differs from those of training; `where` is "these traces" or "this run"."""
+    for name, trained, current in other_conditions(policy, used):
+        remedy = f"; --tree {trained} drafts it" if name == "tree" else ""
+        message = f"{policy.name} was trained for another {name} ({trained}) than {where} ({current}){remedy}"
+        warnings.warn(message, SpecstopWarning, stacklevel=4)
+
 
 _NO_SURVIVAL = np.zeros((1, 0))
 

@@ -15,7 +15,7 @@ import numpy as np
 from .arguments import LIMITS
 from .costs import Costs
 from .errors import InputError
-from .files import write_atomic
+from .files import check_values, digest, read_json, write_atomic
 from .measurements import (
     DECISIONS,
     VERIFY,
@@ -27,7 +27,6 @@ from .measurements import (
     estimate,
     judge,
 )
-from .safe_loading import check_values, digest, read_json
 
 PROFILE_SCHEMA = 1
 MARK = b'"kind": "profile"'

@@ -15,7 +15,7 @@ from .costs import MAX_STREAMS
 from .errors import PolicyError
 
 SURVIVAL, ACCEPT, NEXT, GAIN = range(4)
-"""Values that a rule compares with its threshold; see `kernels.decisions.decide`."""
+"""Values that a rule compares with its threshold; see `kernels.heads.decide`."""
 
 THRESHOLD_RULES = ("survival", "step", "any")
 """Kinds of `Threshold`."""

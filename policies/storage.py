@@ -18,24 +18,35 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from .batch_rules import for_batches
-from .calibration import Calibrator, PathCalibrator, SurvivalMaps
 from .contract import Array
 from .display import markdown_cell, markdown_table
 from .errors import PolicyError
 from .features import feature
-from .files import staged_folder, write_atomic, write_json
-from .heads import build_head
-from .learned import ContinuationPolicy, LearnedPolicy, TreeGain, build_rule, head_names
-from .rules import BatchRule, Continuation
-from .safe_loading import (
+from .files import (
     CARD_FILE,
     WEIGHTS_FILE,
     check_side_names,
     digest,
     read_files,
     read_signed_json,
+    staged_folder,
+    write_atomic,
+    write_json,
 )
-from .training_metadata import TrainingMetadata, sampling_text
+from .heads import build_head
+from .learned import (
+    Calibrator,
+    ContinuationPolicy,
+    LearnedPolicy,
+    PathCalibrator,
+    SurvivalMaps,
+    TrainingMetadata,
+    TreeGain,
+    build_rule,
+    head_names,
+    sampling_text,
+)
+from .rules import BatchRule, Continuation
 from .tree_rules import TreeRule
 
 POLICY_SCHEMA = 2

@@ -22,8 +22,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden
-from .host import validate_policy
-from .state import put, take
+from .host import put, take, validate_policy
 
 STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests
 HIDDEN = 16  # size H of the hidden states, unless the policy has `sizes`: H by name

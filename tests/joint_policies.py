@@ -7,19 +7,17 @@ from functools import partial
 
 import numpy as np
 from specstop.policies.batch_rules import BatchStop, for_batches
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.features import feature
 from specstop.policies.heads import build_head
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.published.tetris import Tetris
 from specstop.policies.rules import Derived
-from specstop.policies.training_metadata import TrainingMetadata
 
 MOST = 3
 LINEAR = tuple(1.0 + 0.08 * n for n in range(16))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Rule
 
 EXACT = Calibrator("isotonic", knots=np.array([[0.0, 1.0], [0.0, 1.0]], dtype=np.float32))

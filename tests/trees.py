@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specstop.policies.calibration import PathCalibrator
 from specstop.policies.features import feature
 from specstop.policies.heads import build_head
-from specstop.policies.learned import TreeGain
+from specstop.policies.learned import PathCalibrator, TreeGain
 from specstop.policies.tree_rules import TreeRule
 
 FEATURES = ("mean_accepted", "top1", "drawn_prob", "noisy_margin", "noisy_lead", "branch_rank")

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import check_sizes
+from specstop.policies.files import digest
 from specstop.policies.heads import build_head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.safe_loading import digest
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
 from specstop.train.heads.exported import with_ranges
 

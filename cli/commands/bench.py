@@ -69,8 +69,8 @@ def bench(
     from ...decode.models.pair import with_engine
     from ...decode.settings import Settings
     from ...decode.verify.modes import describe
+    from ...policies.learned import sampling_text
     from ...policies.registry import load_policy
-    from ...policies.training_metadata import sampling_text
 
     rules = [load_policy(spec) for spec in policy]
     most = max((rule.max_depth for rule in rules), default=0) if depth is None else depth

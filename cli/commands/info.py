@@ -96,7 +96,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     from ...collect.acceptance import LENGTHS
     from ...collect.store.card import balance_text, hidden_text, replay_text
     from ...decode.verify.modes import describe
-    from ...policies.training_metadata import shaping_text
+    from ...policies.learned import shaping_text
 
     header = trace.header
     columns = trace.table(["accepted_length", "cut", "prompt_id", "sample", "group"])
@@ -197,8 +197,8 @@ def _short(value: Any) -> str:
 
 
 def _policy(path: Path) -> dict[str, Any]:
+    from ...policies.learned import shaping_text
     from ...policies.storage import load_policy_folder
-    from ...policies.training_metadata import shaping_text
 
     policy = load_policy_folder(path)
     facts = policy.metadata
@@ -258,7 +258,7 @@ def _model(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig, GenerationConfig
 
     from ...decode.verify.sampling import IGNORED, NEUTRAL, model_defaults
-    from ...policies.training_metadata import shaping_text
+    from ...policies.learned import shaping_text
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

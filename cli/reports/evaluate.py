@@ -118,7 +118,7 @@ def evaluate(
 
 def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int], Any]:
     """Return when requests arrive, by their number."""
-    from ...policies.safe_loading import read_json
+    from ...policies.files import read_json
     from ...train.replay.arrivals import at_once, poisson, recorded
 
     if told is None:
@@ -138,7 +138,7 @@ def _arrivals(told: str | None, batch: str | None, seed: int) -> Callable[[int],
 
 def show_report(report: Report) -> None:
     """Print a report's table, its curve of fixed lengths, its caveats and findings, and the answer."""
-    from ...policies.training_metadata import sampling_text
+    from ...policies.learned import sampling_text
     from ...train.report.writing.files import headline, policy_rows
 
     facts = report.facts

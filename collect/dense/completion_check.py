@@ -16,7 +16,7 @@ import torch
 from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.training_metadata import sampling_text
+from ...policies.learned import sampling_text
 from ..prompts.tokens import Prompt
 from ..work import spread
 from .completions import Completions, completion_ids, sampled_rows, target_rows

@@ -18,8 +18,7 @@ import numpy as np
 from ...policies.arguments import MAX_ROWS
 from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.files import prepare_output_dir, staged_folder
-from ...policies.safe_loading import SURROGATE, is_text, strict_loads
+from ...policies.files import SURROGATE, is_text, prepare_output_dir, staged_folder, strict_loads
 from ..acceptance import DEPENDENT, LENGTHS
 from ..prompts.files import lines
 from ..prompts.samples import SampleNames, warn_sample_ids

@@ -11,12 +11,12 @@ from typing import Any
 
 from ...policies.arguments import check_limits
 from ...policies.errors import InputError, close_match
-from ...policies.safe_loading import SURROGATE, is_text
+from ...policies.files import SURROGATE, is_text
 from .files import STANDARD_INPUT, records
 from .messages import prompt_text
 from .presets import PLAIN, Layout, find_preset
 from .samples import DistinctPrompts, SampleNames, warn_equal_texts, warn_sample_ids
-from .tokens import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
+from .tables import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
 
 SIDES = ("train", "test")
 TEST_SHARE = 0.2

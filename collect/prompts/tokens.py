@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...decode.run import warn_two_bos
 from ...policies.errors import InputError, SpecstopWarning, close_match
-from ...policies.safe_loading import SURROGATE, is_text
+from ...policies.files import SURROGATE, is_text
 from ..work import stream_name
 
 LONG = ("skip", "left", "right", "refuse")

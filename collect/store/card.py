@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ...policies.display import markdown, markdown_cell, printable
-from ...policies.training_metadata import shaping_text
+from ...policies.learned import shaping_text
 from ..schema import Header
 
 CARD_FILE = "README.md"

@@ -23,8 +23,17 @@ from torch import nn
 
 from ...policies.display import markdown_table
 from ...policies.errors import InputError, SpecstopError
-from ...policies.files import staged_folder, write_atomic, write_json
-from ...policies.safe_loading import CARD_FILE, MAX_TEXT_BYTES, WEIGHTS_FILE, digest, read_files, read_signed_json
+from ...policies.files import (
+    CARD_FILE,
+    MAX_TEXT_BYTES,
+    WEIGHTS_FILE,
+    digest,
+    read_files,
+    read_signed_json,
+    staged_folder,
+    write_atomic,
+    write_json,
+)
 from ..models.engine import pack_weights, packed_refusal
 from ..models.pair import Pair
 from ..models.view import hidden_width

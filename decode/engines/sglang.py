@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.safe_loading import strict_loads
+from ...policies.files import strict_loads
 
 KEY = "specstop"
 TARGET = "sglang.srt.speculative.adaptive_spec_params.AdaptiveSpeculativeParams"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.safe_loading import strict_loads
+from ...policies.files import strict_loads
 
 SWITCH = "SPECSTOP_VLLM_ACCEPTANCE"
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ...policies.errors import InputError
-from ...policies.safe_loading import read_json
+from ...policies.files import read_json
 from ..drafters.spec import change_paths
 from .arguments import generate_arguments, refuse
 from .generate import check_draft_model, specstop_generate

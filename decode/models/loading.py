@@ -40,7 +40,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from transformers.utils.import_utils import is_peft_available
 
 from ...policies.errors import PairError
-from ...policies.safe_loading import strict_loads
+from ...policies.files import strict_loads
 from .placement import ADAPTED, Places, call_from, is_plain, is_quantised, kept_as_is, model_hash
 
 ADAPTER = "adapter_config.json"

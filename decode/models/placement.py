@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...policies.errors import InputError, SpecstopWarning
-from ...policies.safe_loading import strict_loads
+from ...policies.files import strict_loads
 
 Places = str | dict[str, Any]
 """A strategy of accelerate, or devices (including `cpu` and `disk`) by module name."""

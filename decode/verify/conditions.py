@@ -9,9 +9,8 @@ from transformers import GenerationConfig
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import SpecstopWarning
-from ...policies.learned import LearnedPolicy
+from ...policies.learned import Conditions, LearnedPolicy, warn_other_conditions
 from ...policies.profile import Profile
-from ...policies.training_metadata import Conditions, warn_other_conditions
 from ..drafters.spec import parse_spec
 from ..models.pair import Pair
 from ..settings import Settings

@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ...policies.contract import Array
 from ...policies.errors import InputError
-from ...policies.safe_loading import strict_loads
+from ...policies.files import strict_loads
 from .processors import PerText
 
 _MAX_MATCHERS = 256

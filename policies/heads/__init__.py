@@ -9,8 +9,7 @@ from ..errors import PolicyError
 from .base import Head
 from .layers import HardHead, LinearHead, MLPHead, SoftHead
 from .residual import ResNetHead, SpecDecHead
-from .tokens import TokenHead
-from .trees import TreesHead
+from .tables import TokenHead, TreesHead
 
 HEADS = {
     head.kind: head for head in (HardHead, LinearHead, MLPHead, ResNetHead, SoftHead, SpecDecHead, TokenHead, TreesHead)

@@ -13,9 +13,9 @@ from commands import Answer, cli, files
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
 from specstop.collect.store.folder import Trace, open_trace
+from specstop.policies.files import digest
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
-from specstop.policies.safe_loading import digest
 from specstop.policies.storage import load_policy_folder, save_policy
 from transformers import PreTrainedTokenizerFast
 

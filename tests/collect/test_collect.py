@@ -30,11 +30,11 @@ from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.fixed import Confidence
+from specstop.policies.learned import TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
-from specstop.policies.training_metadata import TrainingMetadata
 
 SHARDS = 20
 OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10, "seed": 5, "shards": SHARDS}

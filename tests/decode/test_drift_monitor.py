@@ -28,16 +28,14 @@ from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.batch_rules import for_batches
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, SpecstopWarning
 from specstop.policies.fixed import Confidence
 from specstop.policies.heads import build_head
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
-from specstop.policies.training_metadata import TrainingMetadata
 
 NEW = 20
 

@@ -207,12 +207,17 @@ def make_policies(folder: Path, profile: Any, widths: dict[str, int]) -> None:
     from head_tensors import NAMES, TENSORS, knots
     from specstop.policies import save_policy
     from specstop.policies.batch_rules import for_batches
-    from specstop.policies.calibration import Calibrator, SurvivalMaps
     from specstop.policies.heads import build_head
     from specstop.policies.heads.layers import HARD_FEATURES
-    from specstop.policies.learned import ContinuationPolicy, LearnedPolicy, head_names
+    from specstop.policies.learned import (
+        Calibrator,
+        ContinuationPolicy,
+        LearnedPolicy,
+        SurvivalMaps,
+        TrainingMetadata,
+        head_names,
+    )
     from specstop.policies.rules import BatchRule, Continuation, Derived, Threshold
-    from specstop.policies.training_metadata import TrainingMetadata
     from trees import FREE, make_tree_policy
 
     maps = Calibrator("isotonic", knots=knots()), Calibrator("temperature", 1.5)

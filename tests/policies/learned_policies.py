@@ -6,13 +6,11 @@ import copy
 
 import numpy as np
 from head_tensors import NAMES, TENSORS, knots
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array
 from specstop.policies.heads import build_head
 from specstop.policies.heads.base import NO_HIDDEN, Head, Hidden
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from specstop.policies.rules import Derived, Rule
-from specstop.policies.training_metadata import TrainingMetadata
 
 FACTS = TrainingMetadata(
     0.7,

@@ -7,10 +7,9 @@ import pytest
 from contract_policies import TEST_POLICIES
 from head_tensors import knots
 from random_heads import RANDOM_HEADS, random_head
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.fixed import Confidence
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.registry import BUILTINS, load_policy
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.testing import PolicyTests, TreePolicyTests

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from specstop.policies.errors import InputError
-from specstop.policies.files import write_atomic, write_json
-from specstop.policies.safe_loading import read_json
+from specstop.policies.files import read_json, write_atomic, write_json
 
 
 def names(folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ def test_damaged_folders_are_refused_or_decide_as_before(fuzz: ModuleType, tmp_p
 
 def test_a_fault_would_be_seen(fuzz: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the checksums of the good folder believed blindly, some damage goes through unnoticed."""
-    monkeypatch.setattr("specstop.policies.safe_loading.digest", lambda raw: raw["sha256"])
+    monkeypatch.setattr("specstop.policies.files.digest", lambda raw: raw["sha256"])
     monkeypatch.setattr(fuzz, "ACCIDENTS", (fuzz.edit_number,))
     monkeypatch.setattr(fuzz, "FORGERIES", ())
     _, faults = fuzz.attack(60, 7, tmp_path)

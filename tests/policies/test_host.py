@@ -17,9 +17,8 @@ from asking import ask, tell
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.errors import PolicyError, PolicyFailure, SpecstopWarning
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.host import PolicyHost, error_text, is_trusted, plugin_errors
+from specstop.policies.host import PolicyHost, error_text, is_trusted, plugin_errors, put, take
 from specstop.policies.published.bandit import Bandit
-from specstop.policies.state import put, take
 from specstop.policies.testing import keys, make_step, make_tree, same
 
 

@@ -17,8 +17,8 @@ import safetensors.numpy
 from learned_policies import learned
 from specstop.policies import from_pretrained, save_pretrained
 from specstop.policies.errors import PolicyError
+from specstop.policies.files import digest
 from specstop.policies.registry import load_policy
-from specstop.policies.safe_loading import digest
 from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder
 
 

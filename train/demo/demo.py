@@ -29,11 +29,18 @@ from ...decode.verify.modes import find_mode
 from ...policies import kernels
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, shown
-from ...policies.files import check_separate, prepare_output_dir, replace_folder, sha256, staging_path, write_json
+from ...policies.files import (
+    check_separate,
+    prepare_output_dir,
+    read_json,
+    replace_folder,
+    sha256,
+    staging_path,
+    write_json,
+)
 from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ...policies.safe_loading import read_json
 from ...policies.storage import load_policy_folder
 from ..fit.run import train
 from ..fit.tuning.rates import best_of, fixed_grid

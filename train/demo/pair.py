@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...policies.errors import InputError
-from ...policies.files import cache_folder, sha256, staged_folder, write_json
-from ...policies.safe_loading import read_json
+from ...policies.files import cache_folder, read_json, sha256, staged_folder, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

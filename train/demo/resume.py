@@ -22,9 +22,8 @@ from ...decode.models.pair import Pair
 from ...decode.profile.measuring import Effort
 from ...decode.settings import Settings
 from ...policies.errors import InputError
-from ...policies.files import STAGE_PREFIX, cache_folder, write_json
+from ...policies.files import STAGE_PREFIX, cache_folder, read_json, write_json
 from ...policies.fixed import FixedLength
-from ...policies.safe_loading import read_json
 
 STATE_FILE = "demo.json"
 PROBE_TOKENS = 24

@@ -22,8 +22,7 @@ from ...decode.plain import plain_texts
 from ...decode.verify.noise import stream_key
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError
-from ...policies.files import write_atomic, write_json
-from ...policies.safe_loading import read_json
+from ...policies.files import read_json, write_atomic, write_json
 
 LIST = "texts.json"
 TOGETHER = 16

@@ -22,10 +22,9 @@ from ...decode.hf.exported import DRAFTER, FIGURES, POLICY
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, SpecstopWarning
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
-from ...policies.learned import LearnedPolicy
+from ...policies.learned import LearnedPolicy, sampling_text
 from ...policies.registry import BUILTINS, load_policy
 from ...policies.storage import save_policy
-from ...policies.training_metadata import sampling_text
 
 GENERATE = '''"""Decodes with the stop policy of this repository. The code is in the package specstop."""
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ...policies.calibration import Calibrator
 from ...policies.contract import Array
 from ...policies.errors import PolicyError
 from ...policies.files import prepare_output_file, write_atomic
 from ...policies.heads.base import kernels
 from ...policies.heads.layers import LinearHead, MLPHead
-from ...policies.heads.trees import TreesHead
-from ...policies.learned import LearnedPolicy
+from ...policies.heads.tables import TreesHead
+from ...policies.learned import Calibrator, LearnedPolicy
 
 OPSET, ML_OPSET = 17, 3
 PRODUCER = "specstop"

@@ -19,10 +19,9 @@ from ...policies.batch_rules import BatchStop, for_batches
 from ...policies.contract import Array
 from ...policies.features import DRAFT_HIDDEN, HISTORY_FEATURES, TARGET_HIDDEN
 from ...policies.heads.base import NO_HIDDEN, Head, Hidden
-from ...policies.learned import LearnedPolicy
+from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
-from ...policies.training_metadata import TrainingMetadata
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays

@@ -107,7 +107,7 @@ def head_scores(
 
 def _survival(policy: LearnedPolicy, outputs: Outputs) -> np.ndarray[Any, Any]:
     accept = policy.accept(outputs.logits[:, 1:, 0])
-    accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.decisions.decide`
+    accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.heads.decide`
     return survival(accept, None if policy.survival is None else policy.survival.tables[0])
 
 

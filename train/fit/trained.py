@@ -11,9 +11,8 @@ from typing import Any
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.files import prepare_output_dir
-from ...policies.learned import LearnedPolicy
+from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
-from ...policies.training_metadata import TrainingMetadata
 from ..heads.fitting import FitOptions
 
 

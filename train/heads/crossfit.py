@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ...collect.schema import NO_TOKEN
-from ...policies.calibration import Calibrator, SurvivalMaps
 from ...policies.contract import Array, StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import TraceError
+from ...policies.files import digest
 from ...policies.heads.base import Head
+from ...policies.learned import Calibrator, SurvivalMaps
 from ...policies.profile import Profile
-from ...policies.safe_loading import digest
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states
@@ -332,7 +332,7 @@ def _cross_fitted(calibrator: Calibrator, outputs: Outputs, drawn: Array) -> Arr
         rest = others[:, None] & use
         # Fitted on rows that `accept` is conditional on, and used at all depths, as live.
         out[mine] = fit_kind(calibrator.kind, logits[rest], labels[rest])(logits[mine])
-    out[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.decisions.decide`
+    out[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.heads.decide`
     return out
 
 

@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from ...policies.display import Progress
 from ...policies.errors import InputError, close_match
-from ...policies.files import write_json
-from ...policies.safe_loading import read_json
+from ...policies.files import read_json, write_json
 from .fitting import FitOptions
 
 MONITOR = "held_out_loss"

@@ -19,9 +19,9 @@ from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError
 from ...policies.host import with_costs
+from ...policies.learned import warn_other_conditions
 from ...policies.profile import Profile
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
-from ...policies.training_metadata import warn_other_conditions
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.decision_costs import with_prices

@@ -25,16 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from ...policies.arguments import check_limits
-from ...policies.calibration import Calibrator
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import prepare_output_dir
 from ...policies.heads import build_head
 from ...policies.heads.layers import HARD_FEATURES
-from ...policies.learned import LearnedPolicy
+from ...policies.learned import Calibrator, LearnedPolicy, TrainingMetadata
 from ...policies.rules import Rule, Threshold
 from ...policies.storage import MAX_DEPTH, save_policy
-from ...policies.training_metadata import TrainingMetadata
 from .state_dicts import find_weights, named, read_state
 
 STOP_THRESHOLD, MAX_DRAFT = 0.7, 20

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...policies.contract import Array
 from ...policies.errors import InputError, PolicyError
-from ...policies.safe_loading import MAX_DATA_BYTES
+from ...policies.files import MAX_DATA_BYTES
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """What is looked for in a folder, in this order."""

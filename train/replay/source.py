@@ -17,7 +17,7 @@ from ...policies.features import History, Layout
 from ...policies.kernels import on_first_use
 from .traces.arrays import TraceArrays
 
-kernels = on_first_use("rounds")
+kernels = on_first_use("features")
 
 _NO_HISTORY = np.zeros((0, 0), dtype=np.float32)
 

@@ -13,8 +13,8 @@ from ...decode.verify.sampling import SamplingParams
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
 from ...policies.host import is_trusted, validate_policy
+from ...policies.learned import shaping_text, warn_other_conditions
 from ...policies.profile import Profile
-from ...policies.training_metadata import shaping_text, warn_other_conditions
 from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays

@@ -29,11 +29,10 @@ from ...decode.profile import device_of, measure_decision, missing_decisions
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError
-from ...policies.files import cache_folder, write_json
+from ...policies.files import cache_folder, digest, read_json, write_json
 from ...policies.learned import LearnedPolicy
 from ...policies.measurements import DECISIONS, Measurements
 from ...policies.profile import Profile
-from ...policies.safe_loading import digest, read_json
 from ...policies.storage import content
 
 SCHEMA = 4

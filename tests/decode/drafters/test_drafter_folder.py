@@ -19,7 +19,7 @@ from specstop.decode.drafters.spec import warn_depth_limited
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.topology import chain
 from specstop.policies.errors import InputError, SpecstopWarning
-from specstop.policies.safe_loading import digest
+from specstop.policies.files import digest
 
 
 @pytest.fixture(scope="session")

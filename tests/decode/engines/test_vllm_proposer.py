@@ -13,9 +13,8 @@ from specstop.decode.engines.settings import EngineSettings, check_engine_policy
 from specstop.decode.engines.vllm import Proposer, request_names
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PairError, PolicyError
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import LearnedPolicy, TrainingMetadata
 from specstop.policies.registry import load_policy
-from specstop.policies.training_metadata import TrainingMetadata
 
 
 def vllm_config(pair_folder: Path, vocabulary: int = 48, **settings: Any) -> SimpleNamespace:

@@ -26,7 +26,7 @@ from specstop.decode.verify.noise import stream_key
 from specstop.decode.verify.sampling import IGNORED, INERT, NEUTRAL, WARPERS, SamplingParams
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import FixedLength
-from specstop.policies.training_metadata import Conditions
+from specstop.policies.learned import Conditions
 from transformers import GenerationConfig
 
 GREEDY: dict[str, Any] = {

@@ -13,7 +13,7 @@ from joint_policies import LINEAR, STEPPED, batch_policy, synthetic_profile
 from specstop.policies.batch_rules import Batches, BatchPolicy, BatchStop, CostGrid, for_batches, linear_costs
 from specstop.policies.contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyError
-from specstop.policies.kernels.batches import best_budgets, draft_on
+from specstop.policies.kernels.trees import best_budgets, draft_on
 from specstop.policies.learned import build_rule
 from specstop.policies.published.adaptive_verification import AdaptiveVerification
 from specstop.policies.published.load import LoadLength

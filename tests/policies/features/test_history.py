@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from specstop.policies.contract import Array, RoundOutcome
 from specstop.policies.features import HISTORY_FEATURES, PAST_WEIGHT, History
-from specstop.policies.state import take
+from specstop.policies.host import take
 
 NAMES = ("mean_accepted", "mean_full", "last_accepted", "last_verified")
 

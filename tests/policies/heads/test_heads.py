@@ -29,7 +29,7 @@ from specstop.policies.errors import PolicyError
 from specstop.policies.heads import HEADS, build_head
 from specstop.policies.heads.base import Basis
 from specstop.policies.heads.layers import LinearHead, MLPHead
-from specstop.policies.heads.trees import TreesHead
+from specstop.policies.heads.tables import TreesHead
 from specstop.train.heads.basis import basis_columns
 from specstop.train.heads.exported import with_ranges
 

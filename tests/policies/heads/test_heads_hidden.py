@@ -11,13 +11,12 @@ import pytest
 import torch
 from head_tensors import NAMES, Array, draw, features, slow_basis, zeros
 from random_heads import DRAFT, RANDOM_HEADS, TARGET, layers, random_head, resnet, specdec
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.features import check_sizes
 from specstop.policies.heads import build_head
 from specstop.policies.heads.layers import HARD_FEATURES
-from specstop.policies.learned import LearnedPolicy, build_rule
+from specstop.policies.learned import Calibrator, LearnedPolicy, build_rule
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.heads.exported import with_ranges

@@ -11,8 +11,8 @@ from head_tensors import (
     knots,
     zeros,
 )
-from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
+from specstop.policies.learned import Calibrator
 
 MAPS = [
     Calibrator(),

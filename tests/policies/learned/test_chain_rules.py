@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from random_heads import random_head
-from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
-from specstop.policies.learned import ContinuationPolicy, build_rule
+from specstop.policies.learned import Calibrator, ContinuationPolicy, build_rule
 from specstop.policies.rules import Continuation, Derived, Threshold
 from specstop.train.fit.tuning.rates import derived_thresholds
 from told_head import kept_by

@@ -13,14 +13,12 @@ import pytest
 import safetensors.numpy
 from head_tensors import NAMES, TENSORS, features, knots
 from learned_policies import FACTS, learned
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
-from specstop.policies.files import STAGE_PREFIX, sha256
+from specstop.policies.files import STAGE_PREFIX, digest, sha256
 from specstop.policies.heads import build_head
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.rules import Derived, Rule, Threshold
-from specstop.policies.safe_loading import digest
 from specstop.policies.storage import POLICY_FILE, WEIGHTS_FILE, load_policy_folder, save_policy
 from told_head import told_policy
 

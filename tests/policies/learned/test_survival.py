@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from head_tensors import NAMES, TENSORS, features
-from specstop.policies.calibration import Calibrator, SurvivalMaps
 from specstop.policies.contract import Array, DraftStep
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy, SurvivalMaps, TrainingMetadata
 from specstop.policies.rules import Derived, Rule, Threshold
 from specstop.policies.storage import WEIGHTS_FILE, load_policy_folder, save_policy
-from specstop.policies.training_metadata import TrainingMetadata
 from specstop.train.heads.calibration.survival import KNOTS, identity_tables
 
 DEPTH = 4

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specstop.policies.calibration import PathCalibrator
 from specstop.policies.contract import DraftTree, StopPolicy
 from specstop.policies.costs import extend
 from specstop.policies.errors import PolicyError
-from specstop.policies.learned import TreeGain, build_rule
+from specstop.policies.learned import PathCalibrator, TreeGain, build_rule
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.policies.testing import PolicyTests, TreePolicyTests
 from tree_reference import (

@@ -18,6 +18,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.counter_rng import keyed_normal, keyed_uniform, mix
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence
+from specstop.policies.host import take
 from specstop.policies.published.adaedl import AdaEDL
 from specstop.policies.published.bandit import Bandit
 from specstop.policies.published.hugging_face import Heuristic, HeuristicTransient, Roc
@@ -26,7 +27,6 @@ from specstop.policies.published.online import Online
 from specstop.policies.published.specdecpp import Product
 from specstop.policies.published.svip import EntropyBound
 from specstop.policies.registry import load_policy
-from specstop.policies.state import take
 from specstop.policies.testing import play as play_some
 
 STREAMS, ROUNDS, DEPTH = 6, 40, 5

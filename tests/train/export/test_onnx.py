@@ -11,10 +11,9 @@ import pytest
 from commands import cli
 from head_tensors import HIGH, LOW, NAMES, Array, features
 from learned_policies import learned
-from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.heads import build_head
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.storage import save_policy
 from specstop.train.export import onnx_model
 from specstop.train.export.onnx_model import OUTPUTS, TOLERANCE, build_onnx, export_onnx

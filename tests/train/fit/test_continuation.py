@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from specstop.collect.store.folder import Trace
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import DraftStep
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, PolicyError
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.layers import LinearHead
-from specstop.policies.learned import ContinuationPolicy, build_rule, head_names, remembered
+from specstop.policies.learned import Calibrator, ContinuationPolicy, build_rule, head_names, remembered
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Continuation
 from specstop.policies.storage import load_policy_folder

@@ -10,10 +10,9 @@ import pytest
 from contract_policies import DEPTH
 from learned_policies import Certain, with_head
 from specstop.collect.store.folder import Trace
-from specstop.policies.calibration import Calibrator
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived, Threshold
 from specstop.policies.storage import load_policy_folder, save_policy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 from sklearn.metrics import log_loss as sklearn_loss, roc_auc_score
-from specstop.policies.calibration import Calibrator
+from specstop.policies.learned import Calibrator
 from specstop.train.heads.calibration.logits import auc, fit_calibrator, log_loss
 
 COUNT = 6000

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specstop.policies.calibration import Calibrator
+from specstop.policies.learned import Calibrator
 from specstop.train.heads.calibration.logits import log_loss
 from specstop.train.heads.calibration.scores import Scored, calibration_error, perfect_error, survival_scores
 from specstop.train.heads.calibration.survival import KNOTS, Products, fit_survival, fit_tables, survival

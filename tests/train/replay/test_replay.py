@@ -15,13 +15,12 @@ from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.heads.tokens import TokenHead
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.heads.tables import TokenHead
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Derived
 from specstop.train.replay.run import Replayed, replay

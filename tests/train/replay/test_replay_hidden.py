@@ -19,13 +19,12 @@ from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation
 from specstop.decode.settings import Settings
 from specstop.decode.verify.noise import stream_key
-from specstop.policies.calibration import Calibrator
 from specstop.policies.contract import Array, StopPolicy
 from specstop.policies.errors import PolicyError, TraceError
 from specstop.policies.features import HIDDEN_STATES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.heads.base import NO_HIDDEN, Head
-from specstop.policies.learned import LearnedPolicy
+from specstop.policies.learned import Calibrator, LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Threshold
 from specstop.train.heads.rows import fit_rows, visits

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....policies.calibration import Calibrator
 from ....policies.display import Progress, silent
 from ....policies.errors import InputError
 from ....policies.heads.base import Head
-from ....policies.learned import ContinuationPolicy, head_names, remembered
+from ....policies.learned import Calibrator, ContinuationPolicy, head_names, remembered
 from ....policies.profile import Profile
 from ....policies.rules import Continuation
 from ...heads.crossfit import prompt_folds

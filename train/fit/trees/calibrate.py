@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ....decode.topology import Topology
-from ....policies.calibration import PathCalibrator
 from ....policies.contract import Array
 from ....policies.heads.base import Head
+from ....policies.learned import PathCalibrator
 from ...heads.rows import Visits
 from ...replay.traces.arrays import TraceArrays, seen_features
 from .rows import accepted_children, accepted_nodes, askable_nodes, level_scores, node_ranks

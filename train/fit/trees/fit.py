@@ -11,9 +11,8 @@ from ....policies.contract import StopPolicy
 from ....policies.display import Progress, silent
 from ....policies.errors import TraceError
 from ....policies.features import TOKEN_FEATURES
-from ....policies.learned import TreeGain
+from ....policies.learned import TrainingMetadata, TreeGain
 from ....policies.profile import Profile
-from ....policies.training_metadata import TrainingMetadata
 from ....policies.tree_rules import TreeRule
 from ...heads.crossfit import Folds, fit_of, own_visits
 from ...heads.fitting import FitTask, fitter

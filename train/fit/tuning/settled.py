@@ -10,10 +10,9 @@ from ....collect.store.folder import Trace
 from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
 from ....policies.host import with_costs
-from ....policies.learned import LearnedPolicy
+from ....policies.learned import LearnedPolicy, TrainingMetadata
 from ....policies.profile import Profile
 from ....policies.storage import load_policy_folder, save_policy
-from ....policies.training_metadata import TrainingMetadata
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ..rates import Part
 from ..trees.solve import FIRST

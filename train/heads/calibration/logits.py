@@ -9,8 +9,8 @@ from scipy.optimize import minimize_scalar
 from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 
-from ....policies.calibration import Calibrator
 from ....policies.contract import Array
+from ....policies.learned import Calibrator
 from ..soft_classes import constant
 
 ISOTONIC_GAIN = 0.005

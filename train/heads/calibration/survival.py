@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import expit, logit
 
-from ....policies.calibration import Calibrator, SurvivalMaps
 from ....policies.contract import Array
+from ....policies.learned import Calibrator, SurvivalMaps
 from .logits import log_loss
 
 KNOTS = 33

@@ -13,7 +13,7 @@ from scipy.special import logit
 
 from ....policies.contract import Array
 from ....policies.errors import InputError
-from ....policies.heads.trees import TreesHead
+from ....policies.heads.tables import TreesHead
 from ..exported import exported
 from ..fitting import FitTask
 from ..matrices import OUT_OF_CORE, matrices

@@ -19,13 +19,12 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from ....policies.calibration import Calibrator
 from ....policies.contract import Array
 from ....policies.errors import InputError, PolicyError
 from ....policies.features import FEATURES
 from ....policies.heads import build_head
 from ....policies.heads.base import Head
-from ....policies.learned import LearnedPolicy
+from ....policies.learned import Calibrator, LearnedPolicy
 from ....policies.rules import Rule
 from ..fitting import FitOptions, FitTask, fitter
 from ..head_specs import SCALAR_KINDS

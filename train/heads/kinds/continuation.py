@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ....policies.contract import Array
 from ....policies.heads.base import Head
 from ....policies.heads.layers import LinearHead, MLPHead
-from ....policies.heads.trees import TreesHead
+from ....policies.heads.tables import TreesHead
 from ..basis import basis_columns, fit_basis, flagged_columns
 from ..exported import exported
 from ..networks import Perceptron, layer_tensors

@@ -12,7 +12,7 @@ from sklearn.linear_model import LogisticRegression
 from ....policies.contract import Array
 from ....policies.errors import InputError
 from ....policies.features import TOKEN_FEATURES, Kind, feature
-from ....policies.heads.tokens import DEPTH, HashedFeatures, TokenHead
+from ....policies.heads.tables import DEPTH, HashedFeatures, TokenHead
 from ..basis import basis_columns, fit_basis
 from ..calibration.logits import log_loss
 from ..exported import exported

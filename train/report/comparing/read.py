@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....policies.errors import InputError
-from ....policies.safe_loading import read_json
+from ....policies.files import read_json
 from ..records import REPORT_SCHEMA
 
 REPORT_FILE = "report.json"

@@ -15,10 +15,9 @@ from ....policies.display import Progress, shown
 from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
 from ....policies.host import with_costs
-from ....policies.learned import LearnedPolicy
+from ....policies.learned import LearnedPolicy, other_conditions
 from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
-from ....policies.training_metadata import other_conditions
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies

@@ -13,13 +13,13 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from ....policies.display import printable
-from ....policies.training_metadata import sampling_text
+from ....policies.learned import sampling_text
 from ..drawing.pictures import DRAWN
 from .model import Data, Num, Path
 from .sections import sections
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, StrictUndefined, Template
 
 _INLINE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
 
@@ -115,7 +115,6 @@ def _asset(name: str) -> str:
 
 @functools.cache
 def _template() -> Template:
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     # An ElementTree wrote the drawing and escaped it; the style sheet is ours.
