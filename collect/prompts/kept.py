@@ -15,7 +15,7 @@ from ...policies.errors import InputError, TraceError
 from ..store.folder import PROMPTS_FILE
 from ..store.staging import put
 from .files import is_stream, lines
-from .tables import Prompt
+from .tokens import Prompt
 
 _OPTIONS = "options"
 

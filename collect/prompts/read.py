@@ -16,7 +16,7 @@ from .files import STANDARD_INPUT, records
 from .messages import prompt_text
 from .presets import PLAIN, Layout, find_preset
 from .samples import DistinctPrompts, SampleNames, warn_equal_texts, warn_sample_ids
-from .tables import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
+from .tokens import Prompt as Prompt, apply_chat_template as apply_chat_template, encode as encode, fit as fit
 
 SIDES = ("train", "test")
 TEST_SHARE = 0.2
