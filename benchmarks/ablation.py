@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 from specstop.policies.costs import CostTable
-from specstop.policies.measurements import DECISIONS, LATER, VERIFY, Measurements, Series, fit_line, groups
+from specstop.policies.measurements import DECISIONS, LATER, PLAIN, VERIFY, Measurements, Series, fit_line, groups
 from specstop.policies.profile import Profile
 from specstop.train.replay.log import Rounds
 from torch import Tensor
@@ -34,6 +34,12 @@ def clipped(series: Series, most: float = 3.0) -> Series:
     """Return timings of at most `most` times their median."""
     limit = int(most * np.median([n for ns in series for n in ns]))
     return tuple(tuple(min(n, limit) for n in ns) for ns in series)
+
+
+def without_plain_texts(profile: Profile) -> Profile:
+    """Return the profile that is estimated without the timings of plain decoding in texts of its own."""
+    kept = profile.measurements.where(lambda key: key.what != PLAIN)
+    return Profile.measured(kept, (profile.low.context, profile.high.context), profile.max_depth)
 
 
 def second_step(profile: Profile) -> Variant:
@@ -63,6 +69,7 @@ def variants(profile: Profile) -> dict[str, Variant]:
     changed = {
         "as they are": profile,
         "- second context": replace(profile, high=replace(profile.low, context=profile.high.context)),
+        "- plain decoding timed in its own texts": without_plain_texts(profile),
         "- price outside the models by token": replace(profile, step_s=0.0, round_s=mean_outside),
         "- first draft step": tables(profile, lambda t: replace(t, draft_s=(t.later_s, t.later_s))),
         "- backlog": tables(profile, lambda t: replace(t, draft_s=(t.draft_s[0],) * 2, draft_token_s=0.0)),

@@ -4,6 +4,7 @@ The same function gives the costs of a profile and of each bootstrap draw of it.
 two contexts, and the counts of each (`Key.counts`):
 
     verify (tokens)                 a verification in a round that may have drafted
+    plain ()                        a verification of plain decoding, in texts of its own
     first draft (backlog)           the first draft step of a round, which reads so many tokens
     later drafts (drafted)          the other ones of a round that drafted so many, together
     outside (drafted)               all of a round except models and policy
@@ -48,13 +49,13 @@ MAX_NS, MAX_COUNT = 10**15, 2**31
 SHORT, LONG = CONTEXTS = ("short", "long")
 DECISIONS, VERIFY = "decisions", "verify"
 
-FIRST, LATER, OUTSIDE, PREFILL = "first draft", "later drafts", "outside", "prefill"
+PLAIN, FIRST, LATER, OUTSIDE, PREFILL = "plain", "first draft", "later drafts", "outside", "prefill"
 TREE_VERIFY, TREE_OUTSIDE = "tree verify", "tree outside"
 BATCH_PLAIN, BATCH_VERIFY = "batch plain", "batch verify"
 BATCH_FIRST, BATCH_DRAFTS = "batch first draft", "batch drafts"
 
 MIN_COUNTS: Mapping[str, tuple[int, ...]] = {
-    VERIFY: (0,), FIRST: (1,), LATER: (2,), OUTSIDE: (0,), PREFILL: (1,), TREE_VERIFY: (1,),
+    VERIFY: (0,), PLAIN: (), FIRST: (1,), LATER: (2,), OUTSIDE: (0,), PREFILL: (1,), TREE_VERIFY: (1,),
     TREE_OUTSIDE: (0,), DECISIONS: (1,), BATCH_PLAIN: (1,), BATCH_VERIFY: (1, 1), BATCH_FIRST: (1,), BATCH_DRAFTS: (1, 1),
 }  # fmt: skip
 """The smallest counts of each part."""
@@ -195,7 +196,7 @@ def check_measurements(measurements: Measurements) -> Measurements:
             raise ValueError(f"measurements: no cost is estimated from {what!r} of {list(counts)}")
         if what != DECISIONS and of not in CONTEXTS:
             raise ValueError(f"measurements: {what!r} at the context {of!r}, which is neither short nor long")
-        if what in (VERIFY, TREE_VERIFY, BATCH_PLAIN, BATCH_VERIFY) and not all(map(all, series)):
+        if what in (VERIFY, PLAIN, TREE_VERIFY, BATCH_PLAIN, BATCH_VERIFY) and not all(map(all, series)):
             raise ValueError(f"measurements: a verification of {list(counts)} in no time")
     return measurements
 
@@ -311,7 +312,8 @@ def _chain_table(timings: Timings, side: str, context: float, depth: int) -> Cos
     two = max(mean(first.get((2,), ())) or one, one)  # reading more is never cheaper: a smaller mean is noise
     slopes = [(seconds - two) / (backlog - 2) for (backlog,), seconds in first.items() if backlog > LONG_BACKLOG]
     token = max(mean(np.concatenate(slopes)), 0.0) if slopes else 0.0
-    seconds = [mean(verify.get((n,), ())) for n in range(depth + 1)]
+    plain = mean(timed(PLAIN).get((), ())) or mean(verify.get((0,), ()))
+    seconds = [plain, *(mean(verify.get((n,), ())) for n in range(1, depth + 1))]
     known = [n for n, value in enumerate(seconds) if value > 0]
     if not known:
         raise InputError("profile: no round was timed; give more new tokens or more repeats")

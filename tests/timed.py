@@ -12,6 +12,7 @@ from specstop.policies.measurements import (
     FIRST,
     LATER,
     OUTSIDE,
+    PLAIN,
     PREFILL,
     VERIFY,
     Key,
@@ -67,7 +68,7 @@ def timed_profile(
 
 def _of_rounds(costs: Profile, table: CostTable, side: str) -> dict[Key, float]:
     """Return the seconds of the parts of rounds at one context."""
-    found: dict[Key, float] = {}
+    found = {Key(PLAIN, side): table.verify_s[0]}
     for count, seconds in enumerate(table.verify_s):
         found[Key(VERIFY, side, (count,))] = seconds
         found[Key(OUTSIDE, side, (count,))] = costs.round_s + costs.step_s * count

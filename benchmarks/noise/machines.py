@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from specstop.decode.profile.measuring import Seconds
-from specstop.policies.measurements import CONTEXTS, FIRST, LATER, OUTSIDE, PREFILL, VERIFY, Key, Measurements
+from specstop.policies.measurements import CONTEXTS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key, Measurements
 from specstop.policies.profile import Profile
 
 DEPTH, NEW_TOKENS, ACCEPTED = 10, 48, 0.7
@@ -140,6 +140,8 @@ class Machine:
                 drafted = lengths.pop() if lengths else int(self._rng.integers(DEPTH + 1))
                 written += 1 + min(drafted, int(self._rng.geometric(1.0 - ACCEPTED)) - 1)
                 self._round(timed, side, drafted, grown)
+            for _ in range(NEW_TOKENS):
+                timed[Key(PLAIN, side)].append(self.work(VERIFY_S * grown))
         return timed
 
     def _round(self, timed: dict[Key, list[float]], side: str, drafted: int, grown: float) -> None:

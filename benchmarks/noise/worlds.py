@@ -7,7 +7,7 @@ from collections import defaultdict
 import intervals as worlds
 import numpy as np
 from specstop.decode.profile.measuring import Case, Effort, Seconds, measure
-from specstop.policies.measurements import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PREFILL, VERIFY, Key
+from specstop.policies.measurements import CONTEXTS, DECISIONS, FIRST, LATER, OUTSIDE, PLAIN, PREFILL, VERIFY, Key
 from specstop.policies.profile import Profile
 
 from .machines import Disturbance, Machine
@@ -53,6 +53,7 @@ def _case(world: worlds.World, machine: Machine, seed: int) -> Case:
                     timed[Key(LATER, side, (drafted,))].append(later)
                 timed[Key(VERIFY, side, (drafted,))].append(work(table.verify_s[drafted]))
                 timed[Key(OUTSIDE, side, (drafted,))].append(work(costs.round_s + costs.step_s * drafted))
+            timed[Key(PLAIN, side)].extend(work(table.verify_s[0]) for _ in range(2 * EACH))
         return timed
 
     return repetition

@@ -1,7 +1,7 @@
 """Calibration: texts decoded through the round loop by scripts, to time the parts of a round.
 
 Timings of isolated forwards miss a good part of what a round costs. So the loop runs unchanged, on prompts without
-predictions, with a script instead of the policy: every length 0..K equally often.
+predictions, with a script instead of the policy: every length 0..K equally often, and plain decoding in turns with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ...policies.measurements import (
     FIRST,
     LATER,
     OUTSIDE,
+    PLAIN,
     PREFILL,
     TREE_OUTSIDE,
     TREE_VERIFY,
@@ -164,9 +165,13 @@ class CalibrationRun:
         self.settings = Settings(temperature, new_tokens, depth, **options).for_pair(pair)
         self._prompts, self.on_host = prompts, pair.device.type == "cpu"
         self._lengths = two_lengths(pair.readable, prompts, new_tokens)
-        self._script = Speculator(pair, ChainScript(depth), self.settings)
-        # From the context of the first round to that of the last.
-        self._script.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
+        # After a drafting round a plain one runs on cold caches: plain decoding is timed in texts of its own.
+        self._script, self._plain = (
+            Speculator(pair, policy, self.settings) for policy in (ChainScript(depth), FixedLength(0))
+        )
+        for speculator in (self._script, self._plain):
+            # From the context of the first round to that of the last.
+            speculator.prepare([length + new for length in self._lengths for new in (1, new_tokens)])
         self._tree = None
         if tree:
             settings = Settings(temperature, new_tokens, tree=tree, **options)
@@ -183,7 +188,7 @@ class CalibrationRun:
         self._contexts: tuple[list[float], list[float]] = [], []
 
     def cases(self) -> dict[str, Case]:
-        """Return what is timed in turns: chains with trees, and each batch size."""
+        """Return what is timed in turns: chains with plain decoding and trees, and each batch size."""
         batches = {f"batch {size}": partial(self._batch, size) for size in self._batches}
         return self.warmed({"rounds": self._rounds, **batches})
 
@@ -232,10 +237,10 @@ class CalibrationRun:
         timed: dict[Key, list[float]] = defaultdict(list)
         for key in (number,) if number else WARM_UP_KEYS:
             for context, side, tokens in zip(self._contexts, CONTEXTS, self._texts(key), strict=True):
-                scripted = self._script.generate(tokens, key)
+                scripted, plain = self._script.generate(tokens, key), self._plain.generate(tokens, key)
                 tree = self._tree.generate(tokens, key) if self._tree else None
                 if number:
-                    _add_text(timed, side, scripted, tree)
+                    _add_text(timed, side, scripted, plain, tree)
                     context.extend(r.context for r in scripted.rounds if not r.cut)
         return timed
 
@@ -259,7 +264,9 @@ class CalibrationRun:
         return [stretch(self._prompts, length, number) for length in self._lengths]
 
 
-def _add_text(timed: dict[Key, list[float]], side: str, scripted: Generation, tree: Generation | None) -> None:
+def _add_text(
+    timed: dict[Key, list[float]], side: str, scripted: Generation, plain: Generation, tree: Generation | None
+) -> None:
     """Add the timings of texts at one context, without rounds that were cut short."""
     timed[Key(PREFILL, side, (scripted.prompt_tokens,))].append(scripted.prefill_s)
     for at, r in enumerate(scripted.rounds):
@@ -273,6 +280,7 @@ def _add_text(timed: dict[Key, list[float]], side: str, scripted: Generation, tr
             timed[Key(FIRST, side, (max(r.backlog, 1),))].append(r.first_draft_s)
         if r.drafted > 1:
             timed[Key(LATER, side, (r.drafted,))].append(r.draft_s)
+    timed[Key(PLAIN, side)].extend(r.verify_s for r in plain.rounds if not r.cut)
     for r in tree.rounds[1:] if tree else ():
         if r.verified and not r.cut:  # of none: plain decoding, timed in other texts
             timed[Key(TREE_VERIFY, side, (r.verified,))].append(r.verify_s)

@@ -40,7 +40,7 @@ from specstop.policies.contract import DraftStep, RoundOutcome
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
-from specstop.policies.measurements import TREE_VERIFY, VERIFY
+from specstop.policies.measurements import PLAIN, TREE_VERIFY, VERIFY
 from specstop.policies.profile import Profile
 
 THRICE = Effort(repetitions=3)
@@ -235,7 +235,7 @@ def test_trees_are_timed_in_the_minutes_of_chains(pair: Pair) -> None:
     run = CalibrationRun(pair, PROMPTS, depth=2, temperature=0.0, new_tokens=20, tree="2,1", batch=(2,))
     cases = run.cases()
     assert list(cases) == ["rounds", "batch 1", "batch 2"]
-    assert {key.what for key in cases["rounds"](1)} >= {VERIFY, TREE_VERIFY}
+    assert {key.what for key in cases["rounds"](1)} >= {VERIFY, PLAIN, TREE_VERIFY}
 
 
 def test_a_gpu_is_warmed_up_until_calls_are_played(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

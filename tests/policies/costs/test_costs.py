@@ -71,7 +71,9 @@ def test_a_verification_is_filled_up_to_a_cheaper_size(profile: Profile) -> None
     near = dataclasses.replace(profile.low, verify_s=(5.0, 4.9, 4.8))
     assert dataclasses.replace(profile, low=near, high=near).padded() == (0, 1, 2), "as much as measurements differ"
     steep = dataclasses.replace(profile.low, verify_s=(5.0, 4.0, 3.0))
-    assert dataclasses.replace(profile, low=steep, high=steep).padded() == (0, 2, 2), "plain decoding is never padded"
+    assert dataclasses.replace(profile, low=steep, high=steep).padded() == (0, 2, 2), (
+        "plain decoding, timed on its own, stays"
+    )
 
 
 def test_rounds_of_many_streams_are_those_of_each(profile: Profile) -> None:

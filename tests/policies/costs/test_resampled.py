@@ -17,6 +17,7 @@ from specstop.policies.measurements import (
     FIRST,
     LATER,
     OUTSIDE,
+    PLAIN,
     PREFILL,
     VERIFY,
     Key,
@@ -41,6 +42,7 @@ def measured(pace: Callable[[int], float], repetitions: int = REPETITIONS, jitte
         text: dict[Key, list[float]] = {}
         for side in CONTEXTS:
             text[Key(PREFILL, side, (12 if side == "short" else 48,))] = times(6e-3)
+            text[Key(PLAIN, side)] = times(4e-3)
             for n in range(DEPTH + 1):
                 text[Key(VERIFY, side, (n,))] = times((4 + n) * 1e-3)
                 text[Key(OUTSIDE, side, (n,))] = times(2e-4 + 1e-5 * n)
@@ -70,7 +72,7 @@ def test_a_first_draft_step_that_always_reads_several_tokens_is_never_priced_as_
     """A drafter that reads all anew has never one token to read, and its later steps may read nothing."""
     timed: dict[Key, list[float]] = {}
     for side in CONTEXTS:
-        timed |= {Key(VERIFY, side, (0,)): [4e-3], Key(VERIFY, side, (1,)): [5e-3], Key(LATER, side, (2,)): [2e-4]}
+        timed |= {Key(PLAIN, side): [4e-3], Key(VERIFY, side, (1,)): [5e-3], Key(LATER, side, (2,)): [2e-4]}
         timed |= {Key(FIRST, side, (2,)): [6e-3], Key(FIRST, side, (3,)): [6.1e-3]}
     low = Profile.measured(collected([timed]), (20.0, 60.0), 2, 0.7).low
     assert low.draft_s == pytest.approx((6e-3, 6e-3), rel=EXACT)
