@@ -19,7 +19,7 @@ from .model import Data, Num, Path
 from .sections import sections
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, StrictUndefined, Template
+    from jinja2 import Template
 
 _INLINE = str.maketrans({"\n": "⏎", "\t": "⇥", "\r": "␍"})
 
@@ -115,6 +115,7 @@ def _asset(name: str) -> str:
 
 @functools.cache
 def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     # An ElementTree wrote the drawing and escaped it; the style sheet is ours.
