@@ -229,7 +229,7 @@ class BatchStop(LearnedPolicy):
         acceptance = metadata.acceptance[:depth]
         self._means: Array = np.cumprod(np.array(acceptance, dtype=np.float64))
         # By depth j: survival of the tokens 0, 1, ... after x_{j+1}, as shares of its own; `acceptance[i]` is a_{i+1}.
-        self._ahead = [np.cumprod([1.0, *acceptance[j + 1 :]]) for j in range(depth)]
+        self._ahead = [np.cumprod([1.0, *acceptance[j + 1 :]]) for j in range(depth + 1)]
         self._known_rates: dict[tuple[int, int], Array] = {}
 
     @property
@@ -265,7 +265,7 @@ class BatchStop(LearnedPolicy):
             unread = _of_parents(state.expected, step.parent)
             known = np.concatenate([state.known, np.where(alive, survival, unread)], 1)
         gains, kept = survival * outputs[2], np.zeros_like(alive)
-        ahead = self._ahead[depth][: self.max_depth - depth]
+        ahead = self._ahead[depth][: max(self.max_depth - depth, 1)]
         # A draft step may read a row for each branch of each stream, and a round verify all that can still be drafted.
         grid = self._grid.fit(batches.largest * branches, known.shape[1] + branches * len(ahead))
         kernels().draft_on(

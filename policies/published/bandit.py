@@ -112,8 +112,10 @@ class Bandit(StopPolicy):
 
     def limited(self, depth: int) -> StopPolicy:
         """Return this policy with each arm limited; see `StopPolicy.limited`."""
+        if self.max_depth <= depth:
+            return self
         other = copy.copy(self)
-        other.max_depth, other.parts = min(self.max_depth, depth), tuple(arm.limited(depth) for arm in self.parts)
+        other.max_depth, other.parts = depth, tuple(arm.limited(depth) for arm in self.parts)
         return other
 
     def start(self, streams: int, keys: Array) -> State:

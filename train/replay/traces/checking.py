@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 
 from ....collect.schema import Header
-from ....decode.verify.conditions import warn_other_profile
 from ....decode.verify.modes import check_mode, find_mode
 from ....policies.contract import StopPolicy
 from ....policies.errors import SpecstopWarning, TraceError
@@ -112,6 +111,8 @@ def require_disjoint_policies(
 
 def tell_other_rounds(profile: Profile, header: Header) -> None:
     """Warn where a profile timed other rounds than a trace holds: of another drafter, or of chains verified otherwise."""
+    from ....decode.verify.conditions import warn_other_profile  # imports transformers, which replay does not need
+
     if "device" in header.facts:  # else nothing is told of how it was recorded
         warn_other_profile(profile, "the trace holds", drafter=str(header.facts.get("drafter", "model")))
     if header.tree.is_chain and header.temperature > 0:
