@@ -31,7 +31,7 @@ from specstop.decode.loop import Speculator
 from specstop.decode.models.cache import CachedModel
 from specstop.decode.profile.measuring import Effort
 from specstop.decode.verify.noise import gumbel, match_scores
-from specstop.policies import Confidence, FixedLength, StopPolicy
+from specstop.policies import Confidence, DraftStep, FixedLength, StopPolicy
 from specstop.policies.files import prepare_output_dir, staged_folder
 from specstop.train.demo.demo import Offline, run_offline
 from specstop.train.demo.live import compare_live
@@ -214,12 +214,12 @@ def is_tie(
 
 def _length(policy: StopPolicy, seen: torch.Tensor, depth: int) -> int:
     """Return how many tokens the policy drafts when it sees [1, K + 1, F]."""
-    from specstop.decode.feature_reader import single_step
-
-    state, shown = policy.start(1, np.zeros(1, dtype=np.int64)), seen.float().numpy()
+    state, shown, zeros = policy.start(1, np.zeros(1, dtype=np.int64)), seen.float().numpy(), np.zeros((1, 1), np.int64)
     for j in range(min(depth, policy.max_depth)):
         if j >= policy.first:
-            keep, state = policy.keep(single_step(j, np.ascontiguousarray(shown[:, j])), state)
+            features = np.ascontiguousarray(shown[:, j, None])
+            step = DraftStep(j, np.ones((1, 1), dtype=bool), zeros, features, {}, zeros[0])
+            keep, state = policy.keep(step, state)
             if not keep.any():
                 return j
     return min(depth, policy.max_depth)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from .hooks import NO_TIMER, Timer
 from .models.outputs import rounded
 from .round_state import DraftScores, RoundState
 from .summaries import read_columns, truncation_lead
+from .texts import Anchor, Text
 from .topology import Topology
 
 _ZERO = np.float32(0.0)
@@ -176,7 +179,15 @@ def read_anchors(
         read_columns(layout.anchor_columns, rows, drawn, temperature, out)
 
 
-def single_step(depth: int, features: Array) -> DraftStep:
-    """Return the step of one stream with one branch; `features` [1, F]."""
-    zeros = np.zeros((1, 1), dtype=np.int64)
-    return DraftStep(depth, np.ones((1, 1), dtype=bool), zeros, features[:, None], {}, zeros[0])
+def set_anchors(round: RoundState, tokens: Mapping[int, Sequence[int]]) -> None:
+    """Set the anchors of a round without logits of the target, such as the rounds of an engine.
+
+    Args:
+        round: just begun.
+        tokens: by stream, the token before the anchor, and the anchor.
+    """
+    texts: list[Text | None] = [None] * len(round.active)
+    for stream, last in tokens.items():
+        texts[stream], round.tokens[stream, 0] = cast(Text, SimpleNamespace(tokens=last)), last[-1]
+    anchor = Anchor(torch.zeros(1, 1), 0, None)
+    round.texts, round.anchors = texts, [None if text is None else anchor for text in texts]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +15,6 @@ from .records import Generation, Round
 from .verify.noise import KeyedSource
 from .verify.sampler import Sampler
 from .verify.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from .round_state import RoundState
 
 
 @dataclass(frozen=True)
@@ -132,17 +127,3 @@ class Text:
     def _stops(self, stops: Sequence[StoppingCriteria]) -> bool:
         ids = torch.tensor([[*self.sampler.padding, *self.tokens]], device=self.anchor.rows.device)
         return any(bool(torch.as_tensor(stop(ids, None)).all()) for stop in stops)
-
-
-def set_anchors(round: RoundState, tokens: Mapping[int, Sequence[int]]) -> None:
-    """Set the anchors of a round without logits of the target, such as the rounds of an engine.
-
-    Args:
-        round: just begun.
-        tokens: by stream, the token before the anchor, and the anchor.
-    """
-    texts: list[Text | None] = [None] * len(round.active)
-    for stream, last in tokens.items():
-        texts[stream], round.tokens[stream, 0] = cast(Text, SimpleNamespace(tokens=last)), last[-1]
-    anchor = Anchor(torch.zeros(1, 1), 0, None)
-    round.texts, round.anchors = texts, [None if text is None else anchor for text in texts]

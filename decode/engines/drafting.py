@@ -27,11 +27,10 @@ from ...policies.fixed import FixedLength
 from ...policies.host import PolicyHost, error_text
 from ...policies.profile import Profile
 from ..drafters.base import Drafter
-from ..feature_reader import FeatureReader
+from ..feature_reader import FeatureReader, set_anchors
 from ..hooks import Timer
 from ..round_state import DraftScores, RoundState, Rows
 from ..rounds import draft
-from ..texts import set_anchors
 from ..topology import chain
 from ..verify.noise import best_of_rows
 

@@ -16,9 +16,8 @@ from ...policies.errors import PolicyError
 from ...policies.features import TOKEN_FEATURES, Layout
 from ...policies.host import PolicyHost, validate_policy
 from ...policies.registry import as_policy
-from ..feature_reader import FeatureReader
+from ..feature_reader import FeatureReader, set_anchors
 from ..round_state import DraftScores, RoundState
-from ..texts import set_anchors
 from ..topology import chain
 from ..verify.modes import is_trimming
 

@@ -22,7 +22,6 @@ from specstop.decode.drift_monitor import (
     DriftMonitor,
     make_monitor,
 )
-from specstop.decode.feature_reader import single_step
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair, join
 from specstop.decode.plain import plain_texts
@@ -246,7 +245,8 @@ def test_rounds_that_were_cut_or_without_a_decision_do_not_count(depths: int, cu
         for _ in range(WINDOW):  # nothing is accepted
             state = monitor._policy.start(1, one)
             for depth in range(1, depths):
-                step = single_step(depth, np.full((1, 1), depth, dtype=np.float32))
+                features = np.full((1, 1, 1), depth, dtype=np.float32)
+                step = DraftStep(depth, true[:, None], one[:, None] - 1, features, {}, one - 1)
                 state = monitor._policy.keep(step, state)[1]
                 monitor.on_decision(step, state)
             assert monitor.on_outcome(RoundOutcome(true, 4 * one, 4 * one, 0 * one, true & cut, np.zeros(1))) is None
