@@ -117,7 +117,7 @@ class DriftMonitor:
             return self._fallback
         accepted = sum(length for _, _, length, _ in self._rounds)
         rejected = sum(length < verified for _, _, length, verified in self._rounds)
-        acceptance = accepted / max(accepted + rejected, 1)  # of a token whose predecessors were accepted
+        acceptance = accepted / max(accepted + rejected, 1)  # of a token after accepted ones
         # E[min(A, k) + 1] = 1 + a + ... + a^k.
         tokens = np.cumsum(acceptance ** np.arange(min(self._policy.max_depth, profile.max_depth) + 1))
         costs = dataclasses.replace(profile, batch=None) if self._streams == 1 else profile

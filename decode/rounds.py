@@ -46,7 +46,7 @@ class RoundSource(CandidateSource, Protocol):
     """Supplies candidates and their verification."""
 
     def begin(self) -> RoundState:
-        """Begin a round of all streams whose texts have not ended."""
+        """Begin a round of all streams with texts that have not ended."""
 
     def verify(self, round: RoundState) -> None:
         """Set the number `accepted` of the candidates sent, and the accepted path."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 State = Any
-"""What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays, whose first axis is S.
+"""What a policy remembers between calls: None, an array, or nested tuples or dataclasses of arrays. Their first axis is S.
 The caller owns it and passes it to the next call. Only the policy reads it."""
 
 

@@ -195,7 +195,7 @@ class BatchCosts:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes whose verification was measured, ascending."""
+        """The batch sizes with a measured verification, ascending."""
         return tuple(sorted(self.low.verify_s))
 
     def between(self, context: ArrayLike, of: Callable[[BatchTable], Array]) -> Array:
@@ -238,7 +238,7 @@ class Costs:
 
     @property
     def max_depth(self) -> int:
-        """The deepest chain whose verification was measured."""
+        """The depth of the deepest chain with a measured verification."""
         return len(self.low.verify_s) - 1
 
     def between(self, context: ArrayLike, of: Callable[[CostTable], float | Sequence[float] | Array]) -> Array:
@@ -247,7 +247,7 @@ class Costs:
         return interpolate(context, (self.low.context, self.high.context), tables)
 
     def decision(self, name: str) -> float:
-        """Return the seconds of a decision of the policy whose `cost_name` is `name`; 0 if it was not measured."""
+        """Return the seconds of a decision of the policy with the `cost_name` `name`; 0 if it was not measured."""
         return self.decision_s.get(name, 0.0)
 
     def padded(self) -> tuple[int, ...]:
@@ -353,7 +353,7 @@ class Costs:
     def chain_costs(self, context: float, decision: float, first: int = 0, depth: int | None = None) -> Array:
         """Return [K + 1] float64, the seconds of a round that drafts k = 0..K tokens at `context`, backlog 1.
 
-        A policy whose first decision is at depth `first` decides k - first + 1 times, but not at depth K.
+        A policy with its first decision at depth `first` decides k - first + 1 times, but not at depth K.
         """
         depth = self.max_depth if depth is None else depth
         k = np.arange(depth + 1)

@@ -273,7 +273,7 @@ def summarise(
         drawn: tokens drawn from these rows.
         temperature: sampling temperature; 0 = greedy.
         sampled: [R, V] log-weights of the distribution that is sampled from; None = softmax(logits / T).
-        scores: [R, V] log q / T + g (the logits if greedy), whose largest entries `match` takes; None in other modes.
+        scores: [R, V] log q / T + g (the logits if greedy); `match` takes the largest. None in other modes.
         best: [R, m] largest scores, if they are already known.
 
     Raises:

@@ -342,7 +342,7 @@ class ContinuationPolicy(LearnedPolicy):
         self._memory = np.array(remembered(self.features) if self.rule.remembers else [], dtype=np.int64)
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep the branches whose value of continuing is above the margin."""
+        """Keep the branches with a value of continuing above the margin."""
         rows, alive, count = step.features, step.alive, step.features.shape[-1]
         if len(self._memory):
             rows = np.zeros((*alive.shape, count + len(self._memory)), dtype=np.float32)  # [S, B, F + M]

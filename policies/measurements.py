@@ -122,7 +122,7 @@ class Measurements:
         return {key: np.concatenate(parts) for key, parts in self.by_repetition.items()}
 
     def where(self, keep: Callable[[Key], bool]) -> Measurements:
-        """Return the series whose key `keep` accepts."""
+        """Return the series with a key that `keep` accepts."""
         return Measurements({key: series for key, series in self.series.items() if keep(key)})
 
     def resampled(self, rng: np.random.Generator, length: int = 1) -> Timings:

@@ -51,7 +51,7 @@ class Profile(Costs):
         measurements: what the costs were estimated from; empty for costs that were not measured.
         source: the file it was read from, if any.
         shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.facts`).
-        verification: the mode whose rounds of chains were timed; "" = unknown.
+        verification: the mode in which rounds of chains were timed; "" = unknown.
     """
 
     temperature: float = 0.0

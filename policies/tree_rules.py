@@ -168,7 +168,9 @@ class TreeRule(Rule):
         self.share_table: Array = np.array([(0.0, 1.0), *self.shares])  # the best child's is its chance
         self._levels: dict[tuple[int, int], LevelTable] = {}
         seconds = extend(self.verify_s, MAX_ENTRIES + 1)
-        self._tokens: Array = (seconds - seconds[0]) * self.rate  # of verifying 0, 1, ... nodes beside the anchor
+        self._tokens: Array = (
+            seconds - seconds[0]
+        ) * self.rate  # of verifying 0, 1, ... nodes in addition to the anchor
         tokens, nodes = self._tokens[: PRICED_NODES + 1], PRICED_NODES
         # The mean over some further nodes, not the price of the next alone: where seconds rise in steps, that may be next to
         # nothing, or a whole step. With `PRICED_NODES` nodes a further one is priced as the last was.

@@ -53,7 +53,7 @@ class Proposal:
 class Drafter:
     """Proposes candidates for S streams from the committed tokens. Rows of a round are fed depth by depth.
 
-    A drafter whose hidden states policies may read also has a method `keep_states()`. It returns their width H, and
+    A drafter with hidden states that policies may read also has a method `keep_states()`. It returns their width H, and
     proposals contain them from then on.
 
     Attributes:
@@ -107,7 +107,7 @@ class Drafter:
         return np.zeros(self._streams, dtype=np.int64)
 
     def propose(self, round: RoundState, depth: int, rows: Rows) -> Proposal:
-        """Return the scores of the tokens after rows of one depth, whose parents were fed before."""
+        """Return the scores of the tokens after rows of one depth. Their parents were fed before."""
         raise NotImplementedError
 
     def prepare(self, lengths: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from .base import Drafter, Proposal
 
 @dataclass(slots=True)
 class _Stream:
-    """Committed tokens of a stream, and the rows of the round whose keys follow them in the cache."""
+    """Committed tokens of a stream, and the rows of the round with keys after them in the cache."""
 
     tokens: list[int] = field(default_factory=list)
     round: RoundState | None = None
@@ -105,7 +105,7 @@ class ModelDrafter(Drafter):
 
     def _part(self, round: RoundState, depth: int, stream: int, rows: Sequence[int]) -> Part:
         """Return what the draft reads of a stream: rows, after the backlog at depth 0."""
-        if round.device_tokens is not None:  # a chain whose tokens the host does not know
+        if round.device_tokens is not None:  # a chain with tokens that the host does not know
             self._texts[stream].fed += rows
             return Part(stream, round.device_tokens[stream, depth : depth + 1], 1)
         text, tokens = self._texts[stream], round.tokens[stream, rows].tolist()

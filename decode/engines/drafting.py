@@ -1,7 +1,7 @@
 """Drafts for all requests of a serving engine. A step observes the outcomes of the last drafts, then drafts for all requests
 side by side while the policy ends each draft.
 
-Each request has a row, which is a stream of policy and drafter. A step may omit requests, whose rows are idle, trim drafts,
+Each request has a row, which is a stream of policy and drafter. A step may omit requests (their rows are idle), trim drafts,
 or commit tokens that were not drafted. Therefore the outcome of a draft is what follows in the text. Policies and drafters
 cannot read what an engine does not pass on: logits and states of the target, noise.
 """

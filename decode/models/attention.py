@@ -106,7 +106,7 @@ class Part:
     Attributes:
         stream: Index of the stream.
         tokens: n token ids, a sequence or int64 on the model's device.
-        rows: Number of last tokens whose logits are returned; 0 = all.
+        rows: Number of last tokens for which logits are returned; 0 = all.
         tree: Rows of the tokens; None = a chain.
     """
 
@@ -132,7 +132,7 @@ class PackedCall:
         line: [5, T] int64: token, position, stream, slot and index in the rectangle [S, n] of queries.
         base: [S] int64, slots of each stream that all its tokens see.
         relation: [S, n, W] bool, which slots from `base` on each query sees.
-        rows: [R] int64, tokens whose logits are returned; None = all.
+        rows: [R] int64, tokens for which logits are returned; None = all.
         is_full: Whether the tokens fill the rectangle in their order.
     """
 

@@ -82,7 +82,7 @@ class CachedModel:
         capacity: Slots of a stream.
         vocabulary: Width of the logits returned. Additional scores are cut. Tokens that the model does not know get -inf, and
             are read as its first token.
-        hidden: Layers whose hidden states are kept in `states`, as transformers counts them; True = the last.
+        hidden: Layers with hidden states that are kept in `states`, as transformers counts them; True = the last.
         streams: S, texts that are read together.
         device: Device of the caller; None = the model's.
         reading: Calls that the model supports (`self_check`).
@@ -90,7 +90,7 @@ class CachedModel:
     Attributes:
         masked: Whether the model takes masks.
         states: Hidden states of the last call, if they are kept, those of several layers concatenated. After `read` [1, n, H]
-            of all tokens, after `read_parts` [1, R, H] of the tokens whose logits are returned.
+            of all tokens, after `read_parts` [1, R, H] of the tokens for which logits are returned.
     """
 
     def __init__(

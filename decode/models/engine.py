@@ -125,7 +125,7 @@ class PackedLinear(nn.Module):
         out: Tensor = self._product(input, self.weight, self.bias, "none", [], "")
         return out
 
-    __call__ = forward  # hooks, which nobody sets here, take longer than a small product
+    __call__ = forward  # hooks, which are never set here, take longer than a small product
 
 
 def pack_weights(module: nn.Module) -> None:

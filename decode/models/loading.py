@@ -306,7 +306,7 @@ def _check_report(model: PreTrainedModel, report: dict[str, Any], quantised: boo
 
 
 def _check_adapter(where: str, raw: Mapping[str, Any], is_alone: bool) -> str:
-    """Return the base model of an adapter whose `adapter_config.json` contains `raw`; `is_alone` if it must name one."""
+    """Return the base model of an adapter with `raw` in its `adapter_config.json`; `is_alone` if it must name one."""
     if not is_peft_available():
         raise ValueError(f"its {ADAPTER} needs peft: python -m pip install peft")
     from peft import PeftConfig, PeftType

@@ -40,7 +40,7 @@ HIDDEN = 1024
 """Width of hidden states if it is unknown."""
 
 SCRATCH = 1536
-"""Rows of the matrix whose product clears the caches."""
+"""Rows of a matrix; its product clears the caches."""
 
 
 def decision_case(
@@ -108,7 +108,7 @@ def missing_decisions(profile: Profile, policies: Sequence[StopPolicy]) -> dict[
     """Return by `cost_name` the policies that decide something in batches of the profile, which has no price of it."""
 
     def decides(policy: StopPolicy) -> bool:
-        # A policy whose first decision is at its last depth, such as a fixed length, is never called.
+        # A policy with its first decision at its last depth, such as a fixed length, is never called.
         sizes = range(1, largest_batch(profile) + 1)
         return policy.first < policy.max_depth and any(size not in policy.unasked for size in sizes)
 

@@ -30,7 +30,7 @@ JUDGED_EACH = 20
 """Repetitions from which on not each is followed by a judgement, which takes longer the more there are."""
 
 MIN_REPETITIONS = 3
-"""Repetitions that are always made, however long they take."""
+"""Minimum number of repetitions, independent of the time they take."""
 
 
 @dataclass(frozen=True)

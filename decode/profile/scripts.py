@@ -94,7 +94,7 @@ class BatchScript(Script):
         )
 
     def keep(self, step: DraftStep, state: State) -> tuple[Array, State]:
-        """Keep up to the length on the card, in the streams whose turn it is."""
+        """Keep up to the length on the card, in the streams of this turn."""
         lengths = np.zeros(len(step.alive), dtype=np.int64)
         for stream, (key, number) in enumerate(_rounds(state)):
             count, length = self.deck[card_at(len(self.deck), key, number)]

@@ -75,7 +75,7 @@ class ResNetHead(Head):
 
 
 class SpecDecHead(Head):
-    """D blocks of the width of the draft's hidden state, then two logits, whose difference is the score.
+    """D blocks of the width of the draft's hidden state, then two logits. Their difference is the score.
 
     SpecDec++ (arXiv 2405.19715; code Kaffaljidhmah2/SpecDec_pp, `wrap_model.py`, `hf_generation.py`). Its input is the
     state after x_{j-1}, from the forward that yields q_j: it scores that token, so `accept` at depth j refers to x_{j-1}

@@ -23,7 +23,7 @@ from numba.core.typeinfer import register_dispatcher
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 CONSTANTS = ("counter_rng.py", "features.py")
-"""Modules of `policies` whose constants are compiled into kernels."""
+"""Modules of `policies` with constants that are compiled into kernels."""
 
 MAX_STALE = 4
 """Number of cache folders of other versions that are not removed."""
@@ -44,7 +44,7 @@ def _source_hash(folder: Path) -> str:
 
 
 class _KernelCache(FunctionCache):
-    """Numba's cache of one function, in a subfolder whose name is the hash of all sources.
+    """Numba's cache of one function, in a subfolder with the hash of all sources as its name.
 
     Numba discards a cached kernel if its source file has changed, but not if a function or a constant of another file has.
     """

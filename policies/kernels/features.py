@@ -31,12 +31,12 @@ def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, ste
 
     Args:
         parent, depth: [N] by row of the tree; the parent of a root is -1. Rows are in order of depth.
-        marks: [5, S, N] rows that were drawn, dropped, fed, asked about (the fifth is not read).
+        marks: [5, S, N] rows that were drawn, dropped, fed, decided on (the fifth is not read).
         sent: [S, N] roots, and what was drawn and not dropped on paths of such rows.
-        counts: [3, S] tokens drawn, tokens sent, depths at which the policy was asked.
+        counts: [3, S] tokens drawn, tokens sent, depths at which the policy was called.
         steps: [S, K] rows fed at each depth.
     """
-    drawn, dropped, fed, asked = marks[0], marks[1], marks[2], marks[3]
+    drawn, dropped, fed, decided = marks[0], marks[1], marks[2], marks[3]
     for s in range(sent.shape[0]):
         drafted, verified, decisions, last = 0, 0, 0, -1
         steps[s] = 0
@@ -50,7 +50,7 @@ def count_round(parent: Any, depth: Any, marks: Any, sent: Any, counts: Any, ste
             sent[s, row] = goes
             if fed[s, row]:
                 steps[s, depth[row]] += 1
-            if asked[s, row] and depth[row] != last:  # rows of a depth follow one another
+            if decided[s, row] and depth[row] != last:  # rows of a depth follow one another
                 decisions += 1
                 last = depth[row]
         counts[0, s], counts[1, s], counts[2, s] = drafted, verified, decisions

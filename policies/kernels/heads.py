@@ -3,7 +3,7 @@
 Rows are independent, so bits do not depend on their number.
 
 In all kernels `features` [R, F] are clipped to `bounds` [2, F] (NaN = unknown is kept), `odds` are the indices of the
-probabilities whose log-odds are appended to them as columns F..F'-1, and `out` [R, 2] gets accept and next.
+probabilities with log-odds that are appended as columns F..F'-1, and `out` [R, 2] gets accept and next.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _best_number(values: Any, least: Any, count: Any, streams: Any, rate: Any, s
     total, top, best = 0.0, -np.inf, least
     for m in range(count + 1):
         total += values[m - 1] if m else 0.0
-        # Anchors are verified with the tokens, and each stream commits a token of the target beside the accepted ones.
+        # Anchors are verified with the tokens, and each stream commits a token of the target after the accepted ones.
         seconds = verify[streams, streams + m]
         worth = total - rate * seconds if rate != 0.0 else (streams + total) / (spent + seconds)
         # All numbers are tried: costs that rise in steps may make more tokens pay where a few do not.
