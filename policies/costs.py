@@ -79,6 +79,12 @@ def extend(entries: tuple[float, ...], count: int) -> Array:
     return interpolate(np.arange(count), np.arange(len(entries)), entries)
 
 
+def first_step_s(one: float | Array, two: float | Array, token: float | Array, backlog: Array) -> Array:
+    """Return the seconds of the first draft step of a round; an empty backlog costs as one token (it was timed so)."""
+    out: Array = one + (two - one) * (backlog > 1) + np.maximum(backlog - 2, 0) * token
+    return out
+
+
 @dataclass(frozen=True)
 class CostTable:
     """Seconds of the model calls of a single-stream round at one context length.
@@ -121,21 +127,11 @@ class CostTable:
         """Return [tokens + 1] seconds of a verification of a tree of 0, 1, ..., `tokens` tokens."""
         return along(self.tree_verify_s or tuple(enumerate(self.verify_s)), np.arange(tokens + 1))
 
-    def first_step_s(self, backlog: Array) -> Array:
-        """Return [S] seconds of the first draft step of a round; an empty backlog costs as one token (it was timed so)."""
-        one, two = self.draft_s
-        out: Array = one + (two - one) * (backlog > 1) + np.maximum(backlog - 2, 0) * self.draft_token_s
-        return out
-
-    def calls_s(self, drafted: Array, verified: Array, backlog: Array, fed: Array | None) -> Array:
-        """Return [S] seconds of the model calls of rounds; arguments as of `Costs.round_seconds`."""
-        first = self.first_step_s(backlog)
-        if fed is None:
-            steps = first * (drafted > 0) + self.later_s * np.maximum(drafted - 1, 0)
-            calls: Array = steps + np.array(self.verify_s)[verified]
-            return calls
-        steps = first * (fed[:, 0] > 0) + self.tree_draft(int(fed.max(initial=0)))[fed[:, 1:]].sum(-1)
-        out: Array = steps + self.tree_verify(int(verified.max(initial=0)))[verified]
+    def tree_calls_s(self, verified: Array, backlog: Array, fed: Array) -> Array:
+        """Return [S] seconds of the model calls of rounds of trees; arguments as of `Costs.round_seconds`."""
+        first = first_step_s(*self.draft_s, self.draft_token_s, backlog) * (fed[:, 0] > 0)
+        later = self.tree_draft(int(fed.max(initial=0)))[fed[:, 1:]].sum(-1)
+        out: Array = first + later + self.tree_verify(int(verified.max(initial=0)))[verified]
         return out
 
 
@@ -266,6 +262,13 @@ class Costs:
     def _padded(self) -> Array:
         return np.array(self.padded(), dtype=np.int64)
 
+    @cached_property
+    def _chain_tables(self) -> tuple[Array, ...]:
+        """Seconds at both contexts: first step of 1 and of 2 tokens, a token, a later step [2, 1]; verification [2, K + 1]."""
+        tables = (self.low, self.high)
+        steps = np.array([[*table.draft_s, table.draft_token_s, table.later_s] for table in tables])
+        return (*steps.T[:, :, None], np.array([table.verify_s for table in tables]))
+
     def round_seconds(
         self,
         context: Array,
@@ -288,11 +291,15 @@ class Costs:
         """
         if fed is None:
             outside = self.round_s + self.step_s * drafted
-            verified = self._padded[verified]  # the loop pads chains alone
+            one, two, token, later, verify = self._chain_tables
+            first = first_step_s(one, two, token, backlog) * (drafted > 0)
+            # [2, S] at both contexts; the loop pads chains alone.
+            tables = first + later * np.maximum(drafted - 1, 0) + verify[:, self._padded[verified]]
         else:
             per_round, per_step, per_token = self.tree_outside_s or (self.round_s, self.step_s, 0.0)
             outside = per_round + per_step * (fed > 0).sum(1) + per_token * drafted
-        calls = self.between(context, lambda table: table.calls_s(drafted, verified, backlog, fed))
+            tables = np.stack([table.tree_calls_s(verified, backlog, fed) for table in (self.low, self.high)])
+        calls = interpolate(context, (self.low.context, self.high.context), tables)
         out: Array = calls + outside + decision * decisions
         return out
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ...decode.rounds import play_round
 from ...policies.contract import Array, StopPolicy
-from ...policies.features import HISTORY_FEATURES
+from ...policies.features import History
 from ...policies.host import PolicyHost
 from ...policies.profile import Profile
 from .source import TraceSource
@@ -135,38 +134,39 @@ def _played(
     details: bool = False,
 ) -> list[Replayed]:
     """Play all rounds; the streams fall into as many equal parts as there are names, each with every sequence once."""
-    source, host = TraceSource(arrays, policy, queues), PolicyHost(policy, profile=profile)
+    source = TraceSource(arrays, policy, queues)
+    # Rounds are priced in one call after the replay, unless the policy reads their seconds.
+    observes_seconds = policy.reads_seconds and type(policy).observe is not StopPolicy.observe
+    host = PolicyHost(policy, profile=profile if observes_seconds else None)
     host.start(arrays.keys.numpy()[source.sequence])
     bins = len(names) * arrays.sequences
     part = np.arange(len(queues)) // (len(queues) // len(names)) * arrays.sequences
     by_stream = policy is not names[0]  # stacked: each stream has thresholds of its own, and no stream may move
-    lines: list[Array] = []
-    histories: list[Array] = []
-    owners = [np.arange(bins)]  # seconds begin with those of reading the prompts
-    spent = [np.tile(profile.prefill_seconds(arrays.prompt_tokens.numpy()), len(names))]
+    turns: list[tuple[Array, ...]] = []
+    is_tree = not source.topology.is_chain
     while on := int(np.count_nonzero(source.active)):
         if not by_stream and on <= CROWDED * len(part):
             left = np.flatnonzero(source.active)
             part = part[left]
             source.take(left)
             host.take(left)
-        before, sequence, anchor, active = host.history.values(), source.sequence, source.anchor, source.active
+        begin = source.active, part + source.sequence, host.history.record, source.sequence, source.anchor
         made = play_round(source, host)
-        columns = [sequence, anchor, made.drafted, made.verified, made.accepted, made.committed]
-        if details:
-            columns += [made.context, made.backlog, made.decisions, *made.steps.T]
-        owners.append((part + sequence)[active])
-        lines.append(np.stack(columns, 1)[active])
-        spent.append(made.seconds[active])
-        histories.append(before[active])
+        counts = made.drafted, made.verified, made.accepted, made.committed, made.context, made.backlog, made.decisions
+        turns.append((*begin, *counts, *(made.steps.T if details or is_tree else ())))
         begun = source.next_texts()
         if len(begun):
             host.refill(begun, arrays.keys.numpy()[source.sequence[begun]])
-    seconds = np.bincount(np.concatenate(owners), np.concatenate(spent), bins)
-    owner = np.concatenate([np.zeros(0, dtype=np.int64), *owners[1:]])
-    width = 6 + details * (3 + max(source.topology.deepest, 1))
-    table, history = _joined(lines, width, np.int64), _joined(histories, len(HISTORY_FEATURES), np.float32)
-    del owners, spent, lines, histories  # those of a large trace
+    columns = [np.concatenate(column) for column in zip(*turns, strict=True)] or _no_rounds(source.topology.deepest)
+    del turns
+    _, owner, history, *columns = [column[columns[0]] for column in columns]
+    history = History(history).values()
+    table = np.stack(columns, 1)  # [R, 9 + K]
+    context, drafted, verified, backlog, decisions = table[:, [6, 2, 3, 7, 8]].T
+    price, fed = profile.decision(policy.cost_name), table[:, 9:] if is_tree else None
+    spent = profile.round_seconds(context, drafted, verified, backlog, decisions, price, fed)
+    reading = np.tile(profile.prefill_seconds(arrays.prompt_tokens.numpy()), len(names))
+    seconds = np.bincount(np.concatenate([np.arange(bins), owner]), np.concatenate([reading, spent]), bins)
     rounds = np.bincount(owner, minlength=bins)
     sums = np.stack([np.bincount(owner, column, bins) for column in table.T[2:6]]).astype(np.int64)
     order = np.argsort(owner, kind="stable")  # within a sequence in the order they were played
@@ -195,6 +195,7 @@ def _played(
     return out
 
 
-def _joined(parts: Sequence[Array], width: int, dtype: Any) -> Array:
-    """Return the parts below each other; [0, width] for none."""
-    return np.concatenate([np.zeros((0, width), dtype=dtype), *parts])
+def _no_rounds(depth: int) -> list[Array]:
+    """Return the columns of a replay without rounds."""
+    none = np.zeros(0, dtype=np.int64)
+    return [none.astype(bool), none, History.start(0).record, *[none] * (9 + depth)]
