@@ -264,7 +264,7 @@ class Costs:
 
     @cached_property
     def _chain_tables(self) -> tuple[Array, ...]:
-        """Seconds at both contexts: first step of 1 and of 2 tokens, a token, a later step [2, 1]; verification [2, K + 1]."""
+        """Seconds at both contexts: first step of 1 and 2 tokens, a token, a later step [2, 1]; verification [2, K + 1]."""
         tables = (self.low, self.high)
         steps = np.array([[*table.draft_s, table.draft_token_s, table.later_s] for table in tables])
         return (*steps.T[:, :, None], np.array([table.verify_s for table in tables]))
