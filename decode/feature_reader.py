@@ -45,7 +45,7 @@ class FeatureReader:
         self._first = policy.first  # a policy may change its attributes while it runs
         self._layout, self._widths = Layout(policy.features), dict(widths or {})
         self._columns = self._layout.node_columns
-        self._follows_path = "path_logprob" in policy.features
+        self._follows_path = "path_logprob" in self._layout.names
         self._reads_target = bool(self._layout.anchor) or TARGET_HIDDEN in policy.hidden
         self._reads_draft = bool(self._layout.node or policy.hidden)
         self._one_batch = np.zeros(streams, dtype=np.int64)

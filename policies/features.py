@@ -13,6 +13,9 @@ as top-k removes counts in a noisy margin with its log-weight without noise: oth
 infinite margin, which predicts acceptance where there is none.
 
 Hidden states are the input of the output layer (transformers' `hidden_states[-1]`), rounded to float16, live as in a trace.
+
+A custom feature (`custom_feature`) is a function of these features. It needs no column of its own: replay and training compute
+it from recorded columns, and `PolicyHost` before each decision.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -92,7 +97,15 @@ _NEEDS: dict[int, Needs] = {
 
 @dataclass(frozen=True)
 class Feature:
-    """A named scalar: when it is known, its definition, its range, and its `Code` (HISTORY features have none)."""
+    """A named scalar.
+
+    Attributes:
+        name, kind, definition: what it is called, when it is known, what it means.
+        low, high: its range.
+        code: its `Code`; HISTORY and custom features have none.
+        inputs, function: of a custom feature: `function` receives one float32 array for each input and returns an array of
+            the same shape.
+    """
 
     name: str
     kind: Kind
@@ -100,6 +113,8 @@ class Feature:
     low: float
     high: float
     code: int = 0
+    inputs: tuple[str, ...] = ()
+    function: Callable[..., Array] | None = None
 
     @property
     def needs(self) -> Needs:
@@ -175,14 +190,100 @@ HIDDEN_STATES = {
 """The last hidden states of the models, by name: when each is known."""
 
 
+_CUSTOM: dict[str, Feature] = {}
+"""Custom features by name. Names are unique in a process, so that a policy folder can refer to them."""
+
+ENTRY_POINTS = "specstop.features"
+"""Group of the entry points of installed custom features: the name is that of the feature, the object its function."""
+
+
+def custom_feature(
+    *inputs: str, name: str = "", low: float = -np.inf, high: float = np.inf
+) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
+    """Return a decorator that registers a function as a feature of policies and heads.
+
+    The function receives one float32 array per input, all of one shape, and returns an array of that shape. It must compute
+    each entry from the entries at the same place alone: replay passes thousands of branches at once, the live loop one. The
+    feature is known as soon as all of its inputs are, and 0 where one of them does not exist yet (PRE and POST at depth 0).
+    Entries that are not finite become 0.
+
+    Args:
+        inputs: names of the features that it is computed from, token ids included (`TOKEN_FEATURES`).
+        name: of the feature; default: that of the function, with - for _.
+        low, high: its range.
+
+    Raises:
+        PolicyError: an input is unknown or a custom feature, or the name is taken.
+    """
+
+    def register(function: Callable[..., Array]) -> Callable[..., Array]:
+        own = name or function.__name__.replace("_", "-")
+        if not inputs or not all(source in FEATURES for source in inputs):
+            unknown = next((source for source in inputs if source not in FEATURES), "none")
+            raise PolicyError(f"feature {own!r}: expected built-in features as inputs, got {unknown}; see FEATURES")
+        if own in FEATURES:
+            raise PolicyError(f"feature {own!r}: expected a name that no built-in feature has; rename it")
+        kind = max((FEATURES[source].kind for source in inputs), key=_ORDER.index)
+        definition = (function.__doc__ or "").strip().partition("\n")[0]
+        _CUSTOM[own] = Feature(own, kind, definition, low, high, inputs=inputs, function=function)
+        return function
+
+    return register
+
+
+_ORDER = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
+"""In which features become known."""
+
+
+def all_features() -> dict[str, Feature]:
+    """Return built-in and custom features by name, after importing the installed ones."""
+    if os.environ.get("SPECSTOP_PLUGINS") != "0":
+        for point in entry_points(group=ENTRY_POINTS):
+            if point.name not in _CUSTOM:
+                point.load()  # the decorator of the function registers it
+    return {**FEATURES, **_CUSTOM}
+
+
 def feature(name: str) -> Feature:
-    """Return the feature called `name`; raise `PolicyError` if there is none."""
-    try:
-        return FEATURES[name]
-    except KeyError:
-        raise PolicyError(
-            f"unknown feature {name!r}{close_match(name, FEATURES)}; known: {', '.join(FEATURES)}"
-        ) from None
+    """Return the built-in or custom feature called `name`; raise `PolicyError` if there is none."""
+    known = FEATURES.get(name) or _CUSTOM.get(name)
+    if known is None:
+        names = all_features()
+        if name not in names:
+            raise PolicyError(f"unknown feature {name!r}{close_match(name, names)}; known: {', '.join(names)}")
+        known = names[name]
+    return known
+
+
+def base_features(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the built-in features that `names` are computed from, each once."""
+    return tuple(dict.fromkeys(source for name in names for source in feature(name).inputs or (name,)))
+
+
+def complete_features(names: Sequence[str], base: Array, at_anchor: bool) -> Array:
+    """Return the features `names` [..., F] float32, given `base_features` of these names [..., G] in their order.
+
+    Args:
+        names: of F features.
+        base: values of the built-in features.
+        at_anchor: depth 0, where PRE and POST features are 0.
+
+    Raises:
+        PolicyError: a custom feature returned another shape.
+    """
+    place = {name: base[..., at] for at, name in enumerate(base_features(names))}
+    columns = []
+    for each in map(feature, names):
+        if each.function is None:
+            columns.append(place[each.name])
+        elif at_anchor and each.kind in (Kind.PRE, Kind.POST):
+            columns.append(np.zeros(base.shape[:-1], dtype=np.float32))
+        else:
+            values = np.asarray(each.function(*(place[name] for name in each.inputs)), dtype=np.float32)
+            if values.shape != base.shape[:-1]:
+                raise PolicyError(f"feature {each.name!r}: expected shape {base.shape[:-1]}, got {values.shape}")
+            columns.append(np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0))
+    return np.ascontiguousarray(np.stack(columns, -1)) if columns else base
 
 
 def check_hidden(names: Iterable[str], where: str = "") -> tuple[str, ...]:
@@ -344,20 +445,25 @@ class Columns:
 
 
 class Layout:
-    """The features of a policy by kind.
+    """The built-in features that a policy reads, by kind.
+
+    Args:
+        names: features of the policy; custom ones are replaced by their inputs.
 
     Attributes:
-        names: all of them, in the policy's order.
+        names: all of them, in the order of `base_features`.
         anchor, node, history: names of one kind, in the same order (`node` = PRE and POST).
         anchor_at, node_at, history_at: their columns.
         anchor_columns, node_columns: compute them.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
+        names = base_features(names)
+
         def at(*kinds: Kind) -> list[int]:
             return [i for i, name in enumerate(names) if feature(name).kind in kinds]
 
-        self.names = tuple(names)
+        self.names = names
         self.anchor_at, self.node_at, self.history_at = at(Kind.ANCHOR), at(Kind.PRE, Kind.POST), at(Kind.HISTORY)
         self.anchor, self.node, self.history = (
             tuple(names[i] for i in places) for places in (self.anchor_at, self.node_at, self.history_at)

@@ -18,7 +18,7 @@ import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
 from .errors import PolicyError, PolicyFailure, SpecstopError, SpecstopWarning, close_match
-from .features import FEATURES, HIDDEN_STATES, History
+from .features import FEATURES, HIDDEN_STATES, History, all_features, complete_features, feature
 from .profile import Profile
 
 
@@ -130,6 +130,7 @@ class PolicyHost:
         self.first, self.trims = policy.first, policy.trims
         self.selects = type(policy).select is not StopPolicy.select
         self.observes = type(policy).observe is not StopPolicy.observe
+        self._has_custom_features = any(feature(name).function for name in policy.features)
 
     def _replace(self, policy: StopPolicy) -> None:
         self._use(policy)
@@ -180,10 +181,18 @@ class PolicyHost:
     def keep(self, step: DraftStep) -> Array:
         """Return [S, B] bool, the branches to extend."""
         kept: Array
+        if self._has_custom_features:
+            step = self._completed(step)
         kept, self.state = self._call("keep", step)
         if self._on_decision is not None and self.policy is self._original:
             self._on_decision(step, self.state)
         return kept
+
+    def _completed(self, step: DraftStep) -> DraftStep:
+        """Return the step with the features of the policy, given the built-in ones that they are computed from."""
+        with plugin_errors(self.policy, "computing its features"):
+            values = complete_features(self.policy.features, step.features, step.depth == 0)
+        return dataclasses.replace(step, features=np.where(step.alive[..., None], values, np.float32(0.0)))
 
     def select(self, tree: DraftTree) -> Array | None:
         """Return [S, N] bool, the nodes to verify; None = all."""
@@ -356,8 +365,10 @@ def validate_policy(policy: Any) -> StopPolicy:
         for name, (kind, expected) in _TYPES.items():
             if not _is_valid(value := getattr(policy, name), kind):
                 raise PolicyError(f"{who}.{name}: expected {expected}, not {_describe(value)}")
-        for name, valid in (("features", FEATURES), ("hidden", HIDDEN_STATES)):
-            _validate_names(f"{who}.{name}", getattr(policy, name), valid)
+        names = policy.features
+        is_built_in = isinstance(names, tuple) and FEATURES.keys() >= set(names)
+        _validate_names(f"{who}.features", names, FEATURES if is_built_in else all_features())
+        _validate_names(f"{who}.hidden", policy.hidden, HIDDEN_STATES)
         for name in ("unasked", "sizes"):  # `sizes` only of policies that require widths of hidden states
             counts = getattr(policy, name, {})
             keys = counts if name == "unasked" else ()

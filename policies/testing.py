@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .contract import Array, DraftStep, DraftTree, RoundOutcome, State, StopPolicy
-from .features import FEATURES, HIDDEN_STATES, Kind, check_hidden
+from .features import HIDDEN_STATES, Kind, check_hidden, feature
 from .host import put, take, validate_policy
 
 STREAMS, ROUNDS, DEPTH = 5, 3, 6  # of the tests
@@ -166,7 +166,7 @@ def make_step(
     draws = [np.random.default_rng((stream, round, depth)) for stream in streams]
     features = np.stack([rng.random((width, len(policy.features)), dtype=np.float32) for rng in draws])  # [S, B, F]
     for column, name in enumerate(policy.features):
-        definition = FEATURES[name]
+        definition = feature(name)
         # An interval of length 6 of an unbounded range.
         low = definition.low if math.isfinite(definition.low) else min(definition.high, 0.0) - 6.0
         high = definition.high if math.isfinite(definition.high) else low + 6.0

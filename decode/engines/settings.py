@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
-from ...policies.features import FEATURES, Kind
+from ...policies.features import FEATURES, Kind, base_features
 from ...policies.learned import LearnedPolicy
 from ..drafters.spec import needs_draft, reads_states
 
@@ -22,10 +22,8 @@ ANCHORS = ("anchor_token", "before_token", "temperature")
 
 def known_in_engines(name: str, greedy: bool) -> bool:
     """Whether a feature can be computed in an engine; `greedy`: at temperature 0 there is no noise."""
-    definition = FEATURES[name]
-    if definition.kind is Kind.ANCHOR:
-        return name in ANCHORS
-    return not definition.needs.noisy or greedy
+    sources = [FEATURES[source] for source in base_features([name])]
+    return all(one.name in ANCHORS if one.kind is Kind.ANCHOR else greedy or not one.needs.noisy for one in sources)
 
 
 def missing_in_engines(policy: StopPolicy) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.errors import SpecstopWarning
-from ...policies.features import DRAFT_HIDDEN, HISTORY_FEATURES, TARGET_HIDDEN
+from ...policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, Layout
 from ...policies.host import PolicyHost, validate_policy
 from ...policies.measurements import DECISIONS, Key, Measurements
 from ...policies.profile import Profile
@@ -209,7 +209,7 @@ class _RoundWithoutModels:
         reads_seconds = type(policy).observe is not StopPolicy.observe and policy.reads_seconds
         self._host = PolicyHost(policy, profile=profile if reads_seconds else None)
         self._host.start(np.arange(1))
-        self._observes = self._host.observes or any(name in HISTORY_FEATURES for name in policy.features)
+        self._observes = self._host.observes or bool(Layout(policy.features).history)
         self._timer = Timer(self._scratch.device)
 
     def _random(self, rows: int, width: int) -> Tensor:

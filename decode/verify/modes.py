@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, PolicyError, close_match
-from ...policies.features import FEATURES, Kind
+from ...policies.features import FEATURES, Kind, base_features
 from ...policies.learned import LearnedPolicy
 from ..models.device import download, upload
 from ..round_state import RoundState, Rows
@@ -405,10 +405,10 @@ def check_mode(mode: Verification, policy: StopPolicy, topology: Topology) -> No
     """
     if mode.chains_only and not _drafted(topology, policy).is_chain:
         raise InputError(f"--verification {mode.name}: expected a chain, not the tree {topology.name}; use rejection")
-    noisy = [name for name in policy.features if name.startswith("noisy_")]
+    noisy = [name for name in base_features(policy.features) if name.startswith("noisy_")]
     if noisy and mode.name != Match.name:
         raise PolicyError(f"{policy.name}: reads {', '.join(noisy)}, which requires match verification")
-    drawn = [n for n in policy.features if FEATURES[n].kind is Kind.POST and n not in POSITION_FEATURES]
+    drawn = [n for n in base_features(policy.features) if FEATURES[n].kind is Kind.POST and n not in POSITION_FEATURES]
     if mode.hides and is_trimming(policy) and drawn:
         raise PolicyError(
             f"{policy.name}: excludes drawn tokens and reads {', '.join(drawn)}, which would bias the output under "

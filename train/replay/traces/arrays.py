@@ -21,7 +21,7 @@ from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list
 from ....policies.contract import Array
 from ....policies.errors import TraceError
-from ....policies.features import HISTORY_FEATURES, SIBLING_FEATURES, Layout
+from ....policies.features import HISTORY_FEATURES, SIBLING_FEATURES, Layout, base_features, complete_features
 from .columns import Order, read_columns, read_texts
 from .hidden_states import StoredHidden
 
@@ -221,8 +221,9 @@ def side_by_side(columns: Sequence[Tensor]) -> Tensor:
 
 def _wanted(header: Header, features: Sequence[str] | None) -> list[str]:
     """Return the recorded features to read, in the order in which a policy reads them."""
-    names = [*(features or ()), *header.anchor_features, *header.features]
-    asked = {*(names if features is None else features)}
+    base = None if features is None else base_features(features)
+    names = [*(base or ()), *header.anchor_features, *header.features]
+    asked = {*(names if base is None else base)}
     if "above_token" in asked:
         asked.add("anchor_token")  # the parent of the first token
     return [name for name in dict.fromkeys(names) if name in asked]
@@ -330,4 +331,7 @@ def seen_features(arrays: TraceArrays, names: Sequence[str], row: Tensor, histor
     seen = np.repeat(base[:, None], node.shape[1] + 1, 1)
     # Before drafting, PRE and POST columns stay 0.
     seen[:, 1:, layout.node_at] = node[row].numpy()
+    if layout.names != tuple(names):  # custom features among them
+        parts = (seen[:, :1], True), (seen[:, 1:], False)
+        seen = np.concatenate([complete_features(names, part, at_anchor) for part, at_anchor in parts], 1)
     return torch.from_numpy(seen)
