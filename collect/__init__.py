@@ -37,4 +37,5 @@ __getattr__, __all__ = attach(
         "shards": "Plan record",
         "store.folder": "Trace merge open_trace",
     },
+    is_callable=True,
 )

@@ -53,4 +53,5 @@ __getattr__, __all__ = attach(
         "settings": "Settings",
         "topology": "Topology parse_tree",
     },
+    is_callable=True,
 )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ..policies.arguments import check_token_ids
-from ..policies.display import Progress, shown, silent
+from ..policies.display import Progress, Result, Table, shown, silent
 from ..policies.errors import InputError, PolicyFailure
 from ..policies.fixed import FixedLength
 from ..policies.host import with_costs
-from ..policies.profile import Profile
+from ..policies.profile import Profile, as_profile
 from ..policies.registry import PolicySpec, as_policies
 from .hf.baseline import PLAIN, SETTINGS, Assisted
 from .loop import Request, Speculator
@@ -24,6 +24,7 @@ from .models.device import Recorded
 from .models.pair import Pair
 from .models.self_check import ROUNDING
 from .profile import CalibrationRun
+from .prompts import Prompts, encode_prompts
 from .records import Generation, Tally
 from .settings import Settings
 from .verify.conditions import warn_if_unmeasured, warn_if_untrained
@@ -104,6 +105,39 @@ class BenchLine:
         return values
 
 
+class BenchResult(list[BenchLine], Result):
+    """The lines of `bench`, plain decoding first."""
+
+    @property
+    def table(self) -> Table:
+        """A row per method: tokens/s, its ratio to plain decoding with the 95% interval, and tokens per target call."""
+        columns = ("method", "tokens/s", "of plain", "low", "high", "tokens per call")
+        rows = [
+            (line.name, line.tokens_per_s, line.ratio.value, line.ratio.low, line.ratio.high, line.block_efficiency)
+            for line in self
+        ]
+        return Table(columns, tuple(rows))
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the ratios to plain decoding, with intervals."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 1 + 0.35 * len(self)), layout="constrained")
+        axes, shown_lines = figure.subplots(), [line for line in self if line.failure is None]
+        values = [line.ratio.value for line in shown_lines]
+        ends = [(line.ratio.low or line.ratio.value, line.ratio.high or line.ratio.value) for line in shown_lines]
+        errors = [[value - low, high - value] for value, (low, high) in zip(values, ends, strict=True)]
+        axes.errorbar(values, range(len(values)), xerr=np.abs(np.array(errors)).T, fmt="o", capsize=3)
+        axes.set(yticks=range(len(values)), yticklabels=[line.name for line in shown_lines])
+        axes.set(xlabel="tokens/s, plain decoding = 1")
+        axes.axvline(1.0, color="gray", linewidth=1)
+        axes.invert_yaxis()
+        return figure
+
+    def __repr__(self) -> str:
+        return repr(self.table)
+
+
 class Method(Protocol):
     """A decoding method: a `Speculator`, or another library."""
 
@@ -113,22 +147,24 @@ class Method(Protocol):
 
 def bench(
     pair: Pair,
-    prompts: Sequence[tuple[str, Sequence[int]]],
+    prompts: Prompts,
     policies: PolicySpec | Sequence[PolicySpec],
     *,
+    ids: Sequence[str] | None = None,
     settings: Settings | None = None,
     library: Pair | None = None,
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
     seed: int = 0,
     batch: int = 1,
     progress: Progress = shown,
-) -> list[BenchLine]:
+) -> BenchResult:
     """Measure decoding methods in alternation; the first line is plain decoding.
 
     Args:
         pair: models that the policies run on.
-        prompts: (id, token ids).
+        prompts: see `decode.run.Prompts`.
         policies: policies, specs such as `fixed:4`, or policy folders.
+        ids: name of each prompt; default: see `encode_prompts`.
         settings: shared by all policies, except for the tree of a policy that has one (`Settings.for_policy`).
         library: the same pair with the engine `plain`. If given, transformers' `generate` is measured too, and its assisted
             settings for batch size 1, the only one they support.
@@ -140,32 +176,32 @@ def bench(
     Raises:
         InputError: there is no prompt, or a default of the model cannot be applied.
     """
-    if not prompts:
-        raise InputError("prompts: expected at least one (id, token ids)")
-    check_token_ids([prompt[-1] for prompt in prompts])
-    settings = (settings or Settings()).for_pair(pair)
-    rules = [with_costs(policy, profile) for policy in as_policies(policies)]
-    warn_if_unmeasured(profile, rules, settings, pair.drafter)
+    encoded = encode_prompts(pair, prompts, ids)
+    if not encoded:
+        raise InputError("prompts: expected at least one")
+    settings, costs = (settings or Settings()).for_pair(pair), as_profile(profile)
+    rules = [with_costs(policy, costs) for policy in as_policies(policies)]
+    warn_if_unmeasured(costs, rules, settings, pair.drafter)
     # A list, because two policies may have the same name.
-    methods: list[tuple[str, Method]] = [("plain", Speculator(pair, FixedLength(0), settings, profile, batch=batch))]
+    methods: list[tuple[str, Method]] = [("plain", Speculator(pair, FixedLength(0), settings, costs, batch=batch))]
     for policy in rules:
         policy_settings = settings.for_policy(policy)
         warn_if_untrained(policy, policy_settings, pair)
-        methods.append((policy.shown_name, Speculator(pair, policy, policy_settings, profile, batch=batch)))
+        methods.append((policy.shown_name, Speculator(pair, policy, policy_settings, costs, batch=batch)))
     if library is not None:
         for setting in (PLAIN, *(SETTINGS if batch == 1 and library.draft is not None else ())):
             methods.append((setting.name, Assisted(library, setting, settings, batch)))
     recordings = Counter[int]()
     texts = run_alternating(
-        [method for _, method in methods], prompts, seed=seed, batch=batch, recordings=recordings, progress=progress
+        [method for _, method in methods], encoded, seed=seed, batch=batch, recordings=recordings, progress=progress
     )
-    ids = [tuple(tokens) for _, tokens in prompts]
-    lines = []
+    tokens = [tuple(ids) for _, ids in encoded]
+    lines = BenchResult()
     for at, (name, method) in enumerate(methods):
-        line = bench_line(name, texts[at], texts[0], texts_per_turn(batch), ids)
+        line = bench_line(name, texts[at], texts[0], texts_per_turn(batch), tokens)
         ties = wrong = 0
         if settings.temperature == 0.0 and isinstance(method, Speculator) and method.mode.lossless:
-            ties, wrong = count_differences(pair, settings, ids, texts[at], texts[0])
+            ties, wrong = count_differences(pair, settings, tokens, texts[at], texts[0])
         lines.append(replace(line, ties=ties, wrong=wrong, recordings=recordings[at]))
     return lines
 

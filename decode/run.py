@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from ..policies.arguments import as_list
-from ..policies.errors import InputError, SpecstopWarning
+from ..policies.errors import InputError
 from ..policies.host import with_costs
-from ..policies.profile import Profile
+from ..policies.profile import Profile, as_profile
 from ..policies.registry import PolicySpec, as_policy
 from .drafters import find_drafter, with_drafter
 from .loop import Request, Speculator
 from .models.pair import Pair
+from .prompts import Prompts, encode_prompts
 from .records import Generation
 from .settings import Settings
 from .verify.conditions import warn_if_unmeasured, warn_if_untrained
 from .verify.noise import stream_key
 
 
+@overload
+def decode(pair: Pair, prompts: str, policy: PolicySpec, **options: Any) -> Generation: ...
+@overload
+def decode(pair: Pair, prompts: Sequence[Any], policy: PolicySpec, **options: Any) -> list[Generation]: ...
 def decode(
     pair: Pair,
-    prompts: str | Sequence[str | Sequence[int]],
+    prompts: Prompts,
     policy: PolicySpec,
     *,
     settings: Settings | None = None,
     ids: Sequence[str] | None = None,
     seed: int = 0,
-    profile: Profile | None = None,
+    profile: Profile | str | Path | None = None,
     drafter: str | None = None,
     batch: int = 1,
     on_text: Callable[[int, str], None] | None = None,
     on_end: Callable[[int], None] | None = None,
-) -> list[Generation]:
+) -> Generation | list[Generation]:
     """Decode prompts with a policy. Under every lossless mode, texts have the target's distribution.
 
     Args:
         pair: with a tokenizer.
-        prompts: texts or their token ids, or one text.
+        prompts: see `Prompts`.
         policy: when to stop drafting: a policy, a spec such as `fixed:4`, or a policy folder.
         settings: temperature, limits, verification, tree, processors, stops.
-        ids: name of each prompt, part of the key of its noise; default: its index.
+        ids: name of each prompt, part of the key of its noise; default: see `encode_prompts`.
         seed: of the noise; without effect at temperature 0.
         profile: see `Speculator`.
         drafter: proposes the candidates (`find_drafter`); default: that of the pair.
@@ -54,7 +59,7 @@ def decode(
         on_end: called with the number of a prompt after its text has ended.
 
     Returns:
-        The texts in the order of the prompts. The seconds of a batch are shared equally.
+        The result of one text, or a list in the order of the prompts. The seconds of a batch are shared equally.
 
     Raises:
         InputError: a prompt is empty or too long, or a default of the model cannot be applied.
@@ -63,24 +68,19 @@ def decode(
     tokenizer = pair.tokenizer
     if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
-    prompts = as_list(prompts)
-    for prompt in prompts:
-        _check_prompt(prompt)
-    names = as_list(ids) if ids is not None else [str(i) for i in range(len(prompts))]
-    if len(names) != len(prompts):
-        raise InputError(f"ids: expected one for each of {len(prompts)} prompts, not {len(names)}")
-    policy, drafter = with_costs(as_policy(policy), profile), drafter or pair.drafter
+    encoded = encode_prompts(pair, prompts, ids)
+    costs = as_profile(profile)
+    policy, drafter = with_costs(as_policy(policy), costs), drafter or pair.drafter
     settings = (settings or Settings()).for_pair(pair).for_policy(policy)
     warn_if_untrained(policy, settings, pair if drafter == pair.drafter else with_drafter(pair, drafter))
-    warn_if_unmeasured(profile, [policy], settings, drafter)
-    speculator = Speculator(pair, policy, settings, profile, drafter=find_drafter(drafter, pair), batch=batch)
-    encoded = [list(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt) for prompt in prompts]
-    warn_two_bos([row for row, prompt in zip(encoded, prompts, strict=True) if isinstance(prompt, str)], tokenizer)
-    requests = [Request(tokens, stream_key(seed, name)) for tokens, name in zip(encoded, names, strict=True)]
+    warn_if_unmeasured(costs, [policy], settings, drafter)
+    speculator = Speculator(pair, policy, settings, costs, drafter=find_drafter(drafter, pair), batch=batch)
+    requests = [Request(tokens, stream_key(seed, name)) for name, tokens in encoded]
     writer = _TextWriter(tokenizer, on_text, on_end)
     generations = speculator.run(requests, writer.write if on_text else None, writer.end)
     texts = [str(tokenizer.decode(list(one.tokens), skip_special_tokens=True)) for one in generations]
-    return [replace(one, text=text) for one, text in zip(generations, texts, strict=True)]
+    results = [replace(one, text=text) for one, text in zip(generations, texts, strict=True)]
+    return results[0] if isinstance(prompts, str) else results
 
 
 class _TextWriter:
@@ -113,25 +113,3 @@ class _TextWriter:
         self.write(number, (), is_complete=True)
         if self._on_end:
             self._on_end(number)
-
-
-def _check_prompt(prompt: object) -> None:
-    """Raise `InputError` unless a prompt is a text or a sequence of token ids; bytes would be read as ids."""
-    is_sequence = isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping))
-    if not isinstance(prompt, str) and not (is_sequence and getattr(prompt, "ndim", 1) == 1):
-        raise InputError(
-            f"prompts: expected texts or lists of token ids, not {prompt!r:.60}; pass [ids] for one prompt"
-        )
-
-
-def warn_two_bos(encoded: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Warn about prompts that begin with two BOS tokens."""
-    bos = tokenizer.bos_token_id
-    count = sum(bos is not None and ids[:2] == [bos, bos] for ids in encoded)
-    if count:
-        warnings.warn(
-            f"{count} of {len(encoded)} prompts begin with two {tokenizer.bos_token} tokens, one of their text and one that "
-            "the tokenizer adds; leave it out of the prompts, or give messages with --chat",
-            SpecstopWarning,
-            stacklevel=3,
-        )

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         SpecstopWarning as SpecstopWarning,
         TraceError as TraceError,
     )
+    from .features import custom_feature as custom_feature
     from .fixed import Confidence as Confidence, FeatureThreshold as FeatureThreshold, FixedLength as FixedLength
     from .kernels.compiled import (
         argsort_desc as argsort_desc,
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
         sigmoid as sigmoid,
     )
     from .learned import LearnedPolicy as LearnedPolicy
-    from .profile import Profile as Profile
+    from .profile import Profile as Profile, load_profile as load_profile
     from .registry import load_policy as load_policy
     from .storage import (
         from_pretrained as from_pretrained,
@@ -53,10 +55,36 @@ if TYPE_CHECKING:
     from .tree_rules import append_level as append_level, node_values as node_values
 
 
-def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+class _CallableModule(ModuleType):
+    """A package that can be called like the function of the same name in it: `specstop.decode(...)`."""
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self, self.__name__.rpartition(".")[2])
+        return function
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect
+
+        return inspect.signature(self._function)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._function(*args, **options)
+
+
+def attach(
+    package: str, modules: Mapping[str, str], is_callable: bool = False
+) -> tuple[Callable[[str], Any], list[str]]:
     """Return `__getattr__` and `__all__` of a package from its public names, separated by spaces, by module.
 
     With EAGER_IMPORT in the environment all names are imported at once, for documentation tools.
+
+    Args:
+        package: its full name.
+        modules: public names by module.
+        is_callable: calling the package calls its function of the same name. Python sets a sub-package as an attribute of
+            its parent, so that `specstop.decode` cannot be the function itself.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -65,6 +93,8 @@ def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f".{module_of[name]}", package), name)
 
+    if is_callable:
+        sys.modules[package].__class__ = _CallableModule
     if os.environ.get("EAGER_IMPORT"):
         vars(sys.modules[package]).update({name: find(name) for name in module_of})
     return find, sorted(module_of)
@@ -79,10 +109,11 @@ __getattr__, __all__ = attach(
         "costs": "CostTable",
         "counter_rng": "keyed_normal keyed_uniform",
         "errors": "InputError PairError PolicyError SpecstopError SpecstopWarning TraceError",
+        "features": "custom_feature",
         "fixed": "Confidence FeatureThreshold FixedLength",
         "kernels.compiled": "argsort_desc copy_row kernel kernel_part known_depths sigmoid",
         "learned": "LearnedPolicy",
-        "profile": "Profile",
+        "profile": "Profile load_profile",
         "registry": "load_policy",
         "storage": "from_pretrained load_policy_folder save_policy save_pretrained",
         "tree_rules": "append_level node_values",

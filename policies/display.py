@@ -1,10 +1,12 @@
-"""Progress of long operations, and text escaped for terminals and Markdown."""
+"""Progress of long operations, tables of results, and text escaped for terminals and Markdown."""
 
 from __future__ import annotations
 
+import html
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Progress = Callable[[str, int, int], None]
@@ -38,6 +40,59 @@ def shown(task: str, done: int, total: int) -> None:
 def printable(text: str) -> str:
     r"""Return text with control characters escaped, such as `\x1b`. Tabs and newlines are not escaped."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Results as rows, shown as text in a terminal and as HTML in a notebook.
+
+    Attributes:
+        columns: their names.
+        rows: values; None is shown as a hyphen, and a float with four significant digits.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def to_pandas(self) -> Any:
+        """Return a `pandas.DataFrame`."""
+        import pandas  # takes half a second
+
+        return pandas.DataFrame(list(self.rows), columns=list(self.columns))
+
+    def _cells(self) -> list[list[str]]:
+        return [list(self.columns), *([_cell(value) for value in row] for row in self.rows)]
+
+    def __repr__(self) -> str:
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        head, *rows = ([html.escape(text) for text in row] for row in self._cells())
+        body = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row)}</tr>" for row in rows)
+        return f"<table><thead><tr>{''.join(f'<th>{text}</th>' for text in head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: Any) -> str:
+    return printable("-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value))
+
+
+class Result:
+    """A result with a `table`, which notebooks show."""
+
+    @property
+    def table(self) -> Table:
+        """The result as rows."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """Return the table as a `pandas.DataFrame`."""
+        return self.table.to_pandas()
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
 
 
 def markdown(text: str, special: str = "<") -> str:

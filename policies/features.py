@@ -14,7 +14,7 @@ infinite margin, which predicts acceptance where there is none.
 
 Hidden states are the input of the output layer (transformers' `hidden_states[-1]`), rounded to float16, live as in a trace.
 
-A custom feature (`custom_feature`) is a function of these features. It needs no column of its own: replay and training compute
+A custom feature (`custom_feature`) is a function of these features. It has no column of its own: replay and training compute
 it from recorded columns, and `PolicyHost` before each decision.
 """
 

@@ -209,6 +209,16 @@ class Profile(Costs):
         raise InputError(f"--profile: {where} lacks or mangles {reason}; measure it again")
 
 
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile of `measure_profile` or `specstop profile`; see `Profile.load`."""
+    return Profile.load(path, "path")
+
+
+def as_profile(profile: Profile | str | Path | None) -> Profile | None:
+    """Return a profile, reading it if it is the path of a file; None stays None. Raises `InputError` as `Profile.load`."""
+    return Profile.load(profile, "profile") if isinstance(profile, (str, Path)) else profile
+
+
 @cache
 def _validator() -> Any:
     from pydantic import TypeAdapter

@@ -52,4 +52,5 @@ __getattr__, __all__ = attach(
         "report.whatif.transfer": "transfer",
         "report.whatif.sweep": "sweep",
     },
+    is_callable=True,
 )

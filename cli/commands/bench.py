@@ -96,8 +96,9 @@ def bench(
         chosen, tokens = fitting(chosen, pair, max_new_tokens, chat, long)
         lines = run(
             pair,
-            list(zip([p.stream_name for p in chosen], tokens, strict=True)),
+            tokens,
             rules,
+            ids=[p.stream_name for p in chosen],
             settings=settings,
             library=stock,
             profile=costs,

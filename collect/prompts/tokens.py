@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from ...decode.run import warn_two_bos
+from ...decode.prompts import warn_two_bos
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import SURROGATE, is_text
 from ..work import stream_name

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...policies.arguments import check_limits, check_token_ids
+from ...policies.arguments import check_limits
 from ...policies.display import Progress, shown
 from ...policies.errors import InputError
 from ...policies.fixed import FixedLength
@@ -42,6 +42,7 @@ from ..drafters.spec import warn_depth_limited
 from ..loop import Request, Speculator
 from ..models.device import Recorded
 from ..models.pair import Pair
+from ..prompts import Prompts, encode_prompts
 from ..records import Generation, Round
 from ..settings import Settings
 from ..verify.sampling import MODEL_DEFAULTS, SamplingParams
@@ -66,7 +67,7 @@ MAX_WARM_UPS, MAX_TRIES = 12, 3
 
 def measure_profile(
     pair: Pair,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     depth: int = 10,
     temperature: float = 0.0,
@@ -85,7 +86,7 @@ def measure_profile(
 
     Args:
         pair: on its device.
-        prompts: token ids; not the ones that predictions are made for. They are laid end to end to reach a short and
+        prompts: see `decode.run.Prompts`; not the ones that predictions are made for. They are laid end to end to reach a short and
             a long context.
         depth: K, the longest chain timed.
         temperature: of the sampling.
@@ -103,12 +104,12 @@ def measure_profile(
     Returns:
         The profile with all its measurements; `noise` says whether the machine was quiet.
     """
-    check_token_ids(prompts)
+    tokens = [ids for _, ids in encode_prompts(pair, prompts)]
     check_limits({"depth": 1}, depth=depth, temperature=temperature)
     warn_depth_limited(pair, depth, tree)
     effort = effort or Effort()
     calibration = partial(
-        CalibrationRun, pair, prompts, depth=depth, temperature=temperature, tree=tree, shaping=shaping, batch=batch,
+        CalibrationRun, pair, tokens, depth=depth, temperature=temperature, tree=tree, shaping=shaping, batch=batch,
         verification=verification,
     )  # fmt: skip
     if effort.repetitions is None:
@@ -117,7 +118,7 @@ def measure_profile(
         )
     run = calibration(new_tokens=new_tokens)
     # Of policies that share a `cost_name` the last is timed, for all.
-    decisions = {p.cost_name: decision_case(pair, p, prompts, run.settings, None) for p in as_policies(policies)}
+    decisions = {p.cost_name: decision_case(pair, p, tokens, run.settings, None) for p in as_policies(policies)}
     cases = {**run.cases(), **run.warmed(decisions)}
     return run.profile(facts, measure(cases, effort, clock=clock, progress=progress))
 

@@ -34,7 +34,7 @@ def test_only_near_equal_scores_are_a_tie() -> None:
 
 def test_bench_counts_no_wrong_text_of_a_lossless_policy() -> None:
     target = table.build("llama", torch.bfloat16)
-    lines = bench(join(target, table.noisy(target)), [(str(at), one) for at, one in enumerate(PROMPTS)], [FixedLength(3)],
+    lines = bench(join(target, table.noisy(target)), PROMPTS, [FixedLength(3)],
                   settings=SETTINGS)  # fmt: skip
     assert [line.wrong for line in lines] == [0, 0]
     assert all(line.same_text + line.ties == len(PROMPTS) for line in lines)

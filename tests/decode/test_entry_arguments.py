@@ -81,9 +81,10 @@ def test_a_shaping_names_its_parameter(options: dict[str, Any]) -> None:
 def test_a_text_is_one_prompt(pair: Pair, prompts: list[Prompt]) -> None:
     settings = Settings(0.0, 8)
     text = prompts[5].text
-    (one,) = decode(pair, text, FixedLength(3), settings=settings)
+    one = decode(pair, text, FixedLength(3), settings=settings)
     assert decode(pair, [text], FixedLength(3), settings=settings)[0].tokens == one.tokens
-    assert len(decode(pair, text, FixedLength(3), settings=settings, ids="a")) == 1
+    assert decode(pair, text, FixedLength(3), settings=settings, ids="a").tokens == one.tokens
+    assert decode(pair, prompts[5:6], FixedLength(3), settings=settings)[0].tokens == one.tokens
     odd: list[Any] = [
         [7, 8, 9],
         np.array([7, 8]),
@@ -111,9 +112,6 @@ def test_where_token_ids_are_expected_a_text_is_refused_by_name(
         lambda: speculator.generate(text),
         lambda: plain_texts(pair, text, [0], 4),
         lambda: plain_texts(pair, [text], [0], 4),
-        lambda: bench(pair, [("a", text)], "fixed:2"),
-        lambda: bench(pair, text, "fixed:2"),
-        lambda: measure_profile(pair, text),
         lambda: collect(pair, text, tmp_path / "t"),
         lambda: collect(pair, [text], tmp_path / "t"),
     ):
@@ -133,16 +131,16 @@ def test_policies_are_named_as_on_the_command_line(
     learned: LearnedPolicy, tmp_path: Path,
 ) -> None:  # fmt: skip
     settings = Settings(0.0, 8)
-    expected = decode(pair, prompts[5].text, FixedLength(3), settings=settings)[0]
-    (made,) = decode(pair, prompts[5].text, "fixed:3", settings=settings)
+    expected = decode(pair, prompts[5].text, FixedLength(3), settings=settings)
+    made = decode(pair, prompts[5].text, "fixed:3", settings=settings)
     assert (made.tokens, len(made.rounds)) == (expected.tokens, len(expected.rounds))
     save_policy(learned, tmp_path / "policy")
     for place in (tmp_path / "policy", str(tmp_path / "policy")):
         with pytest.warns(SpecstopWarning, match="trained for another temperature"):
             made = decode(pair, prompts[5].text, place, settings=settings)
-        assert made[0].tokens == expected.tokens
-    named = [("a", prompt_ids[5])]
-    assert [line.name for line in bench(pair, named, "fixed:2", settings=settings)] == ["plain", "fixed:2"]
+        assert made.tokens == expected.tokens
+    for one in (prompts[5].text, prompts[5:6], prompt_ids[5:6]):
+        assert [line.name for line in bench(pair, one, "fixed:2", settings=settings)] == ["plain", "fixed:2"]
     trace = collect(pair, prompts, tmp_path / "t", collector="live", policy="fixed:2", depth=2, max_new_tokens=6)
     assert trace.header.policy == FixedLength(2).name
     report = evaluate(sides[1], full_profile, "confidence:0.3", sweep=False)

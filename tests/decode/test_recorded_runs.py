@@ -66,7 +66,7 @@ def test_nothing_is_recorded_while_it_is_timed(
     batch: int,
 ) -> None:
     """Policies of varying lengths, prompts that reach further sizes of attention one after the other."""
-    prompts = [(f"p{i}", [*ids] * (i + 1)) for i, ids in enumerate(prompt_ids[:4])]
+    prompts = [[*ids] * (i + 1) for i, ids in enumerate(prompt_ids[:4])]
     settings = Settings(0.7, NEW, 5, tree=tree)
     lines = bench(models, prompts, [Wandering(), Confidence(0.2, 5), FixedLength(2)], settings=settings, batch=batch)
     assert graphs.recorded > 0

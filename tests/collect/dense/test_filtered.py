@@ -183,7 +183,7 @@ def test_other_filters_and_temperatures_are_told_of(
     with pytest.warns(SpecstopWarning, match=filtered):
         decode(pair, [prompts[0].text], policy, settings=plain)
     with pytest.warns(SpecstopWarning, match=filtered):
-        bench(pair, [("a", prompt_ids[3])], [policy], settings=plain)
+        bench(pair, [prompt_ids[3]], [policy], settings=plain)
     with pytest.warns(SpecstopWarning, match="another temperature \\(0.7\\) than this run \\(1.0\\)"):
         warn_if_untrained(policy, Settings(1.0, 4, shaping=TOP_P, verification="match"))
     with pytest.warns(SpecstopWarning, match="another verification \\(match\\) than this run \\(rejection\\)"):

@@ -46,7 +46,7 @@ def test_plain_texts_are_generated_as_many_at_a_time_as_a_batch_has(pair: Pair, 
 
 
 def test_an_interval_is_over_turns_and_one_turn_has_none(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    prompts = [(f"p{at}", tokens) for at, tokens in enumerate(prompt_ids[1:6])]
+    prompts = prompt_ids[1:6]
     (plain, line) = bench(pair, prompts[:1], [FixedLength(2)], settings=Settings(max_new_tokens=6))
     assert line.ratio.value > 0.0 and line.ratio.low is None and line.to_dict()["high"] is None
     assert plain.to_dict()["ratio"] == 1.0
@@ -57,7 +57,5 @@ def test_an_interval_is_over_turns_and_one_turn_has_none(pair: Pair, prompt_ids:
 
 
 def test_two_policies_of_one_name_have_a_line_each(pair: Pair, prompt_ids: list[list[int]]) -> None:
-    lines = bench(
-        pair, [("p", prompt_ids[1])], ["fixed:2", FixedLength(2), "fixed:0"], settings=Settings(max_new_tokens=6)
-    )
+    lines = bench(pair, [prompt_ids[1]], ["fixed:2", FixedLength(2), "fixed:0"], settings=Settings(max_new_tokens=6))
     assert [line.name for line in lines] == ["plain", "fixed:2", "fixed:2", "fixed:0"]

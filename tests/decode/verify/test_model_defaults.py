@@ -251,9 +251,8 @@ def test_collected_rows_are_of_the_text_with_the_defaults(
 
 
 def test_bench_profile_and_facts_have_the_effective_values(plain_pair: Pair, prompt_ids: list[list[int]]) -> None:
-    named = [(str(at), ids) for at, ids in enumerate(prompt_ids[2:5])]
     with configured(plain_pair, repetition_penalty=1.7, typical_p=0.9):
-        lines = bench(plain_pair, named, ["fixed:2"], settings=Settings(0.0, 12), library=plain_pair)
+        lines = bench(plain_pair, prompt_ids[2:5], ["fixed:2"], settings=Settings(0.0, 12), library=plain_pair)
         assert len(lines) > 4 and all(line.same_text == 3 for line in lines)
         profile = measure_profile(plain_pair, prompt_ids[4:], depth=2, new_tokens=8, effort=Effort(repetitions=1))
     assert profile.shaping == {"repetition_penalty": 1.7, "typical_p": 0.9}

@@ -121,7 +121,7 @@ def test_training_leaves_a_folder_that_plays_the_same(
 def test_a_tree_policy_drafts_its_own_tree_unless_another_is_named(
     trained: dict[float, Trained], pair: Pair, prompt_ids: list[list[int]]
 ) -> None:
-    policy, prompts = trained[0.7].policy, [("p0", prompt_ids[0])]
+    policy, prompts = trained[0.7].policy, [prompt_ids[0]]
     own, chained = Settings(0.7, NEW, verification="match"), Settings(0.7, NEW, tree="chain:3", verification="match")
     assert own.for_policy(policy).tree == TREE and own.for_policy(FixedLength(3)) == own
     assert chained.for_policy(policy) == chained
