@@ -162,7 +162,7 @@ def bench(
 
     Args:
         pair: models that the policies run on.
-        prompts: see `decode.run.Prompts`.
+        prompts: see `decode.prompts.Prompts`.
         policies: policies, specs such as `fixed:4`, or policy folders.
         ids: name of each prompt; default: see `encode_prompts`.
         settings: shared by all policies, except for the tree of a policy that has one (`Settings.for_policy`).

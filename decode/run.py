@@ -28,7 +28,7 @@ from .verify.noise import stream_key
 def decode(pair: Pair, prompts: str, policy: PolicySpec, **options: Any) -> Generation: ...
 @overload
 def decode(pair: Pair, prompts: Sequence[Any], policy: PolicySpec, **options: Any) -> list[Generation]: ...
-def decode(
+def decode(  # type: ignore[misc]  # the overloads leave the options out: only the type of `prompts` matters
     pair: Pair,
     prompts: Prompts,
     policy: PolicySpec,

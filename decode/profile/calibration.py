@@ -86,8 +86,8 @@ def measure_profile(
 
     Args:
         pair: on its device.
-        prompts: see `decode.run.Prompts`; not the ones that predictions are made for. They are laid end to end to reach a short and
-            a long context.
+        prompts: see `decode.prompts.Prompts`; not the ones that predictions are made for. They are laid end to end to
+            reach a short and a long context.
         depth: K, the longest chain timed.
         temperature: of the sampling.
         policies: policies to time, features included.
