@@ -6,11 +6,11 @@
 Traces and a profile of the shipped pair (or `--pair`) are exported under profiles that go from "a row more costs nothing" to
 "a row more costs as much as the first". vLLM: `validate_and_normalize_dynamic_sd_schedule` and the lookup that the scheduler
 builds from it, and the fields of `SpeculativeConfig`, extra ones forbidden as there. SGLang: the whole module
-`adaptive_spec_params`, with stand-ins for what it imports, its loader on our file, its routing by batch size, and its
-controller step by step beside ours. Wheels are downloaded without dependencies into a cache folder, and two or three of
+`adaptive_spec_params`, with stand-ins for what it imports, its loader on our file, its routing by batch size, and our rule
+driven by its controller. Wheels are downloaded without dependencies into a cache folder, and two or three of
 their Python files are read; the engines are not installed. `--quick` downloads nothing: a parser whose wheel is not there is
 not asked. llama.cpp publishes no parser that runs here: its names are in
-`train/export/llama_cpp.py` with their source. The last line is one JSON object; with `--check` the exit code is 1 where a bar
+`train/export/engines.py` with their source. The last line is one JSON object; with `--check` the exit code is 1 where a bar
 falls short.
 """
 
@@ -41,15 +41,14 @@ from specstop.decode.engines import sglang as plugin
 from specstop.decode.profile.measuring import Effort
 from specstop.policies.costs import CostTable
 from specstop.policies.profile import Profile
-from specstop.train.export import sglang, vllm
 from specstop.train.export.deploy import deploy
-from specstop.train.export.lockstep import Steps
 
 GROWTH = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)
 """What each row more costs, as a share of a verification of one row."""
 
 MOST = 512
-CONTROLLERS, MOVES = 200, 400
+MOVES = 400
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
 VLLM_PARSER, VLLM_CONFIG = "vllm/v1/spec_decode/dynamic/utils.py", "vllm/config/speculative.py"
 SGLANG_ADAPTIVE = "sglang/srt/speculative/adaptive_spec_params.py"
 SGLANG_STATE, SGLANG_HOOKS = "sglang/srt/speculative/adaptive_runtime_state.py", "sglang/srt/plugins/hook_registry.py"
@@ -63,12 +62,13 @@ def main() -> int:
     vllm_files, sglang_files = (
         read_wheel(name, version, files, options.wheels, download=not options.quick)
         for name, version, files in (
-            ("vllm", vllm.VERSION, (VLLM_PARSER, VLLM_CONFIG)),
-            ("sglang", sglang.VERSION, (SGLANG_ADAPTIVE, SGLANG_STATE, SGLANG_HOOKS)),
+            ("vllm", VERSIONS["vllm"], (VLLM_PARSER, VLLM_CONFIG)),
+            ("sglang", VERSIONS["sglang"], (SGLANG_ADAPTIVE, SGLANG_STATE, SGLANG_HOOKS)),
         )
     )
     bars = Bars()
-    figures = bars.figures["figures"] = {"vllm": vllm.VERSION, "sglang": sglang.VERSION}
+    figures: dict[str, Any] = dict(VERSIONS)
+    bars.figures["figures"] = figures
     with tempfile.TemporaryDirectory() as scratch:
         traces, measured = record(pair_folder(options), Path(scratch))
         growth = GROWTH[1::3] if options.quick else GROWTH
@@ -77,11 +77,14 @@ def main() -> int:
         figures["sglang files"] = rules = {}
         for name, profile in profiles.items():
             folder = Path(scratch) / name.replace(" ", "-")
-            deploy("vllm", traces, profile, folder / "vllm")
-            deploy("sglang", traces, profile, folder / "sglang")
+            deploy("vllm", folder / "vllm", traces=traces, profile=profile)
+            deploy("sglang", folder / "sglang", traces=traces, profile=profile)
             if vllm_files:
                 tables[name] = run(
-                    "vLLM", name, bars.missed, lambda at=folder: check_vllm(vllm_files, at / "vllm" / vllm.CONFIG)
+                    "vLLM",
+                    name,
+                    bars.missed,
+                    lambda at=folder: check_vllm(vllm_files, at / "vllm"),
                 )
             if sglang_files:
                 rules[name] = run(
@@ -96,18 +99,14 @@ def main() -> int:
                     bars.missed,
                     lambda at=folder: check_plugin(sglang_files, at / "sglang"),
                 )
-    same = 0
-    if sglang_files:
-        same = run("SGLang", "controller", bars.missed, lambda: check_controller(sglang_files[SGLANG_ADAPTIVE]))
-    figures["controller steps equal"] = same
     different = len({json.dumps(table) for table in tables.values()})
     if different < min(3, len(tables)):
         bars.missed.append(f"only {different} different tables were compared")
     for text in bars.missed:
         print(f"short of the bar: {text}")
     compared = (
-        f"{len(tables)} exports for vLLM {vllm.VERSION} ({different} different tables, batches 1 to {MOST}), "
-        f"{len(rules)} for SGLang {sglang.VERSION}, {same} steps of its controller"
+        f"{len(tables)} exports for vLLM {VERSIONS['vllm']} ({different} different tables, batches 1 to {MOST}), "
+        f"{len(rules)} for SGLang {VERSIONS['sglang']}"
     )
     return bars.finish(options, compared)
 
@@ -173,16 +172,16 @@ def growing(profile: Profile, share: float) -> Profile:
     return dataclasses.replace(profile, low=side(profile.low), high=side(profile.high))
 
 
-def check_vllm(files: dict[str, str], path: Path) -> list[list[int]]:
+def check_vllm(files: dict[str, str], folder: Path) -> list[list[int]]:
     """Hold a file against vLLM's parser, its lookup and the fields of its config; return the table."""
-    config = json.loads(path.read_text())
+    config = json.loads((folder / "speculative_config.json").read_text())
     parser: dict[str, Any] = {}
     exec(compile(files[VLLM_PARSER], VLLM_PARSER, "exec"), parser)
     table = config["num_speculative_tokens_per_batch_size"]
     ranges = parser["validate_and_normalize_dynamic_sd_schedule"](table)
     assert [list(entry) for entry in ranges] == table, "the parser puts the ranges into another order"
     lookup = parser["build_dynamic_sd_schedule_lookup"](table, MOST, config["num_speculative_tokens"])
-    ours = [vllm.length_at(ranges, size) for size in range(1, MOST + 1)]
+    ours = [[length for first, _, length in ranges if first <= size][-1] for size in range(1, MOST + 1)]
     assert lookup[1:] == ours, "the scheduler looks other lengths up"
     accepted = config_class(files[VLLM_CONFIG])(**config)
     assert accepted.num_speculative_tokens_per_batch_size == [tuple(entry) for entry in table]
@@ -245,33 +244,19 @@ def sglang_module(source: str) -> Iterator[Any]:
 
 
 def check_sglang(source: str, folder: Path) -> dict[str, list[int]]:
-    """Hold a file against SGLang's loader and its routing by batch size; return the candidate steps by key."""
-    path = folder / sglang.CONFIG
+    """Check a file with SGLang's loader and its routing by batch size; return the candidate steps by key."""
+    path = folder / "adaptive.json"
     raw = json.loads(path.read_text())
     start = json.loads((folder / "figures.json").read_text())["start"]
-    ours = {
-        int(key): Steps(tuple(entry["candidate_steps"]), entry["up_hysteresis"], entry["down_hysteresis"])
-        for key, entry in raw.items()
-    }
+    steps = {int(key): tuple(entry["candidate_steps"]) for key, entry in raw.items()}
     with sglang_module(source) as engine:
         every = engine.resolve_candidate_steps_from_config(str(path))
-        assert every == sorted({k for rule in ours.values() for k in rule.candidates})
-        first = ours[1].candidates
-        begin = start if start in first else first[len(first) // 2]
-        assert begin in every, "the engine refuses --speculative-num-steps of the README"
-        loaded = engine.AdaptiveSpeculativeParams(begin, str(path))
+        assert every == sorted({k for candidates in steps.values() for k in candidates})
+        assert start in every, "the engine refuses --speculative-num-steps of the README"
+        loaded = engine.AdaptiveSpeculativeParams(start, str(path))
         for size in range(1, MOST + 1):
-            slot, rule = loaded._route(size), sglang.rule_at(ours, size)
-            assert tuple(slot.candidate_steps) == rule.candidates, f"batch {size} goes to another entry"
-            assert (slot.up_hysteresis, slot.down_hysteresis) == (rule.up, rule.down)
-            assert (slot.ema_alpha, slot.update_interval, slot.warmup_batches) == (
-                Steps.ALPHA,
-                Steps.EVERY,
-                Steps.WARM_UP,
-            )
-        assert set(engine.DEFAULT_ADAPTIVE_CONFIG) == {str(size) for size in sglang.DEFAULTS}
-        for size, rule in sglang.DEFAULTS.items():
-            assert engine.DEFAULT_ADAPTIVE_CONFIG[str(size)] == sglang.entry(rule), "the engine's default has changed"
+            expected = steps[max(first for first in steps if first <= size)]
+            assert tuple(loaded._route(size).candidate_steps) == expected, f"batch {size} goes to another entry"
     return {key: entry["candidate_steps"] for key, entry in raw.items()}
 
 
@@ -292,11 +277,11 @@ def check_plugin(files: dict[str, str], folder: Path) -> None:
             hooks.HookRegistry.apply_hooks()
             hooks.HookRegistry.apply_hooks()
         assert engine.AdaptiveSpeculativeParams is not original
-        theirs = engine.AdaptiveSpeculativeParams(3, str(folder / sglang.CONFIG))
+        theirs = engine.AdaptiveSpeculativeParams(3, str(folder / "adaptive.json"))
         assert type(theirs) is original, "a file without our object does not go to SGLang's own rule"
-        policy = engine.AdaptiveSpeculativeParams(initial_steps=3, cfg_path=str(folder / sglang.COSTED))
+        policy = engine.AdaptiveSpeculativeParams(initial_steps=3, cfg_path=str(folder / "costed.json"))
         assert type(policy) is plugin.CostedSteps
-        assert engine.resolve_candidate_steps_from_config(str(folder / sglang.COSTED)) == policy.candidate_steps
+        assert engine.resolve_candidate_steps_from_config(str(folder / "costed.json")) == policy.candidate_steps
         worker = mock.MagicMock(speculative_num_steps=policy.candidate_steps[0])
         worker.apply_runtime_state.side_effect = lambda state: setattr(worker, "speculative_num_steps", state)
         worker.build_adaptive_runtime_state.side_effect = lambda speculative_num_steps, **_: speculative_num_steps
@@ -309,30 +294,6 @@ def check_plugin(files: dict[str, str], folder: Path) -> None:
             steps = worker.speculative_num_steps
             assert steps == policy.get_steps_for_batch(size) and steps in policy.candidate_steps
             controller.on_verify_complete([chance.randint(0, steps) for _ in range(size)], size)
-
-
-def check_controller(source: str) -> int:
-    """Hold our rule against SGLang's, on random candidates, thresholds and accepted lengths; return the steps compared."""
-    chance = random.Random(0)
-    compared = 0
-    with sglang_module(source) as engine:
-        for _ in range(CONTROLLERS):
-            candidates = tuple(sorted(chance.sample(range(9), chance.randint(1, 5))))
-            rule = Steps(candidates, chance.choice(sglang.UP), chance.choice(sglang.DOWN))
-            theirs = engine.AdaptiveStepSlot(chance.choice(candidates), sglang.entry(rule))
-            at, mean = candidates.index(theirs.current_steps), float(theirs.current_steps - 1)
-            level = chance.random()
-            for count in range(1, MOVES + 1):
-                level = min(max(level + chance.uniform(-0.1, 0.1), 0.0), 1.0)
-                length = candidates[at]
-                accepted = [sum(chance.random() < level for _ in range(length)) for _ in range(chance.randint(1, 4))]
-                theirs.update(accepted)
-                mean = rule.followed(mean, length, sum(accepted) / len(accepted))
-                if rule.is_time(count):
-                    at, mean = rule.moved(at, mean)
-                assert candidates[at] == theirs.current_steps, f"{rule}: step {count}"
-                compared += 1
-    return compared
 
 
 if __name__ == "__main__":

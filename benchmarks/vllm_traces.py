@@ -14,12 +14,15 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
+from specstop.policies.costs import CostTable
+from specstop.policies.profile import Profile
 from vllm_bench import COMMAND, DEPTH, PROMPTS, SIZES, TOKENS, Bench
 from vllm_engine import ENVIRONMENT, Engine, engines, ours
 
@@ -188,12 +191,24 @@ def kills(bench: Bench) -> None:
     bench.bars.add("kills of the engine", lost + more, lost + more == 0 and done >= KILLS, text)
 
 
+def share_of_batch(profile: Profile, batch: int) -> Profile:
+    """Return the seconds of one request in rounds in which every request of the batch drafts as deep."""
+
+    def share(context: float) -> CostTable:
+        tokens = batch * (np.arange(profile.max_depth + 1) + 1)
+        first, later = (float(of(batch, context)) / batch for of in (profile.first_draft_s, profile.draft_s))
+        return CostTable(
+            context, (first, first), 0.0, tuple((profile.verify_s(batch, tokens, context) / batch).tolist()), later
+        )
+
+    low, high = (share(table.context) for table in (profile.low, profile.high))
+    return profile if batch == 1 else replace(profile, low=low, high=high, step_s=0.0, round_s=0.0)
+
+
 def predict(bench: Bench) -> None:
     """The engine's profile predicts tokens/s of three policies: at 1 request on a trace of `LLM`, at 8 on one of a server."""
     from specstop.collect import open_trace
-    from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
-    from specstop.train.export.serving import batch_profile
     from specstop.train.report.evaluate import evaluate
 
     learned, profile = bench.policy(), Profile.load(priced(bench))
@@ -210,7 +225,7 @@ def predict(bench: Bench) -> None:
     for size in (1, 8):
         made = bench.run("live-1", "collect", *told, "--max-new-tokens", TOKENS) if size == 1 else served(bench)
         live = open_trace(made)
-        report = evaluate(live, batch_profile(profile, size), [load_policy(spec) for spec in specs.values()])
+        report = evaluate(live, share_of_batch(profile, size), [load_policy(spec) for spec in specs.values()])
         for name, spec in specs.items():
             said, was = report.line(load_policy(spec).shown_name).tokens_per_s, mean(rates[name, size])
             text = f"{said:.1f} predicted, {was:.1f} tokens/s measured: {said / was - 1:+.1%}; 10%"
@@ -286,7 +301,6 @@ def achievable(bench: Bench) -> None:
     Its decisions are free. Printed beside it is what it reaches if they cost what the learned policy's do in the engine.
     """
     from specstop.collect import open_trace
-    from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
     from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
     from specstop.train.fit.rates import Part

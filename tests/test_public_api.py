@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import specstop as ss
 import specstop.decode as decode_package
+
+import specstop as ss
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -80,7 +80,7 @@ COMMANDS = (
     Command("evaluate --traces @held --train-traces @fit --profile @profile.json --no-sweep", report),
     Command("evaluate --traces @linked --profile @profile.json --policy fixed:2 --no-sweep", report),
     Command("transfer --traces @held --profile @profile.json --policy @policy", report),
-    Command("deploy --to vllm --traces @fit --profile @profile.json --policy @policy --max-batch 2", report),
+    Command("deploy --to vllm --traces @fit --profile @profile.json --policy @policy", report),
     Command("deploy --to llama.cpp --traces @fit --held-out @held --profile @profile.json", report, ()),
     Command("deploy --to hf --policy @policy", card),
     Command("deploy --to onnx --policy @policy", Path.read_bytes),

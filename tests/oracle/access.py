@@ -70,9 +70,9 @@ def replayed_batch(arrays: Any, policy: Any, profile: Any, batch: int) -> Any:
 
 def export_hf(policy: str, out: Path, drafter: str | None = None) -> dict[str, Any]:
     """Write the folder for `generate(custom_generate=...)` of a policy and return its figures."""
-    from specstop.train.export.hf import deploy_hf
+    from specstop.train.export.deploy import deploy
 
-    return deploy_hf(policy, out, drafter=drafter)
+    return deploy("hf", out, policy, drafter=drafter)
 
 
 def export_onnx(policy: Any, out: Path) -> dict[str, Any]:

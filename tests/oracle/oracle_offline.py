@@ -328,7 +328,7 @@ def onnx(inputs: Inputs, name: str, folder: Path) -> Any:
 def engine_files(inputs: Inputs, engine: str, policy: str, out: Path, profile: str, trace: Trace) -> dict[str, Any]:
     """Return the figures and the files of an engine."""
     path = named(inputs, policy)
-    figures = deploy(engine, trace, inputs.profile(profile), out, path, max_batch=None if engine == "llama.cpp" else 8)
+    figures = deploy(engine, out, path, traces=trace, profile=inputs.profile(profile))
     return {"figures": stable(figures), "files": folder_content(out)}
 
 

@@ -1,140 +1,155 @@
-"""`deploy`: what a serving engine can take of a policy, chosen on traces, written as the engine's own files with a page."""
+"""`deploy`: a policy, or what an engine can take of it, as files of that runtime with a page."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from ...collect.pair_options import drafter_of
 from ...collect.store.folder import Trace
-from ...policies.arguments import check_limits
-from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
-from ...policies.errors import InputError
+from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
 from ...policies.learned import LearnedPolicy
-from ...policies.profile import Profile
-from ...policies.registry import PolicySpec, as_policy, load_policy
-from .folder import Export, Written, plain_values
-from .hf import deploy_hf, exported_drafter
-from .page import FIGURES, alone_table
+from ...policies.profile import Profile, as_profile
+from ...policies.registry import PolicySpec, as_policy
+from ..report.checks import load_traces
+from .basis import Basis, plain_values
 
-ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm", "llama.cpp": "llama_cpp"}
-"""By name the module whose `make_files` is called."""
-
-PAGE = "README.md"
-EXPORT_SCHEMA = 1
+ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
+TARGETS = ("onnx", "hf", *ENGINES)
+SEEN = "The policy may have been trained on the prompts of these figures; give held-out traces for a clean comparison."
+SAMPLED = (
+    "The traces were sampled at temperature {0:g}. An engine that samples draft and target apart accepts differently, "
+    "so lengths and ratios are approximate; traces at temperature 0 give exact counts for greedy decoding."
+)
 
 
 def deploy(
     to: str,
-    traces: Trace,
-    profile: Profile,
     out: str | Path,
     policy: PolicySpec | None = None,
     *,
-    max_batch: int | None = None,
-    held_out: Trace | None = None,
+    traces: Trace | str | Path | None = None,
+    profile: Profile | str | Path | None = None,
+    held_out: Trace | str | Path | None = None,
+    drafter: str | None = None,
     seed: int = 0,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Write what a serving engine can take of a policy: its files, a page that says what is lost, the figures behind it.
+    """Write a policy, or what a runtime can take of it, with the expected speed.
 
     Args:
-        to: of `ENGINES`.
-        traces: dense training traces of chains.
-        profile: what rounds cost; of one without batches `serving.batch_profile` says how it is scaled to them.
-        out: folder for the engine's files, `README.md` and `figures.json`.
-        policy: to run there, where the engine can, and whose loss is to be stated.
-        max_batch: the largest batch looked at; None = as is usual with the engine.
-        held_out: traces of other prompts to say figures on; None = a quarter of `traces`.
-        seed: of split, bootstrap and the order of the texts.
-        overwrite: replace what is in `out`.
+        to: one of `TARGETS`.
+        out: folder of the export, with `README.md` and `figures.json`; for `onnx` a file.
+        policy: what is exported, or for engines whose loss is reported; a policy, spec or folder.
+        traces: dense training traces of chains. Required for engines; with `profile` they add the expected speed to `hf`.
+        profile: costs of rounds; tables have lengths for the batch sizes that it measured.
+        held_out: traces of other prompts to report on; None = a quarter of the prompts of `traces`.
+        drafter: of `hf`, as of `find_drafter`; None = that of the traces, or that the policy was trained with.
+        seed: of the split, the bootstrap and the order of requests.
+        overwrite: replace `out`.
         progress: see `Progress`.
 
     Returns:
         The figures.
 
     Raises:
-        InputError: `out` is not empty, `max_batch` is below 1, or there is no such engine.
+        InputError: an argument is missing or does not apply, or `out` is not empty.
         TraceError: the traces are not dense ones of chains, or lack what the engine's rule reads.
+        PolicyError: the policy has no form for the runtime.
     """
-    if to not in ENGINES:
-        raise InputError(f"--to: expected one of {', '.join(ENGINES)}, not {to!r}")
-    if max_batch is not None:
-        check_limits(max_batch=max_batch)
-    policy = None if policy is None else as_policy(policy)
-    folder = claimed(out, traces, profile, policy, held_out, overwrite=overwrite)
-    export = Export(
-        traces, profile, policy, held_out=held_out, seed=seed, progress=progress, out=folder, max_batch=max_batch
+    _check_arguments(to, policy, traces, profile, held_out, drafter)
+    chosen = None if policy is None else as_policy(policy)
+    source = policy if isinstance(policy, (str, Path)) else "" if chosen is None else chosen.shown_name
+    if to == "onnx":
+        if not isinstance(chosen, LearnedPolicy):
+            raise PolicyError(f"--policy: expected a learned policy, got {policy}, which has no head to deploy")
+        from .onnx_model import export_onnx
+
+        return export_onnx(chosen, out, overwrite=overwrite)
+    trace, costs, held = _opened(traces), as_profile(profile), _opened(held_out)
+    inputs = [one.folder for one in (trace, held) if one is not None]
+    sources = [None if costs is None else costs.source, None if chosen is None else chosen.source]
+    folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*inputs, *sources])
+    if to == "hf":
+        from .hf import check_exportable, write_hf
+
+        assert chosen is not None
+        spec = drafter or (None if trace is None else drafter_of(trace.header))
+        check_exportable(source, chosen, spec)  # before the replay
+        if trace is None or costs is None:
+            return write_hf(source, chosen, folder, spec)
+        basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
+        assert basis.policy is not None
+        from ..replay.log import play
+
+        rounds = play(basis.held, basis.policy, basis.profile).rounds
+        replayed, basis.policy = basis.policy, None  # it is itself the export
+        figures = plain_values(
+            {"alone": basis.single_request(rounds), "settled": basis.settled, "facts": basis.facts()}
+        )
+        return write_hf(source, replayed, folder, spec, figures)
+    from .engines import ENGINES as serialisers
+
+    assert trace is not None and costs is not None
+    basis = Basis(trace, costs, chosen, held_out=held, seed=seed, progress=progress)
+    exported = serialisers[to](basis, folder)
+    content = {"schema": 1, "kind": "export", "engine": to, **exported.figures, "facts": basis.facts()}
+    notes = [*exported.notes, *_notes(basis, to)]
+    template = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined).get_template(
+        "engine.md.j2"
     )
-    written: Written = import_module(f".{ENGINES[to]}", __package__).make_files(export)
-    figures = plain_values({**written.figures, "facts": export.facts()})
-    told: dict[str, Any] = {"schema": EXPORT_SCHEMA, "kind": "export", "engine": to, **figures}
+    page = template.render(
+        engine=to, files=exported.files, figures={"batches": None, "start": None, **exported.figures,
+        "alone": {"policy": None, **exported.figures["alone"]}}, lost=exported.lost, notes=notes,
+        facts={**content["facts"], "profile": {"device": None, **content["facts"]["profile"]}},
+    )  # fmt: skip
     with staged_folder(folder) as stage:
-        for name, text in written.files.items():
+        for name, text in exported.files.items():
             write_atomic(stage / name, text)
-        write_json(stage / FIGURES, told)
-        write_atomic(stage / PAGE, written.page)
-    return told
+        write_json(stage / "figures.json", plain_values(content))
+        write_atomic(stage / "README.md", page + "\n")
+    figures = plain_values(content)
+    return dict(figures)
 
 
-def deploy_hf_replayed(
-    policy: str | Path,
-    traces: Trace,
-    profile: Profile,
-    out: str | Path,
-    *,
-    drafter: str | None = None,
-    held_out: Trace | None = None,
-    seed: int = 0,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Write the folder of `deploy_hf` with the policy's replayed gains on its card.
-
-    Args:
-        policy: a policy folder, `hub:owner/name`, or a built-in; a learned one is written as it was replayed, settled for
-            the profile.
-        drafter: as of `find_drafter`; None = that of the traces.
-        traces, profile, held_out, seed, progress: see `Export`.
-        out, overwrite: see `deploy_hf`.
-
-    Raises:
-        InputError, PolicyError: see `deploy_hf`.
-        TraceError: the traces cannot be replayed.
-    """
-    chosen, drafter = load_policy(policy), drafter or drafter_of(traces.header)
-    exported_drafter(chosen, drafter)  # refused before any work is done
-    folder = claimed(out, traces, profile, chosen, held_out, overwrite=overwrite)
-    export = Export(traces, profile, chosen, held_out=held_out, seed=seed, progress=progress)
-    made = export.policy
-    assert made is not None
-    rounds = export.played(made)
-    export.policy = None  # it is itself what is exported
-    alone = export.alone(rounds)
-    gains = alone_table(alone) + "\n\n"
-    if export.settled:
-        gains += f"The policy was trained under another profile; this folder has it as replayed: {export.settled}.\n\n"
-    figures = plain_values({"alone": alone, "settled": export.settled, "facts": export.facts()})
-    settled = made if isinstance(made, LearnedPolicy) else None
-    return deploy_hf(
-        policy, folder, drafter=drafter, settled=settled, figures=figures, gains=gains, overwrite=overwrite
-    )
+def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: Any, drafter: str | None) -> None:
+    """Raise `InputError` unless the arguments fit the runtime."""
+    if to not in TARGETS:
+        raise InputError(f"--to: expected one of {', '.join(TARGETS)}, not {to!r}{close_match(to, TARGETS)}")
+    if to in ("onnx", "hf") and policy is None:
+        raise InputError(f"--policy: expected a policy folder of `specstop train`; {to} is made of one")
+    if to != "hf" and drafter is not None:
+        raise InputError(
+            f"--drafter: only hf has a drafter, not {to}; an engine's files are for the drafter of the traces"
+        )
+    missing = [name for name, value in (("--traces", traces), ("--profile", profile)) if value is None]
+    if missing and (to in ENGINES or (to == "hf" and (len(missing) == 1 or held_out is not None))):
+        raise InputError(
+            f"{' and '.join(missing)}: expected as well; what {to} is to do is chosen by replaying traces under a profile "
+            "(specstop collect, specstop profile)"
+        )
 
 
-def claimed(
-    out: str | Path,
-    traces: Trace,
-    profile: Profile,
-    policy: StopPolicy | None,
-    held_out: Trace | None,
-    *,
-    overwrite: bool,
-) -> Path:
-    """Return `out` as a folder that may be written, asked before any work is done; see `prepare_output_dir`."""
-    read = [trace.folder for trace in (traces, held_out) if trace is not None]
-    sources = [profile.source, policy.source if policy is not None else None]
-    return prepare_output_dir(out, overwrite=overwrite, inputs=[*read, *sources])
+def _opened(traces: Trace | str | Path | None) -> Trace | None:
+    return load_traces(traces) if isinstance(traces, (str, Path)) else traces
+
+
+def _notes(basis: Basis, engine: str) -> list[str]:
+    """Return caveats that depend on the traces and the policy."""
+    notes, drafter = [SEEN] if basis.shares_prompts else [], drafter_of(basis.header)
+    if basis.settled:
+        notes.append(
+            f"The policy was trained with another profile; files and figures are of it as adapted: {basis.settled}."
+        )
+    if basis.header.temperature > 0:
+        notes.append(SAMPLED.format(basis.header.temperature))
+    if drafter != "model" and engine != "vllm":
+        notes.append(
+            f"The traces are of the drafter `{drafter}`, which {engine} cannot run; its files are for a draft model."
+        )
+    return notes

@@ -52,14 +52,14 @@ class _Graph:
         return str(self.constants[-1].name)
 
 
-def export_onnx(policy: LearnedPolicy, path: str | Path) -> dict[str, Any]:
+def export_onnx(policy: LearnedPolicy, path: str | Path, *, overwrite: bool = True) -> dict[str, Any]:
     """Write the model and return `path`, `bytes` and `difference` (None if onnxruntime is not installed).
 
     Raises:
         PolicyError: onnx is not installed, the head has no ONNX form, or the difference is too large.
         InputError: see `prepare_output_file`.
     """
-    prepare_output_file(path, PRODUCER.encode(), overwrite=True, inputs=[policy.source])
+    prepare_output_file(path, PRODUCER.encode(), overwrite=overwrite, inputs=[policy.source])
     raw = build_onnx(policy).SerializeToString()
     difference = largest_difference(policy, raw)
     if difference is not None and not difference <= TOLERANCE:  # NaN too

@@ -69,10 +69,10 @@ def test_the_commands_of_the_page_run(words: list[str], home: Path) -> None:
 
 def test_json_is_the_figures_and_the_options_are_saved(home: Path) -> None:
     answer = cli("deploy", "--to", "vllm", "--traces", "traces", "--profile", "profile.json", "--held-out", "others",
-                 "--out", "v", "--max-batch", 4, "--json")  # fmt: skip
+                 "--out", "v", "--json")  # fmt: skip
     assert answer.code == 0, answer.err
     assert json.loads(answer.out) == json.loads((home / "v" / "figures.json").read_text())
-    assert [line["batch"] for line in json.loads(answer.out)["batches"]] == [1, 2, 3, 4]
+    assert [line["batch"] for line in json.loads(answer.out)["batches"]] == [1]
     before = files(home / "v")
     again = cli("deploy", "--config", home / "v" / "run.yaml", "--out", home / "w", "--quiet")
     assert again.code == 0, again.err
@@ -93,11 +93,6 @@ def test_json_is_the_figures_and_the_options_are_saved(home: Path) -> None:
         ("--to hf", "--policy: expected a policy folder"),
         ("--to onnx", "--policy: expected a policy folder"),
         ("--to hf --policy policy --traces traces", "--profile: expected as well"),
-        (
-            "--to llama.cpp --traces traces --profile profile.json --max-batch 4",
-            "--max-batch: only vllm, sglang, trtllm",
-        ),
-        ("--to vllm --traces traces --profile profile.json --max-batch 0", "--max-batch: expected"),
         ("--to vllm --traces nowhere --profile profile.json", "nowhere"),
         ("--to vllm --traces traces --profile nowhere.json", "nowhere.json"),
         ("--to vllm --traces traces --profile profile.json --held-out traces", "prompts are in --traces too"),

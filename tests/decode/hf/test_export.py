@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import specstop.train.export.deploy as deploy_module
 import torch
 from learned_policies import learned
 from small_drafters import small_network
@@ -24,8 +25,7 @@ from specstop.policies.errors import InputError, PolicyError, SpecstopWarning
 from specstop.policies.fixed import FixedLength
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import save_policy
-from specstop.train.export import hf
-from specstop.train.export.hf import deploy_hf
+from specstop.train.export.deploy import deploy
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, TextStreamer
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -51,7 +51,7 @@ def generate(pair: Pair, ids: torch.Tensor, folder: Path, **options: Any) -> tor
 def test_the_text_is_that_of_plain_decoding_and_the_rounds_are_the_policys(
     pair: Pair, prompt_ids: list[list[int]], policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deploy_hf(policy_folder, tmp_path / "out")
+    deploy("hf", tmp_path / "out", policy_folder)
     rounds: list[Any] = []
     inner = Speculator.run
 
@@ -77,7 +77,7 @@ def test_the_text_is_that_of_plain_decoding_and_the_rounds_are_the_policys(
 
 
 def test_a_rule_without_a_head_is_exported_by_name(pair: Pair, prompt_ids: list[list[int]], tmp_path: Path) -> None:
-    deploy_hf("confidence:0.3", tmp_path / "out")
+    deploy("hf", tmp_path / "out", "confidence:0.3")
     ids = torch.tensor([prompt_ids[3]])
     assert torch.equal(
         generate(pair, ids, tmp_path / "out", draft_model=pair.draft), pair.target.generate(ids, **OPTIONS)
@@ -101,7 +101,7 @@ def test_stop_strings_streamer_and_sampling_arrive(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(exported, "StopStringCriteria", LastWord)
-    deploy_hf("fixed:3", tmp_path / "out")
+    deploy("hf", tmp_path / "out", "fixed:3")
     ids = torch.tensor([prompt_ids[5]])
     plain = pair.target.generate(ids, **OPTIONS)[0].tolist()
     word = tokenizer.decode(plain[ids.shape[1] + 4])
@@ -143,7 +143,7 @@ def test_a_head_drafter_goes_with_the_policy_that_was_trained_on_its_drafts(
 ) -> None:  # fmt: skip
     spec = f"{before}hydra:{hydra}"
     policy = remembering(spec, tmp_path / "policy", draft=load_drafter(hydra).identity)
-    figures = deploy_hf(policy, tmp_path / "out")
+    figures = deploy("hf", tmp_path / "out", policy)
     assert figures["drafter"] == f"{before}hydra:drafter"
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"`{before}hydra:drafter`" in card and "draft_model=draft" not in card and str(tmp_path) not in card
@@ -174,10 +174,10 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
     policy = remembering("suffix", tmp_path / "policy", draft="suffix")
     ids = torch.tensor([prompt_ids[3]])
     plain = pair.target.generate(ids, **OPTIONS)
-    assert deploy_hf(policy, tmp_path / "out")["drafter"] == "suffix"
+    assert deploy("hf", tmp_path / "out", policy)["drafter"] == "suffix"
     assert torch.equal(generate(pair, ids, tmp_path / "out"), plain)
     assert torch.equal(generate(pair, ids, tmp_path / "out", drafter="model", draft_model=pair.draft), plain)
-    deploy_hf(policy, tmp_path / "two", drafter="lookup+model")
+    deploy("hf", tmp_path / "two", policy, drafter="lookup+model")
     assert "`lookup+model` and a draft model" in (tmp_path / "two" / "README.md").read_text()
     with pytest.raises(InputError, match="expected draft_model= or assistant_model=") as caught:
         generate(pair, ids, tmp_path / "two")
@@ -186,7 +186,7 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
         generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.target)
     generate(pair, ids, tmp_path / "two", draft_model=pair.draft, assistant_model=pair.draft)
     with pytest.warns(SpecstopWarning, match=r"was trained with another drafter \(suffix\) than"):
-        deploy_hf(policy, tmp_path / "three", drafter=f"hydra:{hydra}")
+        deploy("hf", tmp_path / "three", policy, drafter=f"hydra:{hydra}")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_drafter_without_a_folder_is_named_and_another_can_be(
 )
 def test_a_drafter_that_cannot_be_exported_is_refused(drafter: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        deploy_hf("fixed:3", tmp_path / "out", drafter=drafter)
+        deploy("hf", tmp_path / "out", "fixed:3", drafter=drafter)
     assert not (tmp_path / "out").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_repository_of_the_hub_is_downloaded(
     pair: Pair, prompt_ids: list[list[int]], policy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for a model that was loaded from the repository: no `generate` names it, and the model's config does."""
-    deploy_hf(policy_folder, tmp_path / "out")
+    deploy("hf", tmp_path / "out", policy_folder)
     calls: list[tuple[Any, ...]] = []
 
     def download(name: str, **options: Any) -> str:
@@ -234,7 +234,7 @@ def test_a_repository_of_the_hub_is_downloaded(
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"kind": "policy"}'])
 def test_a_folder_that_is_not_an_export_is_refused(content: str, pair: Pair, tmp_path: Path) -> None:
-    deploy_hf("fixed:3", tmp_path / "out")
+    deploy("hf", tmp_path / "out", "fixed:3")
     (tmp_path / "out" / "figures.json").write_text(content)
     with pytest.raises(InputError, match="expected an export"):
         generate(pair, torch.tensor([[5, 6]]), tmp_path / "out", draft_model=pair.draft)
@@ -242,7 +242,7 @@ def test_a_folder_that_is_not_an_export_is_refused(content: str, pair: Pair, tmp
 
 @pytest.mark.parametrize("name", ["policy/policy.json", "drafter/drafter.json", "figures.json"])
 def test_a_damaged_export_is_refused(name: str, pair: Pair, policy_folder: Path, hydra: Path, tmp_path: Path) -> None:
-    deploy_hf(policy_folder, tmp_path / "out", drafter=f"hydra:{hydra}")
+    deploy("hf", tmp_path / "out", policy_folder, drafter=f"hydra:{hydra}")
     (tmp_path / "out" / name).write_text('{"schema": 1')
     with pytest.raises((InputError, PolicyError)):
         generate(pair, torch.tensor([[5, 6]]), tmp_path / "out")
@@ -250,16 +250,16 @@ def test_a_damaged_export_is_refused(name: str, pair: Pair, policy_folder: Path,
 
 def test_an_export_that_is_replaced_is_loaded_again(pair: Pair, policy_folder: Path, tmp_path: Path) -> None:
     ids, spec = torch.tensor([[5, 6, 7]]), tmp_path / "out" / "figures.json"
-    deploy_hf(policy_folder, tmp_path / "out")
+    deploy("hf", tmp_path / "out", policy_folder)
     generate(pair, ids, tmp_path / "out", draft_model=pair.draft)
-    deploy_hf("fixed:2", tmp_path / "out", overwrite=True)
+    deploy("hf", tmp_path / "out", "fixed:2", overwrite=True)
     assert json.loads(spec.read_text())["spec"] == "fixed:2"
     plain = pair.target.generate(ids, **OPTIONS)
     assert torch.equal(generate(pair, ids, tmp_path / "out", draft_model=pair.draft), plain)
 
 
 def test_without_trust_nothing_runs_and_without_a_draft_it_is_said(pair: Pair, tmp_path: Path) -> None:
-    deploy_hf("fixed:3", tmp_path / "out")
+    deploy("hf", tmp_path / "out", "fixed:3")
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(ValueError, match="trust_remote_code"):
         pair.target.generate(ids, custom_generate=str(tmp_path / "out"), trust_remote_code=False, **OPTIONS)
@@ -268,7 +268,7 @@ def test_without_trust_nothing_runs_and_without_a_draft_it_is_said(pair: Pair, t
 
 
 def test_the_folder_is_whole_and_names_what_it_needs(policy_folder: Path, tmp_path: Path) -> None:
-    figures = deploy_hf(policy_folder, tmp_path / "out")
+    figures = deploy("hf", tmp_path / "out", policy_folder)
     names = sorted(str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("[!.]*") if p.is_file())
     assert names == [
         "README.md", "custom_generate/generate.py", "custom_generate/requirements.txt", "figures.json",
@@ -279,13 +279,13 @@ def test_the_folder_is_whole_and_names_what_it_needs(policy_folder: Path, tmp_pa
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trust_remote_code=True" in card and "hf upload" in card and "## What is lost" in card
     with pytest.raises(InputError, match="not empty"):
-        deploy_hf(policy_folder, tmp_path / "out")
-    deploy_hf("fixed:2", tmp_path / "out", overwrite=True)
+        deploy("hf", tmp_path / "out", policy_folder)
+    deploy("hf", tmp_path / "out", "fixed:2", overwrite=True)
     assert not (tmp_path / "out" / "policy").exists()
 
 
 def test_a_plugin_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, "load_policy", lambda _: FixedLength(2))
+    monkeypatch.setattr(deploy_module, "as_policy", lambda _: FixedLength(2))
     with pytest.raises(PolicyError, match="is a plugin"):
-        deploy_hf("somebody?key=1", tmp_path / "out")
+        deploy("hf", tmp_path / "out", "somebody?key=1")
     assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from specstop.decode.verify.modes import resolve_mode
 from specstop.policies.errors import SpecstopWarning
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
-from specstop.train.export.hf import deploy_hf
+from specstop.train.export.deploy import deploy
 from specstop.train.fit.plan import without_noise
 from specstop.train.fit.run import train
 from specstop.train.heads.calibration.logits import fit_kind, log_loss
@@ -105,7 +105,7 @@ def test_a_head_is_fitted_settled_and_runs_under_its_verification(
         settings = Settings(0.7, NEW, verification="auto")
         assert resolve_mode("auto", policy, settings.topology, 0.7) == "block"
         assert len(Speculator(plain_pair, policy, settings).generate([5, 6, 7], 1).rounds) > 1
-        deploy_hf(tmp_path / head, tmp_path / "hf")
+        deploy("hf", tmp_path / "hf", tmp_path / head)
         ran = []
         monkeypatch.setattr(generate, "Speculator", lambda *a, **more: ran.append(Speculator(*a, **more)) or ran[-1])
         asked = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 8, "assistant_model": plain_pair.draft}

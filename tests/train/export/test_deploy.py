@@ -1,0 +1,403 @@
+"""`deploy`: what is chosen, files as the engines read them, figures of the files that are written, and the page.
+
+Formats are transcribed here as facts; `benchmarks/engines.py` runs the engines' own parsers.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from specstop.collect.pair_options import drafter_of
+from specstop.collect.store.folder import Trace
+from specstop.decode.engines.settings import read_settings
+from specstop.policies.batch_rules import for_batches
+from specstop.policies.costs import BatchCosts, BatchTable
+from specstop.policies.errors import InputError, TraceError
+from specstop.policies.fixed import Confidence, FixedLength
+from specstop.policies.learned import LearnedPolicy
+from specstop.policies.profile import Profile
+from specstop.policies.registry import load_policy
+from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train import train
+from specstop.train.export.basis import Basis, _replay_thresholds, largest_share
+from specstop.train.export.deploy import deploy
+from specstop.train.export.engines import (
+    CLAMP,
+    ENGINES,
+    fit_acceptance,
+    length_ranges,
+    log_odds,
+    vllm_drafter,
+    vllm_obstacle,
+    vllm_policy,
+)
+from specstop.train.fit.tuning.settled import settle_for
+from specstop.train.replay.run import replay
+from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
+from specstop.train.report.batches import by_batch
+
+PARTS = ("## Use", "## Expected speed", "## What is lost", "## Assumptions", "## Origin")
+EXACT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def timed(full_profile: Profile) -> Profile:
+    """The profile with batches of 2 and 4, in which rows cost more and more."""
+    verify = {n: ((n, 4e-3), (2 * n, 5e-3), (7 * n, 6e-3 + 2e-3 * n)) for n in (2, 4)}
+    side = BatchTable(8.0, ((1, 8e-4), (4, 1.5e-3)), verify)
+    return dataclasses.replace(full_profile, batch=BatchCosts(side, dataclasses.replace(side, context=40.0)))
+
+
+@pytest.fixture(scope="module")
+def slow(full_profile: Profile) -> Profile:
+    """Another profile: drafting is four times as expensive."""
+    low, high = (
+        dataclasses.replace(table, draft_s=(4 * table.draft_s[0], 4 * table.draft_s[1]))
+        for table in (full_profile.low, full_profile.high)
+    )
+    return dataclasses.replace(full_profile, low=low, high=high)
+
+
+@pytest.fixture(scope="module")
+def written(
+    sides: tuple[Trace, Trace], timed: Profile, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """The folder and the figures of each engine, with the policy confidence:0.3."""
+    folder = tmp_path_factory.mktemp("out")
+    return {
+        name: (
+            folder / name,
+            deploy(name, folder / name, Confidence(0.3, 4), traces=sides[0], profile=timed, held_out=sides[1]),
+        )
+        for name in ENGINES
+    }
+
+
+def test_files_are_what_the_engines_read(written: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    config = json.loads((written["vllm"][0] / "speculative_config.json").read_text())
+    assert set(config) == {"method", "model", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}
+    table = config["num_speculative_tokens_per_batch_size"]
+    assert table[0][0] == 1
+    for before, (first, last, length) in zip([[0, 0, 0], *table], table, strict=False):
+        assert all(type(n) is int for n in (first, last, length)) and before[1] < first <= last and length >= 0
+    assert config["num_speculative_tokens"] == max(1, *(length for *_, length in table))
+    folder, figures = written["sglang"]
+    steps = json.loads((folder / "adaptive.json").read_text())
+    assert min(map(int, steps)) == 1 and steps["1"]["candidate_steps"] == [figures["start"]]
+    costed = json.loads((folder / "costed.json").read_text())
+    assert set(costed["specstop"]) == {"acceptance", "strength", "seconds"} and "1" in costed
+    folder, figures = written["llama.cpp"]
+    words = (folder / "llama.args").read_text().split()
+    assert words[::2] == ["--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"]
+    assert int(words[3]) == figures["settings"]["n_max"] > 0 and 0 <= float(words[5]) < 1
+    schedule = yaml.safe_load((written["trtllm"][0] / "speculative_config.yaml").read_text())["speculative_config"]
+    assert schedule["draft_len_schedule"] == {last: length for _, last, length in table}
+    assert schedule["decoding_type"] == "Draft_Target"
+
+
+def test_tables_are_those_of_evaluate_on_the_other_prompts(
+    written: dict[str, tuple[Path, dict[str, Any]]], sides: tuple[Trace, Trace], timed: Profile
+) -> None:
+    held, rows = trace_arrays(sides[1]), written["vllm"][1]["batches"]
+    assert [row["batch"] for row in rows] == [1, 2, 4]
+    assert [row["length"] for row in rows] == sorted((row["length"] for row in rows), reverse=True)
+    for row in rows:
+        _, line, _ = by_batch(held, [("table", FixedLength(row["length"]))], timed, [row["batch"]])["lines"]
+        assert row["to_plain"]["value"] == pytest.approx(line["to_plain"][0]["value"], rel=EXACT)
+        assert row["to_plain"]["low"] <= row["to_plain"]["value"] <= row["to_plain"]["high"]
+    alone = written["vllm"][1]["alone"]
+    plain, fixed = (replay(held, FixedLength(k), timed).rate for k in (0, alone["best_fixed"]))
+    mine = replay(held, Confidence(0.3, 4), timed).rate
+    assert alone["to_plain"]["value"] == pytest.approx(fixed / plain)
+    assert alone["policy_to_this"]["value"] == pytest.approx(mine / fixed)
+    assert alone["oracle_bound_to_this"]["value"] >= 1.0
+
+
+def growing(profile: Profile, share: float) -> Profile:
+    """Return the profile with each further row at that share of the first, whatever the context."""
+    first = profile.low.verify_s[0]
+    low = dataclasses.replace(
+        profile.low, verify_s=tuple(first * (1 + share * n) for n in range(len(profile.low.verify_s)))
+    )
+    return dataclasses.replace(profile, low=low, high=dataclasses.replace(low, context=profile.high.context))
+
+
+@pytest.mark.parametrize(("share", "drafts"), [(0.0, True), (2.0, False)])
+def test_lengths_follow_the_cost_of_rows(
+    share: float, drafts: bool, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    figures = deploy("vllm", tmp_path / "v", traces=sides[0], profile=growing(profile, share))
+    assert (figures["batches"][0]["length"] > 0) == drafts
+    assert "No policy was given" in (tmp_path / "v" / "README.md").read_text()
+    assert "policy_to_this" not in figures["alone"] and "held-out prompts" in figures["alone"]["prompts"]
+
+
+def test_pages_have_the_figures(written: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    for name, (folder, figures) in written.items():
+        page = (folder / "README.md").read_text()
+        assert [part for part in PARTS if part in page] == list(PARTS), name
+        assert json.loads((folder / "figures.json").read_text()) == figures
+        assert f"{figures['alone']['policy_to_this']['value']:.3f}" in page
+        assert "`confidence:0.3`" in page and "0.7, drafts" in page.replace("\n", " ")
+        for file in re.findall(r"[$(]cat ([\w.]+)", page):
+            assert (folder / file).is_file(), (name, file)
+
+
+def test_ranges_join_equal_lengths() -> None:
+    table = [{"batch": 1, "length": 4}, {"batch": 2, "length": 4}, {"batch": 4, "length": 2}, {"batch": 8, "length": 0}]
+    assert length_ranges(table) == [(1, 3, 4), (4, 7, 2), (8, 8, 0)]
+
+
+def reference(arrays: TraceArrays, p_min: float, n_max: int) -> list[tuple[int, int]]:
+    """Return (tokens drafted, tokens verified) of every round, as llama.cpp's loop drafts, one after the other."""
+    p, out = largest_share(arrays), []
+    for sequence in range(arrays.sequences):
+        first, text = int(arrays.first_anchor[sequence]), int(arrays.text_tokens[sequence])
+        anchor = first
+        while anchor < text:
+            row = int(arrays.offset[sequence]) + anchor - first
+            most = min(n_max, arrays.header.max_new_tokens - anchor - 1)
+            drafted = verified = 0
+            while verified < most:
+                drafted += 1
+                if float(p[row, verified]) < p_min:
+                    break
+                verified += 1
+                if bool(arrays.ends[row, verified - 1]):
+                    break
+            out.append((drafted, verified))
+            anchor += min(int(arrays.accepted[row]), verified) + 1
+    return out
+
+
+@pytest.mark.parametrize("rule", [(0.3, 4), (0.45, 5), (0.0, 3)])
+def test_the_threshold_drafts_as_llama_cpp_does(rule: tuple[float, int], traces: dict[float, Trace]) -> None:
+    arrays = trace_arrays(traces[0.0])
+    replayed = _replay_thresholds(arrays, [rule])
+    order = torch.argsort(replayed.every.sequence, stable=True)
+    drafts = list(zip(replayed.every.drafted[order].tolist(), replayed.every.verified[order].tolist(), strict=True))
+    assert drafts == reference(arrays, *rule)
+    assert len(set(drafts)) > 1 or rule[0] == 0.0
+
+
+def test_the_share_is_of_the_ten_likeliest(traces: dict[float, Trace]) -> None:
+    arrays = trace_arrays(traces[0.0])
+    top = torch.stack([arrays.column(f"top{i}") for i in range(1, 11)])
+    torch.testing.assert_close(largest_share(arrays), top[0] / top.sum(0))
+    bare = dataclasses.replace(arrays, columns={"top1": arrays.column("top1")})
+    assert torch.equal(largest_share(bare), arrays.column("top1"))
+
+
+def test_prompts_of_choice_and_report_are_disjoint(sides: tuple[Trace, Trace], profile: Profile) -> None:
+    basis = Basis(sides[0], profile)
+    assert not set(basis.fit.clusters) & set(basis.held.clusters)
+    assert Basis(sides[0], profile, held_out=sides[1]).prompts.endswith(
+        f"made on {len(set(trace_arrays(sides[0]).clusters))}"
+    )
+    with pytest.raises(TraceError, match="prompts are in `traces` too"):
+        Basis(sides[0], profile, held_out=sides[0])
+
+
+@pytest.mark.parametrize("change", [{"collector": "live"}, {"topology": (-1, -1, 0)}])
+def test_other_traces_are_refused(
+    change: dict[str, Any], sides: tuple[Trace, Trace], profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(trace: Trace) -> TraceArrays:
+        arrays = trace_arrays(trace)
+        return dataclasses.replace(arrays, header=dataclasses.replace(arrays.header, **change))
+
+    monkeypatch.setattr("specstop.train.export.basis.trace_arrays", changed)
+    with pytest.raises(TraceError, match="expected dense traces of chains"):
+        Basis(sides[0], profile)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "hf"])
+def test_a_folder_with_files_is_not_replaced(
+    engine: str, sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(InputError, match="not empty"):
+        deploy(engine, tmp_path, "fixed:2", traces=sides[0], profile=profile)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_traces_without_the_probability_are_refused(
+    sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    bare = copy.copy(sides[0])
+    bare.header = dataclasses.replace(bare.header, features=("entropy",))
+    with pytest.raises(TraceError, match="expected the feature top1"):
+        deploy("llama.cpp", tmp_path / "x", traces=bare, profile=profile)
+    assert not (tmp_path / "x").exists()
+
+
+def test_paths_are_accepted(sides: tuple[Trace, Trace], profile: Profile, tmp_path: Path) -> None:
+    profile.save(tmp_path / "profile.json")
+    by_path = deploy("vllm", tmp_path / "a", traces=str(sides[0].folder), profile=tmp_path / "profile.json")
+    by_object = deploy("vllm", tmp_path / "b", traces=sides[0], profile=profile)
+    assert by_path["alone"] == by_object["alone"]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_hub_folder_has_the_policy_that_was_replayed(
+    batched: bool,
+    learned: LearnedPolicy,
+    sides: tuple[Trace, Trace],
+    full_profile: Profile,
+    slow: Profile,
+    tmp_path: Path,
+) -> None:
+    policy = for_batches(learned, profile=full_profile) if batched else learned
+    slow = slow.with_decisions({policy.cost_name: 7e-5})
+    before = save_policy(policy, tmp_path / "policy")
+    figures = deploy("hf", tmp_path / "hf", before, traces=sides[0], profile=slow, held_out=sides[1])
+    exported, original = load_policy_folder(tmp_path / "hf" / "policy"), load_policy_folder(before)
+    assert slow.same_costs(exported.metadata.profile) and not slow.same_costs(original.metadata.profile)
+    held = trace_arrays(sides[1])
+    depth = min(held.depth, slow.max_depth)
+    rate, plain = (replay(held, one, slow).rate for one in (exported.limited(depth), FixedLength(0)))
+    assert figures["alone"]["to_plain"]["value"] == pytest.approx(rate / plain, rel=EXACT)
+    assert rate != replay(held, original.limited(depth), slow).rate
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "trained with another profile" in card and f"{rate / plain:.3f}" in card
+
+
+def test_vllm_gets_the_policy_that_was_replayed(
+    traces: dict[float, Trace], full_profile: Profile, slow: Profile, tmp_path: Path
+) -> None:
+    trained = train(traces[0.0], full_profile, head="logistic", host="vllm", folds=2, out=tmp_path / "policy")
+    policy = load_policy_folder(tmp_path / "policy")
+    figures = deploy("vllm", tmp_path / "out", policy, traces=traces[0.0], profile=slow)
+    exported, basis = load_policy_folder(tmp_path / "out" / "policy"), Basis(traces[0.0], slow, policy)
+    fixed = replay(basis.held, FixedLength(figures["batches"][0]["length"]), slow).rate
+    mine = replay(basis.held, exported.limited(basis.depth), slow).rate
+    assert figures["alone"]["policy_to_this"]["value"] == pytest.approx(mine / fixed, rel=EXACT)
+    assert exported.rule.to_dict() != policy.rule.to_dict()
+    assert json.loads((tmp_path / "out" / "proposer.json").read_text()) == {
+        "method": "custom_class",
+        "model": "specstop.decode.engines.vllm.Proposer",
+        "num_speculative_tokens": trained.policy.max_depth,
+    }
+    settings = read_settings(json.loads((tmp_path / "out" / "additional_config.json").read_text()))
+    assert settings.policy == str(tmp_path / "out" / "policy") and settings.temperature == 0.0
+    assert "ends the draft of each request" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_policies_without_costs_and_of_this_profile_stay(
+    learned: LearnedPolicy, sides: tuple[Trace, Trace], full_profile: Profile
+) -> None:
+    for policy in (Confidence(0.3, 4), learned):
+        assert settle_for(policy, trace_arrays(sides[0]), full_profile) == (policy, "")
+
+
+@pytest.mark.parametrize("spec", ["confidence:0.3", "load?table=1:4,8:2"])
+def test_a_rule_is_named_for_vllm(spec: str, traces: dict[float, Trace], profile: Profile, tmp_path: Path) -> None:
+    deploy("vllm", tmp_path / "a", spec, traces=traces[0.0], profile=profile)
+    settings = read_settings(json.loads((tmp_path / "a" / "additional_config.json").read_text()))
+    assert settings.policy == spec and not (tmp_path / "a" / "policy").exists()
+
+
+def test_a_policy_that_vllm_cannot_run_is_not_written(
+    traces: dict[float, Trace], profile: Profile, tmp_path: Path
+) -> None:
+    deploy("vllm", tmp_path / "b", train(traces[0.7], profile, folds=2).policy, traces=traces[0.7], profile=profile)
+    assert not (tmp_path / "b" / "proposer.json").exists()
+    assert "cannot run in vLLM: it reads noisy_margin" in (tmp_path / "b" / "README.md").read_text()
+    header = dataclasses.replace(traces[0.0].header, facts={"drafter": "suffix+hydra:heads"})
+    assert "hidden states" in vllm_obstacle(load_policy("fixed:2"), drafter_of(header))
+    assert vllm_obstacle(load_policy("fixed:0"), "model") == "it never drafts"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "settings"),
+    [
+        ("suffix", {"drafter": "suffix"}),
+        ("suffix?sure=0.8+model", {"drafter": "suffix?sure=0.8+model", "draft": "small"}),
+    ],
+)
+def test_vllm_runs_the_drafter_of_the_traces(
+    drafter: str, settings: dict[str, str], traces: dict[float, Trace], tmp_path: Path
+) -> None:
+    facts = {"drafter": drafter, "draft model": settings.get("draft", "")}
+    header = dataclasses.replace(traces[0.0].header, draft=drafter, facts=facts)
+    raw = json.loads(vllm_policy(load_policy("confidence:0.3"), header, 3, tmp_path)["additional_config.json"])
+    assert raw == {"specstop": {**settings, "policy": "confidence:0.3"}}
+    assert read_settings(raw).drafter == drafter
+
+
+def test_the_file_of_a_drafter_has_an_absolute_path(
+    traces: dict[float, Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM is started in another folder than the one in which the traces were recorded."""
+    monkeypatch.chdir(tmp_path)
+    header = dataclasses.replace(traces[0.0].header, draft="suffix", facts={"drafter": "suffix:notes.txt"})
+    files = vllm_policy(load_policy("fixed:2"), header, 3, tmp_path)
+    assert read_settings(json.loads(files["additional_config.json"])).drafter == f"suffix:{tmp_path / 'notes.txt'}"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "entries"),
+    [
+        ("model", {"method": "draft_model", "model": "pairs/draft"}),
+        ("lookup", {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}),
+        ("lookup:5", {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 1}),
+        ("lookup?longest=2", {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}),
+        ("suffix", {"method": "draft_model", "model": "DRAFT"}),
+        ("lookup+model", {"method": "draft_model", "model": "small"}),
+    ],
+)
+def test_a_table_is_for_the_drafter_of_vllm(drafter: str, entries: dict[str, Any], traces: dict[float, Trace]) -> None:
+    facts = {"drafter": drafter, "draft model": "small" if "+" in drafter else ""}
+    draft = "pairs/draft" if drafter == "model" else drafter
+    assert vllm_drafter(dataclasses.replace(traces[0.0].header, draft=draft, facts=facts)) == entries
+
+
+@pytest.mark.parametrize("engine", ["trtllm", "sglang", "llama.cpp"])
+def test_pages_name_a_drafter_that_the_engine_cannot_run(
+    engine: str, sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path
+) -> None:
+    trace = copy.copy(sides[0])
+    facts = {**trace.header.facts, "drafter": "suffix+model", "draft model": "small"}
+    trace.header = dataclasses.replace(trace.header, draft="suffix+model", facts=facts)
+    deploy(engine, tmp_path / "out", traces=trace, profile=full_profile)
+    assert "of the drafter `suffix+model`, which" in (tmp_path / "out" / "README.md").read_text()
+    if engine == "trtllm":
+        config = yaml.safe_load((tmp_path / "out" / "speculative_config.yaml").read_text())
+        assert config["speculative_config"]["speculative_model"] == "small"
+
+
+def test_acceptance_coefficients_are_recovered() -> None:
+    """Labels drawn from a slope and intercepts, as vLLM reads them; 40,000 rounds recover them within .05 and .1."""
+    slope, intercepts = 0.8, [0.3, -0.2, -0.6]
+    chance = np.random.default_rng(0)
+    top = chance.uniform(0.02, 0.999, (40_000, 3)).astype(np.float32)
+    accepted = chance.random(top.shape) < 1 / (1 + np.exp(-(slope * log_odds(top.astype(float)) + intercepts)))
+    arrays = SimpleNamespace(
+        columns={"top1": torch.from_numpy(top)},
+        column=lambda name: torch.from_numpy(top),
+        accepted=torch.from_numpy(accepted.cumprod(1).sum(1)),
+        cut=torch.zeros(len(top), dtype=torch.bool),
+    )
+    fitted = fit_acceptance(arrays, 3)  # type: ignore[arg-type]
+    assert fitted is not None and abs(fitted["slope"] - slope) < 0.05
+    assert np.abs(np.array(fitted["intercepts"]) - intercepts).max() < 0.1
+    assert fitted["rows"] == int((accepted.cumprod(1).sum(1) + 1).clip(max=3).sum())
+    few = SimpleNamespace(
+        columns={"top1": None}, column=lambda name: torch.rand(4, 2), accepted=torch.tensor([0, 1, 2, 1]),
+        cut=torch.zeros(4, dtype=torch.bool),
+    )  # fmt: skip
+    assert fit_acceptance(few, 2) is None  # type: ignore[arg-type]
+
+
+def test_log_odds_are_bounded() -> None:
+    assert log_odds(np.array([0.0, 0.5, 1.0])).tolist() == [-CLAMP, 0.0, CLAMP]

@@ -1,0 +1,253 @@
+"""What each serving engine reads: vLLM, SGLang, TensorRT-LLM, llama.cpp. Formats are those of the versions named below.
+
+| engine | source of the format |
+|---|---|
+| vLLM 0.33.0 | `vllm/v1/spec_decode/dynamic/utils.py`, `vllm/config/speculative.py` |
+| SGLang 0.5.23 | `sglang/srt/speculative/adaptive_spec_params.py` |
+| TensorRT-LLM | `tensorrt_llm/llmapi/llm_args.py` (published source, not run) |
+| llama.cpp 00dc805 | `tools/server/README.md` |
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy.sparse import csr_matrix, hstack
+from sklearn.linear_model import LogisticRegression
+
+from ...collect.pair_options import draft_of, drafter_of
+from ...collect.schema import Header
+from ...decode.drafters.lookup import LONGEST
+from ...decode.drafters.spec import change_paths, needs_draft, reads_states
+from ...decode.engines.settings import KEY as VLLM_KEY, missing_in_engines
+from ...decode.engines.sglang import KEY as SGLANG_KEY, rule_entry
+from ...policies.contract import StopPolicy
+from ...policies.errors import TraceError
+from ...policies.learned import LearnedPolicy
+from ...policies.storage import save_policy
+from ..replay.traces.arrays import TraceArrays, typical_context
+from .basis import TOP, Basis
+
+PROPOSER = "specstop.decode.engines.vllm.Proposer"
+CLAMP = 40.0
+"""Limit of log-odds in vLLM's `acceptance_estimator.py` (0.32.0, 0.33.0)."""
+
+MAX_FIT_ROWS, MIN_FIT_ROWS = 200_000, 100
+
+Range = tuple[int, int, int]
+"""First and last batch size, and their draft length."""
+
+
+@dataclass
+class Exported:
+    """Files of an export by path, its figures, and what its page says.
+
+    Attributes:
+        files: contents by path.
+        figures: for `figures.json`.
+        lost: what the engine does not take of a policy.
+        notes: facts for the page that depend on traces and policy.
+    """
+
+    files: dict[str, str | bytes]
+    figures: dict[str, Any]
+    lost: list[str]
+    notes: list[str] = field(default_factory=list)
+
+
+def length_ranges(table: Sequence[dict[str, Any]]) -> list[Range]:
+    """Return ranges of batch sizes with one length each; sizes between two measured ones have the length of the smaller."""
+    ranges: list[Range] = []
+    for row, after in itertools.zip_longest(table, table[1:]):
+        last = after["batch"] - 1 if after else row["batch"]
+        if ranges and ranges[-1][2] == row["length"]:
+            ranges[-1] = (ranges[-1][0], last, row["length"])
+        else:
+            ranges.append((row["batch"], last, row["length"]))
+    return ranges
+
+
+def _table(basis: Basis) -> tuple[list[Range], dict[str, Any]]:
+    """Return the ranges of lengths, and figures of them."""
+    table = basis.length_table()
+    first = basis.held_fixed.rounds(table[0]["length"])
+    return length_ranges(table), {"alone": basis.single_request(first), "batches": table}
+
+
+def vllm(basis: Basis, out: Path) -> Exported:
+    """Return vLLM's speculative configs: the policy itself if vLLM can run it, the length table, acceptance coefficients."""
+    ranges, figures = _table(basis)
+    config = {
+        **vllm_drafter(basis.header),
+        "num_speculative_tokens": max(1, *(length for *_, length in ranges)),  # vLLM accepts no 0
+        "num_speculative_tokens_per_batch_size": [list(entry) for entry in ranges],
+    }
+    files: dict[str, str | bytes] = {"speculative_config.json": _json(config)}
+    if (coefficients := fit_acceptance(basis.fit, basis.depth)) is not None:
+        files["acceptance.json"] = _json(coefficients)
+    notes, policy, drafter = [], basis.policy, drafter_of(basis.header)
+    if policy is not None and (reason := vllm_obstacle(policy, drafter)):
+        notes.append(
+            f"The policy `{policy.name}` cannot run in vLLM: {reason}. `specstop train --for vllm` trains one that can."
+        )
+    elif policy is not None:
+        files |= vllm_policy(policy, basis.header, basis.depth, out)
+    if config["method"] == "draft_model" and drafter != "model":
+        notes.append(
+            f"The traces are of the drafter `{drafter}`, for which vLLM takes no table: change `method` and `model`."
+        )
+    return Exported(
+        files, figures, ["With the table, the policy: vLLM gives all requests of a step one length."], notes
+    )
+
+
+def vllm_drafter(header: Header) -> dict[str, Any]:
+    """Return the entries of `--speculative-config` that name vLLM's drafter; lookup is its ngram."""
+    if match := re.fullmatch(r"lookup(?:(?::|\?longest=)(\d+))?", drafter_of(header)):
+        return {"method": "ngram", "prompt_lookup_max": int(match[1] or LONGEST), "prompt_lookup_min": 1}
+    return {"method": "draft_model", "model": draft_of(header)}
+
+
+def vllm_obstacle(policy: StopPolicy, drafter: str) -> str:
+    """Return why vLLM cannot run a policy with its drafter; "" if it can."""
+    if reads_states(drafter):
+        return f"its drafter, {drafter}, reads the target's hidden states, which vLLM does not pass to a class"
+    if missing := missing_in_engines(policy):
+        return f"it reads {', '.join(missing)}, which vLLM does not pass to a drafter"
+    return "" if policy.max_depth else "it never drafts"
+
+
+def vllm_policy(policy: StopPolicy, header: Header, depth: int, out: Path) -> dict[str, str | bytes]:
+    """Return the files with which vLLM runs the policy itself (`decode.engines.vllm`).
+
+    Args:
+        policy: the policy.
+        header: of the traces, which names the drafter.
+        depth: most tokens of a draft.
+        out: folder of the export, which the configuration refers to.
+    """
+    drafter, folder = drafter_of(header), {}
+    if isinstance(policy, LearnedPolicy):
+        with tempfile.TemporaryDirectory() as stage:
+            saved = save_policy(policy, Path(stage) / "policy")
+            folder = {f"policy/{path.name}": path.read_bytes() for path in sorted(saved.glob("[!.]*"))}
+    settings: dict[str, Any] = {"policy": str((out / "policy").resolve()) if folder else policy.shown_name}
+    if needs_draft(drafter):
+        settings["draft"] = draft_of(header)
+    if drafter != "model":
+        settings["drafter"] = change_paths(drafter, lambda path: str(Path(path).expanduser().resolve()))
+    if header.temperature > 0:
+        settings["temperature"] = header.temperature
+    drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": min(policy.max_depth, depth)}
+    return {"proposer.json": _json(drafts), "additional_config.json": _json({VLLM_KEY: settings}), **folder}
+
+
+def fit_acceptance(arrays: TraceArrays, depth: int) -> dict[str, Any] | None:
+    """Return coefficients of vLLM's adaptive verification, or None if `top1` or rows are missing.
+
+    Acceptance is sigmoid(slope x log-odds of the draft's largest probability + intercept of the position). The rows are what
+    verification observes: the accepted tokens and the first rejected one.
+    """
+    if "top1" not in arrays.columns:
+        return None
+    top, length = arrays.column("top1")[:, :depth].double().numpy(), arrays.accepted.numpy()
+    row, at = np.nonzero((np.arange(depth) <= length[:, None]) & ~arrays.cut.numpy()[:, None])
+    if len(row) > MAX_FIT_ROWS:
+        chosen = np.random.default_rng(0).choice(len(row), MAX_FIT_ROWS, replace=False)
+        row, at = row[chosen], at[chosen]
+    accepted = at < length[row]
+    if len(row) < MIN_FIT_ROWS or accepted.all() or not accepted.any():
+        return None
+    position = csr_matrix((np.ones(len(row)), (np.arange(len(row)), at)), shape=(len(row), depth))
+    model = LogisticRegression(C=1e3, fit_intercept=False, max_iter=1000)  # vLLM continues from these coefficients
+    model.fit(hstack([csr_matrix(log_odds(top[row, at])[:, None]), position]), accepted)
+    slope, *intercepts = model.coef_[0].tolist()
+    return {"slope": max(slope, 0.0), "intercepts": intercepts, "rows": len(row)}
+
+
+def log_odds(probability: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return log(p / (1 - p)), within +-`CLAMP`."""
+    p = np.clip(probability, 1e-18, 1.0)  # log 1e-18 = -41
+    with np.errstate(divide="ignore"):
+        odds: np.ndarray[Any, Any] = np.clip(np.log(p) - np.log1p(-p), -CLAMP, CLAMP)
+    return odds
+
+
+def sglang(basis: Basis, out: Path) -> Exported:
+    """Return SGLang's adaptive configs: the length table, and the candidates of the rule of `decode.engines.sglang`."""
+    ranges, figures = _table(basis)
+    fixed = {str(first): {"candidate_steps": [length], "ceiling_coeff": 0} for first, _, length in ranges}
+    reached = basis.fit.accepted[~basis.fit.cut].numpy()
+    survival = [float((reached >= depth).mean()) for depth in range(basis.depth + 1)]
+    acceptance = [after / before if before else 0.0 for before, after in itertools.pairwise(survival)]
+    context, steps = typical_context(basis.fit), range(basis.depth + 1)
+    seconds = {size: [_step_s(basis, size, k, context) for k in steps] for size in basis.sizes()}
+    near = {
+        row["batch"]: sorted({max(row["length"] - 1, 0), row["length"], min(row["length"] + 1, basis.depth)})
+        for row in figures["batches"]
+    }
+    costed: dict[str, Any] = {str(size): {"candidate_steps": steps} for size, steps in near.items()}
+    costed[SGLANG_KEY] = rule_entry(acceptance, seconds)
+    figures["start"] = ranges[0][2]
+    files: dict[str, str | bytes] = {"adaptive.json": _json(fixed), "costed.json": _json(costed)}
+    return Exported(files, figures, ["The policy: SGLang gives all requests of a batch one number of steps."])
+
+
+def _step_s(basis: Basis, size: int, length: int, context: float) -> float:
+    """Return the seconds of a step of `size` requests that all draft `length` tokens."""
+    drafted = np.full(size, length)
+    if size > 1:
+        return basis.profile.batch_seconds(np.full(size, context), drafted, drafted, 0 * drafted, 0.0)
+    one = np.ones(1, dtype=np.int64)
+    return float(basis.profile.round_seconds(one * context, drafted, drafted, one, 0 * one, 0.0)[0])
+
+
+def trtllm(basis: Basis, out: Path) -> Exported:
+    """Return TensorRT-LLM's speculative config; keys of the schedule are the last batch size of a range."""
+    ranges, figures = _table(basis)
+    config = {
+        "decoding_type": "Draft_Target",
+        "speculative_model": draft_of(basis.header),
+        "max_draft_len": max(1, *(length for *_, length in ranges)),
+        "draft_len_schedule": {last: length for _, last, length in ranges},
+    }
+    text = yaml.safe_dump({"speculative_config": config}, sort_keys=False)
+    lost = ["The policy: TensorRT-LLM gives all requests of a step one length, by their number."]
+    return Exported({"speculative_config.yaml": text}, figures, lost)
+
+
+def llama_cpp(basis: Basis, out: Path) -> Exported:
+    """Return llama.cpp's arguments: `p_min` and the draft length that replay fastest; raises `TraceError` without `top1`."""
+    if "top1" not in basis.header.features:
+        raise TraceError("--traces: expected the feature top1 (and top2 to top10); collect them again with it")
+    p, most, rounds = basis.threshold()
+    settings = {"p_min": p, "n_max": most}
+    args = f"--spec-type draft-simple\n--spec-draft-n-max {most}\n--spec-draft-p-min {p:g}\n"
+    notes = [] if set(TOP) <= set(basis.header.features) else [
+        "The traces have no `top2` to `top10`, so p is the probability itself, which is below its share of ten."
+    ]  # fmt: skip
+    figures = {"settings": settings, "alone": basis.single_request(rounds)}
+    lost = ["The policy, except for one comparison: llama.cpp stops by the draft's largest probability."]
+    return Exported({"llama.args": args}, figures, lost, notes)
+
+
+ENGINES: dict[str, Callable[[Basis, Path], Exported]] = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "trtllm": trtllm,
+    "llama.cpp": llama_cpp,
+}
+"""Serialisers by name of the engine."""
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
