@@ -162,7 +162,9 @@ def _run() -> tuple[int, str]:
     except Exception as error:
         if not hasattr(error, "format_message"):  # of usage errors, which have no public class
             raise
-        return int(getattr(error, "exit_code", 2)), f"{error.format_message()} Try --help."
+        causes = getattr(error.__cause__, "errors", None)  # of pydantic, whose messages do not contain the value
+        value = f", not {str(causes()[0]['input'])[:40]!r}" if causes else ""
+        return int(getattr(error, "exit_code", 2)), f"{error.format_message().rstrip('.')}{value}. Try --help."
     if code == 130:  # typer converts a KeyboardInterrupt
         return 130, "interrupted"
     return (code if isinstance(code, int) else 0), ""

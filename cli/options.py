@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from ..policies.arguments import check_limits
-from ..policies.display import Progress, silent
+from ..policies.display import Progress
 from ..policies.errors import InputError, close_match
 from ..policies.files import RUN_FILE, write_atomic
 from .output import quiet_libraries, say
@@ -198,14 +198,16 @@ class Models:
                 "(--drafter suffix, medusa:PATH, ...)"
             )
 
-    def find(self, progress: Progress = silent) -> ModelPaths:
-        """Return the names of the models, by default those of the shipped pair, and compile the kernels.
+    def find(self, progress: Progress | None = None) -> ModelPaths:
+        """Return the names of the models, by default those of the shipped pair.
+
+        Args:
+            progress: if given, all kernels are compiled now instead of on first use, when rounds may be timed.
 
         Raises:
             InputError: the drafter is unknown, or it requires another combination of models.
         """
         from ..decode.drafters.spec import check_drafter, needs_draft
-        from ..policies import kernels
         from ..train.demo.pair import shipped_pair
 
         check_drafter(self.drafter)
@@ -213,7 +215,10 @@ class Models:
         if self.target is not None and needs_draft(self.drafter) != (self.draft is not None):
             needs = "requires a draft model" if self.draft is None else "uses no draft model; leave --draft out"
             raise InputError(f"--draft: the drafter {self.drafter} {needs}")
-        kernels.load(progress)  # not while something is timed
+        if progress is not None:
+            from ..policies import kernels
+
+            kernels.load(progress)
         if self.target is not None:
             return ModelPaths(self.target, self.draft)
         folder = shipped_pair()

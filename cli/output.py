@@ -114,20 +114,32 @@ class _Output(Console):
         return super().render_str(printable(text), **options)
 
 
-def output() -> Console:
-    """Return the console of standard output. Outside a terminal it is 80 columns wide (or `COLUMNS`)."""
-    return _Output(highlight=False, markup=False)
+def output(width: int | None = None) -> Console:
+    """Return the console of standard output. Outside a terminal it has `width` columns; default: `COLUMNS` or 80."""
+    console = _Output(highlight=False, markup=False)
+    return console if console.is_terminal or width is None else _Output(highlight=False, markup=False, width=width)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table below its title. Columns of numbers are aligned to the right; only text is wrapped."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
+    """Print a table below its title. Columns of numbers are aligned to the right; long text is wrapped.
+
+    Args:
+        title: printed above the table.
+        columns: their names.
+        rows: cells of each row.
+        wide: use 200 columns outside a terminal.
+    """
     grid = Table(header_style="bold")
-    for name, cells in zip(columns, list(zip(*rows, strict=True)) or [()] * len(columns), strict=True):
+    for index, name in enumerate(columns):
+        cells = [row[index] for row in rows]
         numbers = all(cell[:1] in "0123456789.-+" for cell in cells)
-        grid.add_column(name, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+        short = max(map(len, cells), default=0) <= 30
+        grid.add_column(
+            name, justify="right" if numbers else "left", no_wrap=short and (numbers or index == 0), overflow="fold"
+        )
     for row in rows:
         grid.add_row(*row)
-    console = output()
+    console = output(200 if wide else None)
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     console.print(grid)
 

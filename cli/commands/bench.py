@@ -140,7 +140,7 @@ def show(lines: list[BenchLine], title: str, wide: bool = False) -> None:
         verdict = "" if line is lines[0] else comparison
         rows.append([line.name, f"{line.tokens_per_s:.1f}", line.ratio.text(2), *more, verdict])
     columns = ["policy", "tokens/s", "vs plain [95%]", *(["tokens per call", "time"] if wide else []), "verdict"]
-    table(title, columns, rows)
+    table(title, columns, rows, wide)
 
 
 def _print_remarks(lines: list[BenchLine], prompts: int, batch: int) -> None:

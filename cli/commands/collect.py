@@ -105,7 +105,7 @@ def collect(
 
     Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)
     with progress_bars(quiet) as progress:
-        paths = models.find(progress)
+        paths = models.find(None if collector == "dense" else progress)
         pair = replace(models, device=place.device(models.device)).open(paths)
         if stored is None:
             prompts = source.apply_template(prompts, pair)

@@ -84,7 +84,8 @@ def decode(
 
     settings_with()
     with progress_bars(quiet or json) as progress:
-        pair = models.open(models.find(progress))
+        paths = models.find(progress)
+    pair = models.open(paths)
     structure = sampling.grammar(pair)
     settings = settings_with(shaping=sampling.params(structure), stops=stop_strings(pair, stop)).for_policy(rule)
     if not quiet:

@@ -31,7 +31,7 @@ def policies(
         print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in found])
     elif wide:
         rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in found]
-        table(title, ("name", "where", "module", "loads", "description"), rows)
+        table(title, ("name", "where", "module", "loads", "description"), rows, wide)
     else:
         rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in found]
         table(title, ("name", "description"), rows)
