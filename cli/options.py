@@ -107,6 +107,54 @@ Wide = Annotated[bool, option(RESULT, "Print all columns of the tables.", "--wid
 Quiet = Annotated[bool, option(RESULT, "Print no progress.", "--quiet")]
 
 
+# Options of one command
+
+Library = Annotated[bool, option(ROUNDS, "Measure transformers' `generate` and its assisted settings too.")]
+Collector = Annotated[
+    str,
+    option(ROUNDS, "dense: draft from every position of the target's text. live: record the rounds of the decoding loop, "
+           "with timings. vllm: record rounds inside vLLM (docs/vllm.md)."),
+]  # fmt: skip
+LivePolicy = Annotated[
+    str | None, option(ROUNDS, "Policy of live rounds. Default: draft to the full depth.", "--policy")
+]
+Extra = Annotated[
+    list[str] | None,
+    option(RESULT, "Another parameter of the Python function `specstop.collect` as key=value; repeatable. Keys: "
+           f"{', '.join(COLLECT_KEYS)}."),
+]  # fmt: skip
+Drift = Annotated[
+    str,
+    option(ROUNDS, "If live acceptance leaves the band that a learned policy's calibration predicts: warn, fallback (use "
+           "the best fixed length), or off."),
+]  # fmt: skip
+Stop = Annotated[list[str], option(SAMPLING, "End a text after this string; repeatable.")]
+DemoFolder = Annotated[
+    Path | None, option(RESULT, "Folder for the results. Default: specstop-demo, with a number if it exists.", "--out")
+]
+PairFolder = Annotated[
+    Path | None,
+    option(MODELS, "Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair.", "--pair"),
+]
+Quick = Annotated[bool, option(RESULT, "Fewer prompts and policies: less than a minute.", "--quick")]
+ProfileOut = Annotated[Path | None, option(RESULT, "JSON file for the profile. Default: replace --profile.", "--out")]
+BaseProfile = Annotated[
+    Path | None,
+    option(ROUNDS, "Existing profile: only the decisions of --policy are timed and added to it.", "--profile"),
+]
+Through = Annotated[
+    str | None, option(ROUNDS, "vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).")
+]
+Budget = Annotated[float, option(RESULT, "Maximum seconds. A quiet machine needs a fraction of them.")]
+Repeats = Annotated[
+    int | None, option(RESULT, "Exact number of repetitions. Default: as the noise and --budget require.")
+]
+Check = Annotated[
+    bool, option(RESULT, "Read everything: all shards of a trace must exist and match their checksums.", "--check")
+]
+Drafters = Annotated[bool, option(RESULT, "List drafters instead of policies.", "--drafters")]
+
+
 # Groups of options
 
 

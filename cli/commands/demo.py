@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from ..options import MODELS, RESULT, Json, Overwrite, Quiet, Seed, Temperature, Verification, config_saved, option
+from .. import options
 from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, table
 
 if TYPE_CHECKING:
@@ -14,20 +14,15 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[
-        Path | None, option(RESULT, "Folder for the results. Default: specstop-demo, with a number if it exists.")
-    ] = None,
-    pair: Annotated[
-        Path | None,
-        option(MODELS, "Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair."),
-    ] = None,
-    temperature: Temperature = 0.0,
-    verification: Verification = "auto",
-    quick: Annotated[bool, option(RESULT, "Fewer prompts and policies: less than a minute.", "--quick")] = False,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    out: options.DemoFolder = None,
+    pair: options.PairFolder = None,
+    temperature: options.Temperature = 0.0,
+    verification: options.Verification = "auto",
+    quick: options.Quick = False,
+    seed: options.Seed = 0,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run all stages on the shipped pair: collect, profile, train, evaluate, decode live.
 
@@ -42,7 +37,7 @@ def demo(
     if pair is not None:
         check_pair(pair)
     try:
-        with progress_bars(quiet or json) as progress, config_saved(folder):
+        with progress_bars(quiet or json) as progress, options.config_saved(folder):
             progress("import libraries", 0, 1)
             quiet_libraries()
             from ...train.demo.demo import demo as run
