@@ -19,9 +19,9 @@ import typer
 from typer.core import TyperCommand
 
 from ..policies.arguments import check_limits
-from ..policies.errors import InputError, PolicyFailure, SpecstopError
+from ..policies.errors import InputError, PolicyFailure, SpecstopError, close_match
 from ..policies.files import check_separate, disk_text, is_text, uninterrupted
-from .options import COLLECT_KEYS, SAMPLING_KEYS, running, with_groups
+from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, with_groups
 from .output import Interrupted, say, warn_in_one_line
 
 COMMANDS = (
@@ -56,6 +56,9 @@ class Command(TyperCommand):
                     f"--{name.replace('_', '-')}: expected text in the encoding of this locale, not {value!a}"
                 )
         check_limits(**{name: value for name, value in ctx.params.items() if not isinstance(value, str)})
+        if (mode := ctx.params.get("verification", "auto")) not in VERIFICATIONS:
+            names = ", ".join(VERIFICATIONS)
+            raise InputError(f"--verification: expected one of {names}, not {mode!r}{close_match(mode, VERIFICATIONS)}")
         inputs = {name: value for name, value in ctx.params.items() if name not in ("out", "checkpoints", "config")}
         paths = [path for name, value in inputs.items() for path in _paths(name, value)]
         work, out = ctx.params.get("checkpoints"), ctx.params.get("out")

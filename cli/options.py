@@ -296,6 +296,9 @@ class Sampling:
                "generation_config), json_schema (a file), grammar (a file, EBNF of llama.cpp or Lark)."),
     ] = None  # fmt: skip
 
+    def __post_init__(self) -> None:
+        self.values()
+
     def values(self) -> dict[str, Any]:
         """Return the parameters by name, validated without importing torch."""
         values = key_values("--sampling", self.sampling, SAMPLING_KEYS)
@@ -367,13 +370,6 @@ def batch_sizes(text: str | None) -> tuple[int, ...]:
     for size in sizes:
         check_limits(batch=size)
     return sizes
-
-
-def check_verification(name: str) -> None:
-    """Raise `InputError` for an unknown verification mode, without importing torch."""
-    if name not in VERIFICATIONS:
-        names = ", ".join(VERIFICATIONS)
-        raise InputError(f"--verification: expected one of {names}, not {name!r}{close_match(name, VERIFICATIONS)}")
 
 
 def print_model_defaults(pair: Pair, settings: Settings) -> None:

@@ -44,8 +44,6 @@ def bench(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sampling.values()
-    options.check_verification(verification)
     costs = None if profile is None else Profile.load(profile)
     rules = [load_policy(spec) for spec in policy]
     prompts = source.read(models, "test", PROMPT_LIMIT)

@@ -53,8 +53,6 @@ def collect(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sampling.values()
-    options.check_verification(verification)
     parameters = _read_extra(extra)
     if collector not in COLLECTORS:
         raise InputError(f"--collector: expected one of {', '.join(COLLECTORS)}, not {collector!r}")

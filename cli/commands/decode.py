@@ -44,8 +44,6 @@ def decode(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sampling.values()
-    options.check_verification(verification)
     costs = None if profile is None else Profile.load(profile)
     rule = load_policy(policy)
     prompts = _read(text, source, models)

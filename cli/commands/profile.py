@@ -49,11 +49,10 @@ def profile(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sizes, values = options.batch_sizes(batch), sampling.values()
-    options.check_verification(verification)
+    sizes = options.batch_sizes(batch)
     if through not in (None, "vllm"):
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if through and (tree or values or verification != "auto"):
+    if through and (tree or sampling.values() or verification != "auto"):
         raise InputError("--through vllm: expected chains; leave out --tree, --verification and --sampling")
     if out is None and profile is None:
         raise InputError("--out: expected a JSON file for the profile")
