@@ -136,12 +136,8 @@ class _Output(Console):
 
 def output(width: int | None = None) -> Console:
     """Return the console of standard output. Outside a terminal it has `width` columns; default: `COLUMNS` or 80."""
-    console = _Output(file=results(), highlight=False, markup=False)
-    return (
-        console
-        if console.is_terminal or width is None
-        else _Output(file=results(), highlight=False, markup=False, width=width)
-    )
+    is_terminal = Console(file=results()).is_terminal
+    return _Output(file=results(), highlight=False, markup=False, width=None if is_terminal else width)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:

@@ -99,7 +99,7 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
     (line,) = lacking_line([one], bare, sides[1].header)
     assert "outside" not in line
     assert (
-        f"--add-policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
+        f"--policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
     )
     with pytest.raises(AssertionError, match="timed again"):
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
