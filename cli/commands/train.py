@@ -109,7 +109,10 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a stop head on traces and save it as a policy folder."""
+    """Fit a stop head on traces and save it as a policy folder.
+
+    Example: specstop train --traces traces --profile profile.json --out policy
+    """
     from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
