@@ -38,7 +38,7 @@ def test_help_has_an_example_and_fits_80_columns(command: str, monkeypatch: pyte
 
 def test_verification_modes_are_those_of_the_decoder() -> None:
     labels = {name: "lossless" if mode.lossless else "LOSSY" for name, mode in MODES.items()}
-    assert VERIFICATIONS == {"auto": "lossless", **labels}
+    assert {"auto": "lossless", **labels} == VERIFICATIONS
 
 
 RUN = """
@@ -56,7 +56,12 @@ for words in json.loads(sys.argv[1]):
 
 def test_invalid_input_is_refused_before_large_libraries_are_imported(tmp_path: Path) -> None:
     """Importing torch and transformers takes 4 s."""
-    for name, text in (("column", '{"text": "a"}'), ("empty", "\n"), ("invalid", '{"prompt": '), ("good", '{"prompt": "a"}')):
+    for name, text in (
+        ("column", '{"text": "a"}'),
+        ("empty", "\n"),
+        ("invalid", '{"prompt": '),
+        ("good", '{"prompt": "a"}'),
+    ):
         (tmp_path / f"{name}.jsonl").write_text(text)
     commands = []
     for words in (["collect", "--out", "new"], ["decode"], ["bench"], ["profile", "--out", "new"]):
