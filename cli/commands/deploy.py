@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..console.output import output, print_json, progress_bars, table
-from ..options.config import config_saved
-from ..options.shared import Json, Out, Overwrite, Quiet, Seed
+from ..options import Json, Out, Overwrite, Quiet, Seed, config_saved
+from ..output import output, print_json, progress_bars, table
 
 To = Annotated[
     str,
