@@ -24,7 +24,7 @@ from .dense.unroll import Unroller, node_features
 from .live import LiveCollector
 from .schema import GIVEN_TEXT
 from .shards import nothing
-from .work import Work
+from .schema import PromptTask
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Collector:
     """
 
     features: tuple[str, ...]
-    rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
+    rows: Callable[[Sequence[PromptTask]], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[], None] = nothing
     carries: bool = False

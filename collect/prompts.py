@@ -15,17 +15,19 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..policies.arguments import check_limits
 from ..policies.errors import InputError, SpecstopWarning, TraceError, close_match
 from ..policies.files import SURROGATE, is_text
 from .prompt_files import STANDARD_INPUT, lines, records
 from .schema import stream_name
-from .store import PROMPTS_FILE
+from .store import PROMPTS_FILE, write_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
 
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "turns", "question")
 ID_COLUMNS = ("id", "task_id", "question_id")
@@ -409,9 +411,21 @@ def fit(
     return list(prompts), [ids[-room:] if long == "left" else ids[:room] for ids in encoded]
 
 
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` of the items at even distances, or all."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
+
+
 def prompts_json(prompts: Sequence[Prompt]) -> str:
     """Return the contents of `prompts.jsonl` of a trace: one prompt per line."""
     return "".join(json.dumps(dataclasses.asdict(prompt)) + "\n" for prompt in prompts)
+
+
+def share_prompts(folder: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Store the prompts of a run unless another process has stored them, and return the stored ones."""
+    write_once(folder / PROMPTS_FILE, prompts_json(prompts))
+    return stored_prompts(folder)
 
 
 def stored_prompts(folder: Path) -> list[Prompt]:

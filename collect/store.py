@@ -130,6 +130,7 @@ def staged(path: Path, *, keep: bool = False) -> Iterator[Path]:
         keep: if the file exists at the end, keep it: another process has written it.
     """
     stage = path.with_name(f"{STAGE_PREFIX}{path.name}.{secrets.token_hex(4)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield stage
         sync(stage)
@@ -195,29 +196,24 @@ def write_table(table: pa.Table, where: Any) -> None:
 
 
 def write_shard(
-    folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]], texts: Sequence[Sequence[str]] = ()
-) -> None:
-    """Write one shard.
+    folder: Path, header: Header, index: int, rows: Sequence[Mapping[str, Any]] | pa.Table,
+    texts: Sequence[Sequence[str]] = (),
+) -> None:  # fmt: skip
+    """Write one shard under a temporary name, flush it to the disk, and rename it.
 
     Args:
         folder: of the trace.
         header: of the trace.
         index: of the shard.
-        rows: see `shard_table`.
+        rows: chunks of columns, see `shard_table`, or the table.
         texts: (prompt id, sample) of the texts of the shard, also of those without rows.
 
     Raises:
         TraceError: the disk is full.
     """
-    write_shard_table(folder, header, index, shard_table(header, rows), texts)
-
-
-def write_shard_table(
-    folder: Path, header: Header, index: int, table: pa.Table, texts: Sequence[Sequence[str]] = ()
-) -> None:
-    """Write one shard from its table; see `write_shard`."""
-    metadata = {"rows": table.num_rows, "texts": [list(names) for names in texts]}
-    table = table.replace_schema_metadata({**(table.schema.metadata or {}), SHARD_KEY: json.dumps(metadata).encode()})
+    table = rows if isinstance(rows, pa.Table) else shard_table(header, rows)
+    metadata = json.dumps({"rows": table.num_rows, "texts": [list(names) for names in texts]})
+    table = table.replace_schema_metadata({HEADER_KEY: header.to_json(), SHARD_KEY: metadata})
     with disk_full_advice(folder), staged(shard_path(folder, index, header.shards)) as stage:
         write_table(table, stage)
 

@@ -18,14 +18,11 @@ import pytest
 import torch
 from conftest import VOCABULARY
 from learned_policies import FACTS, learned
-from specstop.collect.plan import plan_run
-from specstop.collect.processes import Place
-from specstop.collect.prompts.read import Prompt, read_prompts
-from specstop.collect.run import collect
-from specstop.collect.schema import Header
-from specstop.collect.shards import Plan, record
-from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
-from specstop.collect.work import Work
+from specstop.collect.prompts import Prompt, read_prompts
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import Header, PromptTask
+from specstop.collect.shards import Place, Plan, record
+from specstop.collect.store import Trace, finished, open_trace, shard_path
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
@@ -53,7 +50,7 @@ def collect_and_hang(
         ready.send(None)
         threading.Event().wait()
 
-    def rows(batch: Sequence[Work]) -> Sequence[Mapping[str, Any]]:
+    def rows(batch: Sequence[PromptTask]) -> Sequence[Mapping[str, Any]]:
         if written[0] == shards and not writing:
             hang()
         return plan.rows(batch)

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from conftest import make_prompts
 from specstop.collect.estimates import estimate
-from specstop.collect.plan import plan_run
-from specstop.collect.processes import ALONE, Place, read_place
-from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
-from specstop.collect.shards import Plan, record
-from specstop.collect.store.folder import Trace, finished, merge, open_trace, shard_path
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect, plan_run
+from specstop.collect.shards import ALONE, Place, Plan, read_place, record
+from specstop.collect.store import Trace, finished, merge, open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import MANIFEST, staging_path

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...collect.facts import facts
-from ...collect.prompts.read import Prompt, fit
+from ...collect.prompts import Prompt, fit
+from ...collect.run import environment_facts
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHeads, Shape, output_scale, scale_output
 from ...decode.models.pair import Pair
@@ -118,7 +118,7 @@ def train_drafter(
         "seconds to fit": round(time.perf_counter() - recorded, 1),
     }
     told: Mapping[str, Any] = {
-        "prompts": len(chosen), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **facts(pair),
+        "prompts": len(chosen), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **environment_facts(pair),
     }  # fmt: skip
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], told, metrics)
     save_drafter(trained, out)

@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ...collect.pair_options import drafter_of
-from ...collect.store.folder import Trace
+from ...collect.schema import drafter_of
+from ...collect.store import Trace
 from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...collect.pair_options import draft_of, drafter_of
-from ...collect.store.folder import Trace
+from ...collect.schema import draft_of, drafter_of
+from ...collect.store import Trace
 from ...decode.benchmark import Ratio
 from ...policies.arguments import check_limits
 from ...policies.contract import StopPolicy

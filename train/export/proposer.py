@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...collect.pair_options import draft_of, drafter_of
-from ...collect.schema import Header
+from ...collect.schema import Header, draft_of, drafter_of
 from ...decode.drafters.spec import change_paths, needs_draft, reads_states
 from ...decode.engines.settings import KEY, missing_in_engines
 from ...policies.contract import StopPolicy

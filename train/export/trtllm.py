@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ...collect.pair_options import draft_of
+from ...collect.schema import draft_of
 from .folder import Export, Written, caveats, drafter_caveat
 from .page import alone_table, page_text, policy_loss
 from .serving import assumptions, measured_rows

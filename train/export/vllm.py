@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...collect.pair_options import draft_of, drafter_of
-from ...collect.schema import Header
+from ...collect.schema import Header, draft_of, drafter_of
 from ...decode.drafters.lookup import LONGEST
 from ..report.whatif.records import markdown_table
 from .acceptance import fit_acceptance

@@ -17,13 +17,10 @@ from conftest import NEW
 from contract_policies import DEPTH, ReadsDraftStates
 from random_trace import HEADER, write
 from specstop.collect.estimates import estimate
-from specstop.collect.plan import plan_run
-from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
-from specstop.collect.schema import Header, arrow_schema
-from specstop.collect.store.card import data_card
-from specstop.collect.store.folder import Trace, open_trace
-from specstop.collect.work import Work
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import Header, PromptTask, arrow_schema
+from specstop.collect.store import Trace, data_card, open_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key
@@ -118,7 +115,7 @@ def test_rows_do_not_depend_on_the_chunk_size(
     from specstop.collect.dense.unroll import Unroller
     from specstop.decode.topology import parse_tree
 
-    work = [Work(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
+    work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     for tree in (DEPTH, parse_tree(TREE)):
         one, other = (dense_rows(pair, Unroller(pair, tree, 0.7, hidden=BOTH, **c), work, NEW) for c in ({}, chunk))
         for first, second in zip(one, other, strict=True):

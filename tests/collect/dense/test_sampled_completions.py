@@ -15,7 +15,7 @@ from scipy import stats
 from specstop.collect.dense.completion_check import balance
 from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
 from specstop.collect.dense.given_text import gumbel_given
-from specstop.collect.prompts.read import Columns, Prompt, read_prompts
+from specstop.collect.prompts import Columns, Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.cache import CachedModel

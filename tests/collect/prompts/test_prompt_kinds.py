@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specstop.collect.prompts.read import Columns, fit, read_prompts
-from specstop.collect.prompts.tokens import Prompt
+from specstop.collect.prompts import Columns, Prompt, fit, read_prompts
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings

@@ -10,8 +10,8 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from specstop.collect.prompts import Columns, Prompt, read_prompts
 from specstop.collect.prompts.presets import PRESETS
-from specstop.collect.prompts.read import Columns, Prompt, read_prompts
 from specstop.policies.errors import InputError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specstop.collect.prompts.read import Choice, Prompt, apply_chat_template, encode, fit, read_prompts
+from specstop.collect.prompts import Choice, Prompt, apply_chat_template, encode, fit, read_prompts
 from specstop.policies.errors import InputError, SpecstopWarning
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from conftest import make_prompts
-from specstop.collect.plan import plan_run
-from specstop.collect.prompts.read import Choice, Columns, Prompt, read_prompts
-from specstop.collect.run import collect
-from specstop.collect.work import stream_name
+from specstop.collect.prompts import Choice, Columns, Prompt, read_prompts
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import stream_name
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
 from specstop.policies.errors import InputError, SpecstopWarning

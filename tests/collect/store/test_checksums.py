@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from random_trace import HEADER, chunk, write
 from specstop.collect.schema import chain
-from specstop.collect.store.checksums import checksum_path
-from specstop.collect.store.folder import (
+from specstop.collect.store import (
     Checked,
+    checksum_path,
     finished,
     merge,
     open_trace,

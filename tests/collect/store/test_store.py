@@ -18,18 +18,19 @@ import pytest
 import yaml
 from random_trace import HEADER, chunk, write
 from specstop.collect.schema import Header, arrow_schema, chain
-from specstop.collect.store.folder import (
+from specstop.collect.store import (
     Trace,
     finished,
     merge,
     open_for_writing,
     open_trace,
+    put,
     read_header,
     shard_path,
+    stage_of,
     write_shard,
     write_table,
 )
-from specstop.collect.store.staging import put, stage_of
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 

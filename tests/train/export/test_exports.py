@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX

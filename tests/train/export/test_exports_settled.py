@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.costs import BatchCosts, BatchTable
 from specstop.policies.fixed import Confidence, FixedLength

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.profile import Profile
 from specstop.train.export.lockstep import Steps, lockstep
 from specstop.train.replay.known_lengths import ReplayedRuns, replay_fixed

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.contract import Array, DraftStep, State, StopPolicy
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.errors import InputError, TraceError
