@@ -22,7 +22,7 @@ from ..policies.arguments import check_limits
 from ..policies.errors import InputError, PolicyFailure, SpecstopError, close_match
 from ..policies.files import check_separate, disk_text, is_text, uninterrupted
 from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, with_groups
-from .output import Interrupted, say, warn_in_one_line
+from .output import Interrupted, prints_on_stderr, say, warn_in_one_line
 
 COMMANDS = (
     "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
@@ -66,7 +66,8 @@ class Command(TyperCommand):
             check_separate(work, paths, "--checkpoints")
         if out is not None:
             check_separate(out, [*paths, work])
-        return super().invoke(ctx)
+        with prints_on_stderr():
+            return super().invoke(ctx)
 
 
 def _paths(name: str, value: Any) -> Iterator[str | Path]:
@@ -130,7 +131,8 @@ def run() -> NoReturn:
     if line:
         say(f"specstop: {' '.join(line.split())}")
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
     except OSError:  # a closed pipe or a full disk, which `_run` has reported; the interpreter would flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
@@ -151,7 +153,8 @@ def _run() -> tuple[int, str]:
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except Interrupted as error:
         return 130, str(error)
     except PolicyFailure as error:

@@ -10,7 +10,7 @@ import typer
 from ...policies.display import printable
 from ...policies.errors import InputError
 from .. import options
-from ..output import PHASE_NAMES, print_json, progress_bars, say, table
+from ..output import PHASE_NAMES, print_json, progress_bars, results, say, table
 
 if TYPE_CHECKING:
     from ...collect.prompts import Prompt
@@ -83,10 +83,10 @@ def decode(
         details |= {} if structure is None else {"incomplete": cut}
         print_json({**tally.summary(), **details, "texts": [one.text for one in generations]})
         return
-    sys.stdout.write("\n")
+    results().write("\n")
     if not quiet:
         failed = tally.failure and f"a fixed length instead of {rule.shown_name}, which FAILED ({tally.failure.text})"
-        sys.stdout.write("\n")
+        results().write("\n")
         show_tally(tally, f"{failed or rule.shown_name}; {mode}")
 
 
@@ -147,13 +147,13 @@ class _TextWriter:
 
     def _write(self) -> None:
         while self._current < len(self._ended):
-            sys.stdout.write(self._waiting[self._current])
+            results().write(self._waiting[self._current])
             self._waiting[self._current] = ""
             if not self._ended[self._current]:
                 break
             self._current += 1
-            sys.stdout.write("\n\n" if self._current < len(self._ended) else "")
-        sys.stdout.flush()
+            results().write("\n\n" if self._current < len(self._ended) else "")
+        results().flush()
 
 
 def show_tally(tally: Tally, title: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import options
-from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, table
+from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, results, say, table
 
 if TYPE_CHECKING:
     from ...train.demo.demo import Demo
@@ -59,8 +59,11 @@ def demo(
 
 
 def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    if results().isatty() and sys.stderr.isatty():
+        say(line)  # above the progress bars
+    else:
+        results().write(line + "\n")
+        results().flush()
 
 
 def _ignore(line: str) -> None:
