@@ -21,7 +21,7 @@ from learned_policies import FACTS, learned
 from specstop.collect.prompts import Prompt, read_prompts
 from specstop.collect.run import collect, plan_run
 from specstop.collect.schema import Header, PromptTask
-from specstop.collect.shards import Place, Plan, record
+from specstop.collect.shards import DistributedRank, Plan, record
 from specstop.collect.store import Trace, finished, open_trace, shard_path
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10,
 
 
 def collect_and_hang(
-    models: Path, prompts: Path, out: Path, place: Place, shards: int, writing: bool, ready: Connection
+    models: Path, prompts: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection
 ) -> None:
     """Collect so many shards in a process of its own, then say so and wait to be killed, the next one half done."""
     torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def collect_and_hang(
         replace(stage, path)
 
     os.replace = replace_or_hang
-    record(Plan(plan.header, plan.work, rows), out, place=place, resume=True)
+    record(Plan(plan.header, plan.tasks, rows), out, rank=rank, resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
         children = []
         for rank, (shards, writing) in enumerate(moments):
             told, ready = context.Pipe(duplex=False)
-            arguments = (pair_folder, prompt_file, out, Place(rank, len(moments)), shards, writing, ready)
+            arguments = (pair_folder, prompt_file, out, DistributedRank(rank, len(moments)), shards, writing, ready)
             child = context.Process(target=collect_and_hang, args=arguments, daemon=True)
             child.start()
             children.append((child, told))
