@@ -99,8 +99,8 @@ def measured(pair: Pair, where: Path, temperature: float, tokens: int, effort: E
     ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, pair.readable - tokens)
     with progress_bars() as progress:
         profile = measure_profile(
-            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=environment_facts(pair), verification="match",
-            progress=progress,
+            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=environment_facts(pair),
+            verification="match", progress=progress,
         )  # fmt: skip
     settings = Settings(temperature, tokens, DEPTH, verification="match")
     return profile.with_measured_decisions(

@@ -22,9 +22,8 @@ from .dense.mixed import mixed_rows
 from .dense.positions import PositionsCollector
 from .dense.unroll import Unroller, node_features
 from .live import LiveCollector
-from .schema import GIVEN_TEXT
+from .schema import GIVEN_TEXT, PromptTask
 from .shards import nothing
-from .schema import PromptTask
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring
-from .schema import NO_TOKEN, READS, TIMES
-from .schema import PromptTask
+from .schema import NO_TOKEN, READS, TIMES, PromptTask
 
 Row = dict[str, Any]
 

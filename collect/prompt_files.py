@@ -1,11 +1,11 @@
-"""Sources of prompts: JSON, text, CSV and Parquet files, pipes, and data sets in folders or on the hub, as records with places."""
+"""Sources of prompts: JSON, text, CSV and Parquet files, pipes, and data sets in folders or on the hub, as records with
+places."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import itertools
-import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +30,11 @@ def records(source: str | Path, columns: Sequence[str] = ("prompt",), split: str
     """Yield the records of a source lazily.
 
     Args:
-        source: a file of JSON Lines or of a JSON array; a .txt file with a prompt per line; a .csv or .parquet file; a folder
-            with a data set; `hf:organisation/name[:configuration[:split]]`; or `-` (standard input) or another pipe, which is
-            JSON if it begins with a brace or a bracket, and otherwise has a prompt per line.
-        columns: columns that will be read, none of which may occur twice. The first is the column of lines of plain text.
+        source: a file of JSON Lines or of a JSON array; a .txt file with a prompt per line; a .csv or .parquet file; a
+            folder with a data set; `hf:organisation/name[:configuration[:split]]`; or `-` (standard input) or another
+            pipe, which is JSON if it begins with a brace or a bracket, and otherwise has a prompt per line.
+        columns: columns that will be read, none of which may occur twice. The first is the column of lines of plain
+            text.
         split: of a data set, for instance `train[:500]`; default: the split in the name, `train`, or the only one.
 
     Raises:
@@ -70,32 +71,17 @@ def lines(path: Path, option: str = "--prompts") -> Iterator[tuple[str, str]]:
     """Yield (place, line) of the lines that are not blank. Only a newline ends one: U+2028 may occur in a string."""
     name = "standard input" if str(path) == STANDARD_INPUT else str(path)
     try:
-        with _opened(path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{name}, line {number}", line.strip()
+        standard: Any = getattr(sys.stdin, "buffer", None) or io.BytesIO()  # None if it is closed
+        source = contextlib.nullcontext(standard) if str(path) == STANDARD_INPUT else path.open("rb")
+        with source as file:
+            for number, raw in enumerate(file, 1):
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if line:
+                    yield f"{name}, line {number}", line
     except UnicodeDecodeError as error:
         raise InputError(f"{option}: {name} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise InputError(f"{option}: {name} cannot be read: {error.strerror or error}") from None
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Iterable[str]]:
-    if str(path) != STANDARD_INPUT:
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            yield file
-        return
-    raw = getattr(sys.stdin, "buffer", None)
-    if raw is None:  # closed, or replaced by a text stream
-        yield sys.stdin or ()
-        return
-    file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n")
-    try:
-        yield file
-    finally:
-        with contextlib.suppress(ValueError):  # closed meanwhile
-            file.detach()  # otherwise standard input would be closed
 
 
 def _json_records(name: str, lines: Iterator[tuple[str, str]], text_column: str | None = None) -> Iterator[Record]:
@@ -163,11 +149,10 @@ def _data_set(name: str, split: str | None) -> Any:
         if not path or path.count("/") > 1 or (rest and not any(rest)):
             raise InputError(f"--prompts: expected {_HUB_FORM}, not {name!r}")
     try:
-        with _quiet_datasets():
-            if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-                loaded: Any = datasets.load_from_disk(name)
-            else:
-                loaded = datasets.load_dataset(path, configuration, split=split)
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            loaded: Any = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(path, configuration, split=split)
     except Exception as error:  # of many unrelated classes: offline, no such name, no such split, no data files
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(f"--prompts: no data set can be read from {name}: {reason}") from None
@@ -179,23 +164,3 @@ def _data_set(name: str, split: str | None) -> Any:
     if wanted not in loaded:
         raise InputError(f"--split: expected one of {', '.join(loaded)} in {name}, not {wanted!r}")
     return loaded[wanted]
-
-
-@contextlib.contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Hide progress bars and log messages of the libraries; errors are raised."""
-    import datasets
-
-    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub")]
-    levels = [logger.level for logger in loggers]
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()

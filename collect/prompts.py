@@ -32,14 +32,11 @@ Item = TypeVar("Item")
 PROMPT_COLUMNS = ("prompt", "messages", "conversations", "turns", "question")
 ID_COLUMNS = ("id", "task_id", "question_id")
 GROUP_COLUMNS = ("group", "category")
-"""Columns that are read by default, of which the first one present is used. They include those of HumanEval, GSM8K, MT-bench and
-Spec-Bench."""
-
-LONG = ("skip", "left", "right", "refuse")
-"""Treatments of prompts that are too long."""
+"""Columns that are read by default, of which the first one present is used, also in GSM8K, HumanEval and Spec-Bench."""
 
 _SAMPLE_ID = re.compile(r"(.*(?:\d|[0-9a-f]{8}))[-_/#]\d+", re.DOTALL | re.IGNORECASE)
-"""An id that looks like a sample: the id of a prompt, which ends in a number or a hash, and a number. `HumanEval/3` does not."""
+"""An id that looks like a sample: the id of a prompt, which ends in a number or a hash, and a number. `HumanEval/3`
+does not."""
 
 _SAMPLE_SHARE = 0.2
 """Share of all ids that must look like samples before a warning is issued."""
@@ -89,8 +86,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read prompts from a JSON (Lines), CSV, Parquet or .txt file, a data set, or a pipe; see `prompt_files.records`.
 
-    A record without an id gets the hash of its prompt as id. Columns `sample` and `prompt_id` name samples of a prompt; see
-    `SampleNames`. Blank lines are skipped. The source is read as far as `limit` requires.
+    A record without an id gets the hash of its prompt as id. Columns `sample` and `prompt_id` name samples of a prompt;
+    see `SampleNames`. Blank lines are skipped. The source is read as far as `limit` requires.
 
     Args:
         source: of the prompts.
@@ -101,11 +98,11 @@ def read_prompts(
         split: of a data set.
 
     Raises:
-        InputError: the source is missing or empty, or a record is invalid; the message says where. Also if two records have
-            the same id and sample, or the same id and different texts.
+        InputError: the source is missing or empty, or a record is invalid; the message says where. Also if two records
+            have the same id and sample, or the same id and different texts.
 
     Warns:
-        SpecstopWarning: prompts with different ids have equal texts, or ids look like samples of prompts.
+        SpecstopWarning: prompts with different ids have equal texts.
     """
     check_limits(limit=limit)
     name = os.fspath(source)
@@ -114,7 +111,8 @@ def read_prompts(
     # A column `sample` may hold the texts of samples.
     other = [name for name in ("prompt_id", "sample") if name not in (*wanted, completion)]
     prompts: list[Prompt] = []
-    names, distinct = SampleNames(), DistinctPrompts()
+    places: list[str] = []
+    names = SampleNames()
     for where, record in records(name, (*wanted, *ID_COLUMNS, *groups, *other, *filter(None, [completion])), split):
         system, text = _prompt_of(record, wanted, where)
         if group and group not in record:
@@ -123,21 +121,18 @@ def read_prompts(
         prompt_id, sample = (record.get(name) if name in other else None for name in ("prompt_id", "sample"))
         id, sample = names.assign(_first(record, ID_COLUMNS), prompt_id, sample, text_hash)
         group_name = _first(record, groups)
-        texts = {"id": id, "group": "" if group_name is None else str(group_name), "sample": sample}
-        for what, value in texts.items():
-            _check_text(what, value, where)
         answer = _completion_of(record, completion, where) if completion else None
-        prompt = Prompt(text=text, completion=answer, system=system, **texts)
-        distinct.add(prompt, where)
-        prompts.append(prompt)
+        texts = {"id": id, "group": "" if group_name is None else str(group_name), "sample": sample}
+        _check_text(where, **texts)
+        prompts.append(Prompt(text=text, completion=answer, system=system, **texts))
+        places.append(where)
         if len(prompts) == limit:
             break
     if not prompts:
         shown = "standard input" if name == STANDARD_INPUT else name
         raise InputError(f'--prompts: {shown} is empty; expected one JSON object with a "prompt" a line')
-    warn_equal_texts(prompts)
-    unnamed = [prompt for prompt in prompts if not prompt.sample]
-    warn_sample_ids([prompt.id for prompt in unnamed], [(prompt.system, prompt.text) for prompt in unnamed])
+    check_distinct(prompts, places)
+    _warn_equal_texts(prompts)
     return prompts
 
 
@@ -159,7 +154,7 @@ def _prompt_of(record: Mapping[str, Any], names: Sequence[str], where: str) -> t
         ) from None
     if not text:
         raise InputError(f'--prompts: {where}: expected an object with a non-empty string "{name or names[0]}"')
-    _check_text("prompt", text + system, where)
+    _check_text(where, prompt=text + system)
     return system, text
 
 
@@ -170,13 +165,14 @@ def _completion_of(record: Mapping[str, Any], name: str, where: str) -> str | tu
         return tuple(value)
     if not isinstance(value, str) or not value:
         raise InputError(f'--completions: {where}: expected a non-empty string "{name}", or a list of token ids')
-    _check_text("completion", value, where)
+    _check_text(where, completion=value)
     return value
 
 
-def _check_text(what: str, text: str, where: str) -> None:
-    if not is_text(text):
-        raise InputError(f"--prompts: {where}: the {what} has {SURROGATE}")
+def _check_text(where: str, **texts: str) -> None:
+    for what, text in texts.items():
+        if not is_text(text):
+            raise InputError(f"--prompts: {where}: the {what} has {SURROGATE}")
 
 
 def _no_column(option: str, name: str, record: Mapping[str, Any], where: str) -> str:
@@ -191,8 +187,8 @@ def prompt_text(value: Any) -> tuple[str, str]:
     """Return the system message and the prompt text of a value.
 
     Args:
-        value: a text, a list of turns, or a list of messages with keys role and content, or from and value (ShareGPT). The
-            first turn or the first user message is the prompt. Contents may be lists of text parts.
+        value: a text, a list of turns, or a list of messages with keys role and content, or from and value (ShareGPT).
+            The first turn or the first user message is the prompt. Contents may be lists of text parts.
 
     Raises:
         ValueError: the value has another form; the message describes it.
@@ -270,67 +266,50 @@ def sample_text(prompt_id: str, sample: str) -> str:
     return f"sample {sample!r} of prompt {prompt_id!r}" if sample else f"prompt {prompt_id!r}"
 
 
-class DistinctPrompts:
-    """Checks that no two prompts have the same id and sample, and that prompts with the same id have the same text."""
+def check_distinct(prompts: Sequence[Prompt], places: Sequence[str]) -> None:
+    """Check that no two prompts have the same id and sample, and that prompts with the same id have the same text.
 
-    def __init__(self) -> None:
-        self._places: dict[str, str] = {}  # by stream name
-        self._first: dict[str, tuple[str, tuple[str, str]]] = {}  # place and text by id
+    Args:
+        prompts: to check.
+        places: of each prompt, for messages: "FILE, line 3".
 
-    def add(self, prompt: Prompt, where: str) -> None:
-        """Add a prompt.
-
-        Args:
-            prompt: to add.
-            where: its place: "FILE, line 3".
-
-        Raises:
-            InputError: id and sample have occurred before, or the id with another text.
-        """
-        text = (prompt.system, prompt.text)
-        first, text_of_id = self._first.setdefault(prompt.id, (where, text))
-        earlier = self._places.setdefault(prompt.stream_name, where)
-        if text_of_id != text:
+    Raises:
+        InputError: a prompt contradicts an earlier one.
+    """
+    first: dict[str, tuple[Prompt, str]] = {}  # by id
+    earlier: dict[str, str] = {}  # places by stream name
+    for prompt, place in zip(prompts, places, strict=True):
+        other, other_place = first.setdefault(prompt.id, (prompt, place))
+        if (other.system, other.text) != (prompt.system, prompt.text):
             raise InputError(
-                f"--prompts: {where}: prompt id {prompt.id!r} appears in {first.rpartition(', ')[2]} too, with another text; "
-                "use another prompt_id, or `group` for related prompts"
+                f"--prompts: {place}: prompt id {prompt.id!r} appears in {other_place.rpartition(', ')[2]} too, with another "
+                "text; use another prompt_id, or `group` for related prompts"
             )
-        if earlier != where:
+        if (same := earlier.setdefault(prompt.stream_name, place)) != place:
             raise InputError(
-                f"--prompts: {where}: {sample_text(prompt.id, prompt.sample)} appears in {earlier.rpartition(', ')[2]} too; "
+                f"--prompts: {place}: {sample_text(prompt.id, prompt.sample)} appears in {same.rpartition(', ')[2]} too; "
                 "remove repeated records, or name the samples of a prompt in a column `sample`"
             )
 
 
-def warn_sample_ids(ids: Sequence[str], texts: Sequence[Any] | None = None) -> None:
-    """Warn if ids look like samples of prompts, such as `q1-0` and `q1-1`.
-
-    Ids of equal texts are not counted: such prompts are recognised by their text.
-
-    Args:
-        ids: ids of prompts without sample names.
-        texts: their texts; None = unknown.
-    """
-    texts = ids if texts is None else texts
-    members: dict[str, list[int]] = defaultdict(list)
-    for index, name in enumerate(ids):
+def warn_sample_ids(ids: Sequence[str]) -> None:
+    """Warn if ids of texts look like samples of prompts, such as `q1-0` and `q1-1`."""
+    members: dict[str, set[str]] = defaultdict(set)
+    for name in ids:
         if match := _SAMPLE_ID.fullmatch(name):
-            members[match[1]].append(index)
-    alike = [group for group in members.values() if len({texts[index] for index in group}) > 1]
+            members[match[1]].add(name)
+    alike = [sorted(names) for names in members.values() if len(names) > 1]
     count = sum(map(len, alike))
-    if not alike or count < _SAMPLE_SHARE * len(ids):
-        return
-    first, second = list(dict.fromkeys(ids[index] for index in alike[0]))[:2]
-    warnings.warn(
-        f"{count} of {len(ids)} ids look like samples of prompts ({first!r}, {second!r}), but each id counts as a separate "
-        "prompt in splits and intervals; if they are samples, add a column `prompt_id` or `sample`",
-        SpecstopWarning,
-        stacklevel=3,
-    )
+    if alike and count >= _SAMPLE_SHARE * len(ids):
+        warnings.warn(
+            f"{count} of {len(ids)} ids look like samples of prompts ({alike[0][0]!r}, {alike[0][1]!r}), but each id counts "
+            "as a separate prompt in splits and intervals; if they are samples, add a column `prompt_id` or `sample`",
+            SpecstopWarning,
+            stacklevel=3,
+        )
 
 
-def warn_equal_texts(prompts: Sequence[Prompt]) -> None:
-    """Warn if prompts with different ids have equal texts."""
+def _warn_equal_texts(prompts: Sequence[Prompt]) -> None:
     first: dict[tuple[str, str], str] = {}
     repeats = {p.id for p in prompts if first.setdefault((p.system, p.text), p.id) != p.id}
     if repeats:
@@ -377,8 +356,7 @@ def fit(
         prompts: to be read.
         tokenizer: of the pair.
         room: maximum number of tokens of a prompt: what the models read, less the new tokens and the depth.
-        long: treatment of longer ones. "skip" leaves them out, "left" and "right" remove tokens on that side, with a
-            `SpecstopWarning`; "refuse" is an error.
+        long: "skip" leaves longer ones out, with a `SpecstopWarning`; "refuse" is an error.
 
     Raises:
         InputError: there is no room, a prompt has no tokens, or none is left.
@@ -387,8 +365,8 @@ def fit(
 
     if tokenizer is None:
         raise InputError("the pair has no tokenizer to read prompts with")
-    if long not in LONG:
-        raise InputError(f"--long: expected one of {', '.join(LONG)}, not {long!r}{close_match(long, LONG)}")
+    if long not in ("skip", "refuse"):
+        raise InputError(f"--long: expected skip or refuse, not {long!r}")
     if room < 1:
         raise InputError("--max-new-tokens: leaves no room for a prompt in what this pair can read; lower it")
     encoded = [list(tokenizer(p.text, add_special_tokens=not p.templated)["input_ids"]) for p in prompts]
@@ -401,14 +379,11 @@ def fit(
         return list(prompts), encoded
     named = ", ".join(longer[:5]) + (", ..." if len(longer) > 5 else "")
     text = f"{len(longer)} of {len(prompts)} prompts have more than {room} tokens ({named})"
-    if long == "refuse" or (long == "skip" and len(longer) == len(prompts)):
+    kept = [(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
+    if long == "refuse" or not kept:
         raise InputError(f"--prompts: {text}; that is what the pair reads, less --max-new-tokens and --depth")
-    action = {"skip": "are left out", "left": "have lost their beginning", "right": "have lost their end"}[long]
-    warnings.warn(f"{text} and {action} (--long)", SpecstopWarning, stacklevel=2)
-    if long == "skip":
-        kept = [(p, ids) for p, ids in zip(prompts, encoded, strict=True) if len(ids) <= room]
-        return [p for p, _ in kept], [ids for _, ids in kept]
-    return list(prompts), [ids[-room:] if long == "left" else ids[:room] for ids in encoded]
+    warnings.warn(f"{text} and are left out", SpecstopWarning, stacklevel=2)
+    return [prompt for prompt, _ in kept], [ids for _, ids in kept]
 
 
 def spread(items: Sequence[Item], count: int) -> list[Item]:
@@ -439,7 +414,9 @@ def stored_prompts(folder: Path) -> list[Prompt]:
     path = folder / PROMPTS_FILE
     try:
         raw = [json.loads(line) for _, line in lines(path)]
-        answers = (tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in raw)
+        answers = (
+            tuple(one["completion"]) if isinstance(one["completion"], list) else one["completion"] for one in raw
+        )
         return [Prompt(**{**one, "completion": answer}) for one, answer in zip(raw, answers, strict=True)]
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f"--resume: {path} is damaged ({error}); collect the trace again") from None

@@ -1,4 +1,5 @@
-"""`collect`: record a trace of prompts. Options are validated, prompts are assigned to shards, and the shards are collected."""
+"""`collect`: record a trace of prompts. Options are validated, prompts are assigned to shards, and the shards are
+collected."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ from ..policies.registry import PolicySpec, as_policy
 from .collectors import Collector, check_dense, choose_collector, choose_engine_collector, tokens_beyond
 from .dense.completion_check import check_completions
 from .dense.completions import Completions, find_completion
-from .prompts import DistinctPrompts, Prompt, fit
+from .prompts import Prompt, check_distinct, fit
 from .schema import Header, PromptTask, parents
-from .shards import BATCH, DistributedRank, Plan, policy_digest, record, short_hash
+from .shards import ALONE, BATCH, DistributedRank, Plan, policy_digest, record, short_hash
 from .store import Trace
 
 PROMPTS_PER_SHARD = 32
@@ -52,26 +53,27 @@ class CollectOptions:
         temperature: 0 = greedy; otherwise texts are sampled with keyed noise.
         max_new_tokens: limit of each text.
         seed: of the streams.
-        shards: number of shards. Default: one per 32 prompts, more if hidden states make them large, and one if the policy or
-            the drafter carries state from text to text, which is reset at the beginning of each shard.
+        shards: number of shards. Default: one per 32 prompts, more if hidden states make them large, and one if the
+            policy or the drafter carries state from text to text, which is reset at the beginning of each shard.
         source: description of the source of the prompts for the data card.
         prompt_options: options that selected the prompts. A resumed command uses the stored prompts if they are equal.
         collector: "dense", or "live" for the rounds of the decoding loop with their times.
         policy: of a live run: a policy, a spec such as `fixed:4`, or a policy folder. Default: draft to the full depth.
-        verification: mode of a live run, or mode of the rounds of a dense trace: `match` and `point` (the draft is greedy while
-            the text is sampled) are exact path by path; `rejection`, `rejection_replace` and `block` are drawn given the text
-            and exact in law. `auto`: the fastest lossless mode that can be replayed, which is `block` for dense sampled chains
-            of a draft model and `match` otherwise.
+        verification: mode of a live run, or mode of the rounds of a dense trace: `match` and `point` (the draft is
+            greedy while the text is sampled) are exact path by path; `rejection`, `rejection_replace` and `block` are
+            drawn given the text and exact in law. `auto`: the fastest lossless mode that can be replayed, which is
+            `block` for dense sampled chains of a draft model and `match` otherwise.
         explore: share of the rounds of a live run that are drafted to full depth regardless of the policy.
-        mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads; the others are samples of
-            the draft, as in the training of SpecDec++. 0 = the text as it is.
-        completions: texts (or token ids) after the prompts, by prompt id or by (prompt id, sample), that are labelled instead of
-            the target's own; above temperature 0 they must be samples of the target with this `temperature` and `shaping`.
+        mix: of dense chains of depth 1: share of the target's tokens in the text that the draft reads; the others are
+            samples of the draft, as in the training of SpecDec++. 0 = the text as it is.
+        completions: texts (or token ids) after the prompts, by prompt id or by (prompt id, sample), that are labelled
+            instead of the target's own; above temperature 0 they must be samples of the target with this `temperature`
+            and `shaping`.
         hidden: hidden states to record (`features.hidden_states`) in float16.
         draws: number of draws of drafts and acceptances per text; several reduce the variance of replay.
         off_text: under `block`: "exact", the target reads candidates off the text too; or "approximate".
-        memory: MiB for the scores of positions that the dense collector unrolls together. Default: a share of the free memory.
-        long: treatment of prompts that are too long; see `prompts.fit`.
+        memory: MiB for the scores of positions that the dense collector unrolls together. Default: a share of the free
+            memory.
         batch: number of texts that a live run decodes in parallel. Default: 1, and 8 inside vLLM.
         through: "vllm" = a live trace of rounds inside vLLM.
         profile: of a live run, see `Speculator`.
@@ -101,20 +103,26 @@ class CollectOptions:
     draws: int = 1
     off_text: str = "exact"
     memory: int | None = None
-    long: str = "skip"
     batch: int | None = None
     through: str | None = None
     profile: Profile | None = None
     shaping: SamplingParams = MODEL_DEFAULTS
 
     def __post_init__(self) -> None:
-        names = ("depth", "max_new_tokens", "temperature", "shards", "seed", "memory", "explore", "mix", "batch", "draws")
+        names = (
+            "depth",
+            "max_new_tokens",
+            "temperature",
+            "shards",
+            "seed",
+            "memory",
+            "explore",
+            "mix",
+            "batch",
+            "draws",
+        )
         # A text needs two tokens to have an anchor.
         check_limits({"depth": 1, "max_new_tokens": 2}, **{name: getattr(self, name) for name in names})
-        if self.completions is not None and self.long in ("left", "right"):
-            raise InputError(
-                f"--long {self.long}: expected skip or refuse with --completions, whose texts follow the whole prompt"
-            )
 
 
 def collect(
@@ -123,7 +131,7 @@ def collect(
     out: str | Path,
     options: CollectOptions | None = None,
     *,
-    rank: DistributedRank = DistributedRank(),
+    rank: DistributedRank = ALONE,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress = shown,
@@ -131,8 +139,8 @@ def collect(
 ) -> Trace:
     """Record a trace: what the draft proposes, and what of it the target accepts.
 
-    The dense collector records the chain or tree at every position of the target's text. The live collector records the rounds
-    of the decoding loop.
+    The dense collector records the chain or tree at every position of the target's text. The live collector records the
+    rounds of the decoding loop.
 
     Args:
         pair: target and draft.
@@ -149,8 +157,8 @@ def collect(
         The trace, which is incomplete if other processes have not finished their shards.
 
     Raises:
-        InputError: an option is out of range, prompts are not unique or too long, `out` is not empty, a logits processor cannot
-            follow candidates, or the completions are not samples of the target.
+        InputError: an option is out of range, prompts are not unique or too long, `out` is not empty, a logits
+            processor cannot follow candidates, or the completions are not samples of the target.
         PolicyError: an unknown policy or hidden state.
         TraceError: `resume`, but the folder holds another run; or the disk is full.
     """
@@ -159,19 +167,20 @@ def collect(
 
 
 def plan_run(pair: Pair, prompts: Sequence[Prompt], options: CollectOptions | None = None, **changes: Any) -> Plan:
-    """Validate a run before anything is written, and assign its prompts to shards; arguments and errors as of `collect`."""
+    """Validate a run before anything is written, and assign its prompts to shards; arguments and errors as of
+    `collect`."""
     options = dataclasses.replace(options or CollectOptions(), **changes)
     _check_distinct(prompts)
     settings = Settings(
-        options.temperature, options.max_new_tokens, options.depth, verification=options.verification, tree=options.tree,
-        shaping=options.shaping,
+        options.temperature, options.max_new_tokens, options.depth, verification=options.verification,
+        tree=options.tree, shaping=options.shaping,
     ).for_pair(pair)  # fmt: skip
     policy = None if options.policy is None else as_policy(options.policy)
     settings = settings if policy is None else settings.for_policy(policy)
     tree = settings.topology
     settings = dataclasses.replace(settings, max_depth=tree.deepest)
     new = options.max_new_tokens + tokens_beyond(pair, tree, "live" if options.through else options.collector)
-    readable, ids = fit(prompts, pair.tokenizer, pair.readable - new, options.long)
+    readable, ids = fit(prompts, pair.tokenizer, pair.readable - new)
     if options.shards is not None and options.shards > len(readable):
         raise InputError(f"--shards: expected at most {len(readable)}, one for each prompt, not {options.shards}")
     if options.through is None and options.collector == "dense":
@@ -217,18 +226,17 @@ def _check_distinct(prompts: Sequence[Prompt]) -> None:
         raise InputError("--prompts: expected at least one prompt")
     if not all(isinstance(prompt, Prompt) for prompt in prompts):  # a text is a sequence too
         raise InputError("prompts: expected a list of Prompt(id, text), as read_prompts returns it")
-    distinct = DistinctPrompts()
-    for number, prompt in enumerate(prompts, 1):
-        distinct.add(prompt, f"prompt number {number}")
+    check_distinct(prompts, [f"prompt number {number}" for number in range(1, len(prompts) + 1)])
 
 
 def _choose_collector(
-    pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, policy: StopPolicy | None, widths: Mapping[str, int]
+    pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, policy: StopPolicy | None, widths:
+    Mapping[str, int]
 ) -> Collector:  # fmt: skip
     if options.through is None:
         return choose_collector(
-            pair, tree, settings, options.collector, policy, options.explore, options.mix, options.completions, tuple(widths),
-            options.memory, options.batch or 1, options.draws, options.off_text, options.profile,
+            pair, tree, settings, options.collector, policy, options.explore, options.mix, options.completions,
+            tuple(widths), options.memory, options.batch or 1, options.draws, options.off_text, options.profile,
         )  # fmt: skip
     unsupported = [
         options.mix, options.completions, *widths, *settings.shaping.to_dict(), options.profile, options.draws > 1,
@@ -249,7 +257,8 @@ def _choose_collector(
 
 
 def _header(
-    pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, chosen: Collector, widths: Mapping[str, int],
+    pair: Pair, tree: Topology, settings: Settings, options: CollectOptions, chosen: Collector, widths: Mapping[str,
+    int],
     facts: Mapping[str, Any], prompts: Sequence[Prompt], ids: Sequence[list[int]], shards: int,
 ) -> Header:  # fmt: skip
     return Header(
@@ -292,7 +301,9 @@ def _inputs(pair: Pair, options: CollectOptions, policy: StopPolicy | None) -> t
 def _digests(options: CollectOptions, policy: StopPolicy, prompts: Sequence[Prompt]) -> dict[str, str]:
     """Return hashes of inputs whose contents may change under the same name; "" = not used."""
     completions, profile = options.completions, options.profile
-    texts = [] if completions is None else [find_completion(completions, prompt.id, prompt.sample) for prompt in prompts]
+    texts = (
+        [] if completions is None else [find_completion(completions, prompt.id, prompt.sample) for prompt in prompts]
+    )
     values = [text if text is None or isinstance(text, str) else [int(token) for token in text] for text in texts]
     return {
         "policy": policy_digest(policy),

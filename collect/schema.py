@@ -1,13 +1,13 @@
 """The contents of a trace: the header, the columns of a row, and their version.
 
-A row is one anchor of a dense trace, or one round of a live one. Columns of nodes are fixed-size lists over the N nodes of the
-topology in breadth-first order; siblings are sorted by descending score (a chain has depths 1 to K). Where a filter leaves fewer
-tokens than there are siblings, `tokens` is `NO_TOKEN` and the other columns are 0. All drawn nodes have features, also after a
-rejection, because a live policy does not know that a branch has failed.
+A row is one anchor of a dense trace, or one round of a live one. Columns of nodes are fixed-size lists over the N nodes
+of the topology in breadth-first order; siblings are sorted by descending score (a chain has depths 1 to K). Where a
+filter leaves fewer tokens than there are siblings, `tokens` is `NO_TOKEN` and the other columns are 0. All drawn nodes
+have features, also after a rejection, because a live policy does not know that a branch has failed.
 
-The acceptance of a node is one of three: accepted (`observed` and `accepted`), rejected (`observed` and not `accepted`), or not
-observed, as below the first rejection and after an EOS. `target_prob` and `overlap` are undefined where nothing was observed.
-(In live traces of other verification modes than `match`, `target_prob` is known wherever the target has read the node.)
+A node was accepted (`observed` and `accepted`), rejected (`observed` and not `accepted`), or not observed, as below the
+first rejection and after an EOS. `target_prob` and `overlap` are undefined where nothing was observed. (In live traces
+of other verification modes than `match`, `target_prob` is known wherever the target has read the node.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ HEADER_KEY = b"specstop"
 """Key of the header in the metadata of a Parquet file."""
 
 UNKNOWN, NO_TOKEN = -1, -2
-"""Values in `tokens`: the engine does not report the token; the node has no token, because a filter left fewer tokens."""
+"""Values in `tokens`: the engine does not report the token; the node has no token, because a filter left fewer
+tokens."""
 
 UNKNOWN_TEMPERATURE = "unknown"
 """Entry `temperature` of `facts` if an engine did not record it."""
@@ -53,8 +54,8 @@ GIVEN_TEXT = ("rejection", "rejection_replace", "block")
 MAX_COUNT = 1 << 31
 """Exclusive upper bound of token ids and counts, because columns are int32."""
 
-_MAX_BYTES, _MAX_TEXT, _MAX_LEVELS, _MAX_WIDTH = 1 << 20, 4096, 8, 1 << 20
-"""Limits of a header: bytes, characters of a text, levels of nested JSON values, and numbers of a hidden state."""
+_MAX_BYTES, _MAX_TEXT, _MAX_WIDTH = 1 << 20, 4096, 1 << 20
+"""Limits of a header: bytes, characters of a name, and numbers of a hidden state."""
 
 _SHOWN = 40
 """Characters of a value in a message."""
@@ -88,31 +89,12 @@ def _check_topology(parents: tuple[int, ...]) -> tuple[int, ...]:
     return parents
 
 
-def _check_hidden(widths: Mapping[str, int]) -> Mapping[str, int]:
-    if not set(widths) <= set(HIDDEN_STATES) or not all(0 < width <= _MAX_WIDTH for width in widths.values()):
-        raise ValueError(f"expected widths from 1 to {_MAX_WIDTH} for {', '.join(HIDDEN_STATES)}")
-    return widths
-
-
 def _check_shaping(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for option, value in options.items():
         limit = LIMITS.get(option.replace("_", "-"))
         if limit and (requirement := limit.requirement(value)):
             raise ValueError(f"expected {requirement} as {option}")
-    return _check_json(options)
-
-
-def _check_json(value: Any, level: int = 0) -> Any:
-    """Validate a JSON value from another machine: finite numbers, limited texts and limited nesting."""
-    if level > _MAX_LEVELS:
-        raise ValueError(f"expected at most {_MAX_LEVELS} levels of nesting")
-    if isinstance(value, str) and len(value) > _MAX_TEXT:
-        raise ValueError(f"expected texts of at most {_MAX_TEXT} characters")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("expected finite numbers")
-    for inner in (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_json(inner, level + 1)
-    return value
+    return options
 
 
 class _Balance(TypedDict):
@@ -127,19 +109,17 @@ _Facts = TypedDict(
     "_Facts",
     {
         "device": str, "dtype": str, "threads": int, "drafter": str, "draft model": str, "reading": str,
-        "prompts from": str, "prompts left out": str, "prompt options": dict[str, Any], "temperature": str, "lengths": str,
-        "completions": _Balance, "digests": dict[str, str], "versions": dict[str, str],
+        "prompts from": str, "prompts left out": str, "prompt options": dict[str, Any], "temperature": str,
+        "lengths": str, "completions": _Balance, "digests": dict[str, str], "versions": dict[str, str],
     },
     total=False,
 )  # fmt: skip
 _Facts.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
 
 Name: TypeAlias = Annotated[str, Field(max_length=_MAX_TEXT)]
+HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
 Count: TypeAlias = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
-if TYPE_CHECKING:
-    Facts: TypeAlias = Mapping[str, Any]
-else:
-    Facts = Annotated[_Facts, AfterValidator(_check_json)]
+Facts: TypeAlias = Mapping[str, Any] if TYPE_CHECKING else _Facts
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
@@ -161,8 +141,8 @@ class Header:
         prompts_hash: hash of ids, samples, groups and token ids of the prompts.
         verification: mode of the labels; `label` is its kind, "outcome" for records of an engine.
         collector: "dense" or "live".
-        texts: "target": the target's own. "sampled": completions sampled from it. "completions": any completions; anchors are
-            recorded where the target continues in the same way. "vllm": texts of a server.
+        texts: "target": the target's own. "sampled": completions sampled from it. "completions": any completions;
+            anchors are recorded where the target continues in the same way. "vllm": texts of a server.
         policy: of a live run; "" for dense traces.
         explore: share of live rounds drafted to full depth regardless of the policy.
         batch: number of texts that a live run decodes in parallel; 1 if unknown.
@@ -199,7 +179,7 @@ class Header:
     mix: Annotated[float, _limited("mix")] = 0.0
     draws: Annotated[int, _limited("draws")] = 1
     off_text: Literal["exact", "approximate"] = "exact"
-    hidden: Annotated[Mapping[str, int], AfterValidator(_check_hidden)] = Field(default_factory=dict)
+    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=_MAX_WIDTH)]] = Field(default_factory=dict)
     shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
     schema: Literal[7] = SCHEMA_VERSION
     facts: Facts = Field(default_factory=dict)
@@ -213,7 +193,7 @@ class Header:
             (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode}, expected 1"),
             (
                 self.mix > 0 and (live or len(self.topology) != 1),
-                "a mixed text of several nodes, expected dense rounds of 1",
+                "a mixed text of several nodes, expected dense rounds",
             ),
             (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
         ):
@@ -296,8 +276,8 @@ class Header:
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema {SCHEMA_VERSION}; "
-                "collect it again"
+                f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema "
+                f"{SCHEMA_VERSION}; collect it again"
             )
         try:
             return _adapter().validate_json(text, strict=True)
@@ -310,33 +290,31 @@ class Header:
 
     def differing(self, other: Header, names: Iterable[str]) -> list[str]:
         """Return which of these fields differ, with both values: `temperature (0.0, 0.7)`; hashes without values."""
+
+        def shown(header: Header, name: str) -> str:
+            text = header.tree.name if name == "topology" else str(getattr(header, name))
+            return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
         differ = [name for name in names if getattr(self, name) != getattr(other, name)]
         hashes = ("pair", "prompts_hash")
-        return [name if name in hashes else f"{name} ({self._shown(name)}, {other._shown(name)})" for name in differ]
-
-    def _shown(self, name: str) -> str:
-        text = self.tree.name if name == "topology" else str(getattr(self, name))
-        return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+        return [name if name in hashes else f"{name} ({shown(self, name)}, {shown(other, name)})" for name in differ]
 
     def differences(self, other: Header) -> list[str]:
         """Return the names of the settings that differ; rows of such runs must not be in one trace.
 
         Of `facts` only the precision and the digests of the inputs are compared.
         """
-        mine, theirs = ({**_fields(header), "facts": None, "dtype": header.facts.get("dtype")} for header in (self, other))
-        names = [name for name in mine if mine[name] != theirs[name]]
-        inputs = [header.facts.get("digests", {}) for header in (self, other)]
-        names += [name for name in inputs[0] | inputs[1] if inputs[0].get(name) != inputs[1].get(name)]
+        fields = [name for name in Header.__dataclass_fields__ if name != "facts"]
+        names = [name for name in fields if getattr(self, name) != getattr(other, name)]
+        names += ["dtype"] if self.facts.get("dtype") != other.facts.get("dtype") else []
+        mine, theirs = (header.facts.get("digests", {}) for header in (self, other))
+        names += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         return list(dict.fromkeys(names))  # `policy` is a field and a digest
 
 
 @cache
 def _adapter() -> TypeAdapter[Header]:
     return TypeAdapter(Header)
-
-
-def _fields(header: Header) -> dict[str, Any]:
-    return {name: getattr(header, name) for name in Header.__dataclass_fields__}
 
 
 def drafter_of(header: Header) -> str:
@@ -401,21 +379,16 @@ class PromptTask(NamedTuple):
     @property
     def text_hash(self) -> str:
         """Hash of the prompt's token ids: equal texts have equal hashes, whatever their ids. "" without tokens."""
-        if not self.tokens:
-            return ""
-        return hashlib.blake2b(np.array(self.tokens, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+        data = np.array(self.tokens, dtype="<i8").tobytes()
+        return hashlib.blake2b(data, digest_size=8).hexdigest() if data else ""
 
     def columns(self, rows: int, text_tokens: int) -> dict[str, Any]:
-        """Return the columns that are constant over the rows of the text.
-
-        Args:
-            rows: number of rows.
-            text_tokens: number of generated tokens.
-        """
+        """Return the columns that are constant over the `rows` rows of the text, which has `text_tokens` new tokens."""
         names = {"prompt_id": self.prompt_id, "sample": self.sample, "text_hash": self.text_hash, "group": self.group}
-        columns: dict[str, Any] = {name: [value] * rows for name, value in names.items()}
         counts = {"sequence": self.sequence, "prompt_tokens": len(self.tokens), "text_tokens": text_tokens}
-        return columns | {name: np.full(rows, value) for name, value in counts.items()}
+        return {name: [value] * rows for name, value in names.items()} | {
+            name: np.full(rows, value) for name, value in counts.items()
+        }
 
 
 def arrow_schema(header: Header) -> pa.Schema:

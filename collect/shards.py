@@ -1,7 +1,7 @@
 """The shards of a run: what each one contains, which process collects it, and collecting the missing ones.
 
-Processes do not communicate. Shards are assigned by number, a shard exists whole or not at all, and its rows do not depend on who
-collects it. So a lost process is replaced by running the command again.
+Processes do not communicate. Shards are assigned by number, a shard exists whole or not at all, and its rows do not
+depend on who collects it. So a lost process is replaced by running the command again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,8 @@ class DistributedRank:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> DistributedRank:
-        """Read RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and accelerate set them; without the first two there is one process.
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and accelerate set them; without the first two there is one
+        process.
 
         Raises:
             InputError: only one of the two is set, or they are not valid numbers.
@@ -70,6 +70,10 @@ class DistributedRank:
         if values[0] >= values[1]:
             raise InputError(f"RANK: expected less than WORLD_SIZE ({values[1]}), not {values[0]}")
         return cls(*values)
+
+
+ALONE = DistributedRank()
+"""The rank of the only process."""
 
 
 def nothing() -> None:
@@ -108,7 +112,7 @@ def record(
     plan: Plan,
     out: Path,
     *,
-    rank: DistributedRank = DistributedRank(),
+    rank: DistributedRank = ALONE,
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress = silent,
@@ -177,30 +181,23 @@ def short_hash(value: Any) -> str:
 
 
 def policy_digest(policy: StopPolicy) -> str:
-    """Return a hash that distinguishes policies of the same name."""
-    return short_hash(_settings(policy))
+    """Return a hash that distinguishes policies of the same name, and is the same in every process."""
 
+    def settings(value: Any) -> Any:
+        if isinstance(value, LearnedPolicy):
+            return content(value)
+        if isinstance(value, Profile):
+            return value.to_dict()
+        if isinstance(value, (np.ndarray, np.generic)):
+            return value.tolist()
+        if isinstance(value, StopPolicy):
+            # `label` and `source` do not change what a policy does; private dicts are caches.
+            names = {name: inner for name, inner in vars(value).items() if name not in ("label", "source")}
+            names = {name: inner for name, inner in names.items() if not (name[0] == "_" and isinstance(inner, dict))}
+            return [type(value).__qualname__, names]
+        if dataclasses.is_dataclass(value):  # private fields are derived from the others
+            names = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return [type(value).__qualname__, {name: inner for name, inner in names.items() if name[0] != "_"}]
+        return dict(value) if isinstance(value, Mapping) else type(value).__name__  # others may print as an address
 
-def _settings(value: Any) -> Any:
-    """Return the settings of a policy as a JSON value that is the same in every process."""
-    if isinstance(value, LearnedPolicy):
-        return content(value)
-    if isinstance(value, Profile):
-        return value.to_dict()
-    if isinstance(value, StopPolicy):
-        # `label` and `source` do not change what a policy does; private dicts are caches.
-        names = {name: inner for name, inner in vars(value).items() if name not in ("label", "source")}
-        names = {name: inner for name, inner in names.items() if not (name[0] == "_" and isinstance(inner, dict))}
-        return [type(value).__qualname__, _settings(names)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Private fields are derived from the others.
-        names = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name[0] != "_"}
-        return [type(value).__qualname__, _settings(names)]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return value.tolist() if value.dtype.kind in "biuf" else str(value.dtype)
-    if isinstance(value, (tuple, list)):
-        return [_settings(inner) for inner in value]
-    if isinstance(value, Mapping):
-        return sorted(([str(name), _settings(inner)] for name, inner in value.items()), key=itemgetter(0))
-    # Other objects may print as an address.
-    return value if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    return hashlib.blake2b(json.dumps(policy, default=settings, sort_keys=True).encode(), digest_size=8).hexdigest()

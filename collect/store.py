@@ -1,12 +1,13 @@
-"""The trace folder, which `datasets.load_dataset` reads as it is and which several processes may write at the same time.
+"""The trace folder, which `datasets.load_dataset` reads as it is and which several processes may write at the same
+time.
 
     trace/header.json                              written first; names the number of shards
     trace/prompts.jsonl                            the prompts of the run, after the chat template
     trace/README.md                                the data card
     trace/data/train-00000-of-00008.parquet        written whole: temporary name, fsync, rename
 
-Parquet pages have checksums, which are verified whenever a page is read. The metadata of a shard has the header of the run, and
-the names and the number of rows of the texts in the shard. A trace is complete if all shards exist.
+Parquet pages have checksums, which are verified whenever a page is read. The metadata of a shard has the header of the
+run, and the names and the number of rows of the texts in the shard. A trace is complete if all shards exist.
 """
 
 from __future__ import annotations
@@ -23,16 +24,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 from ..policies.arguments import as_list
-from ..policies.contract import Array
-from ..policies.display import markdown, markdown_cell, printable
 from ..policies.errors import InputError, TraceError
-from ..policies.features import FEATURES, HIDDEN_STATES, TOKEN_FEATURES
+from ..policies.features import HIDDEN_STATES
 from ..policies.files import (
     MANIFEST,
     STAGE_PREFIX,
@@ -45,8 +42,9 @@ from ..policies.files import (
     write_atomic,
     write_manifest,
 )
-from ..policies.learned import shaping_text
-from .schema import HEADER_KEY, MAX_COUNT, NO_TOKEN, TIMES, Header, arrow_schema
+from .card import data_card
+from .checks import TEXT_COLUMNS, check_texts, check_values, column_array
+from .schema import HEADER_KEY, Header, arrow_schema
 
 if TYPE_CHECKING:
     import datasets
@@ -55,17 +53,7 @@ HEADER_FILE, PROMPTS_FILE, CARD_FILE = "header.json", "prompts.jsonl", "README.m
 SHARD_KEY = b"specstop.shard"
 """Key of a shard's texts and number of rows in the metadata of its Parquet file."""
 
-TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
-"""Columns that `check_texts` reads."""
-
 _SHARD_NAME = re.compile(r"train-(\d{5})-of-(\d{5})\.parquet")
-_ROUNDING = 1e-3
-"""Tolerance for sums of float32 probabilities that exceed 1."""
-
-_FLOAT16_EXPONENT = 0x7C00
-
-
-# Writing
 
 
 def open_for_writing(
@@ -77,7 +65,8 @@ def open_for_writing(
     inputs: Iterable[Input] = (),
     prompts: str | None = None,
 ) -> Path:
-    """Prepare a trace folder for the run that `header` describes. Of several processes, the first one writes the header.
+    """Prepare a trace folder for the run that `header` describes. Of several processes, the first one writes the
+    header.
 
     Args:
         folder: of the trace.
@@ -87,7 +76,8 @@ def open_for_writing(
         prompts: contents of `PROMPTS_FILE`; None = no such file.
 
     Returns:
-        The folder to write to. If a trace is overwritten, this is a folder next to it that replaces it when it is complete.
+        The folder to write to. If a trace is overwritten, this is a folder next to it that replaces it when it is
+        complete.
 
     Raises:
         InputError: the folder is not empty and neither flag is set, or see `prepare_output_dir`.
@@ -123,7 +113,8 @@ def open_for_writing(
 
 @contextlib.contextmanager
 def staged(path: Path, *, keep: bool = False) -> Iterator[Path]:
-    """Yield a temporary name in the folder of `path`. The file is flushed and renamed at the end, or removed on an error.
+    """Yield a temporary name in the folder of `path`. The file is flushed and renamed at the end, or removed on an
+    error.
 
     Args:
         path: of the file.
@@ -168,7 +159,8 @@ def disk_full_advice(folder: Path) -> Iterator[None]:
 
 
 def shard_table(header: Header, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return the table of a shard from chunks of columns; each chunk maps every column name to the same number of values."""
+    """Return the table of a shard from chunks of columns; each chunk maps every column name to the same number of
+    values."""
     schema = arrow_schema(header)
 
     def column(values: Any, kind: pa.DataType) -> pa.Array:
@@ -189,7 +181,8 @@ def write_table(table: pa.Table, where: Any) -> None:
     leaf = {f.name: f"{f.name}.list.element" if pa.types.is_fixed_size_list(f.type) else f.name for f in table.schema}
     options: dict[str, Any] = {}
     if hidden := [leaf[name] for name in leaf if name in HIDDEN_STATES]:
-        # Two-byte numbers seldom repeat, but their high bytes are similar, which a dictionary would hide from the compressor.
+        # Two-byte numbers seldom repeat, but their high bytes are similar, which a dictionary would hide from the
+        # compressor.
         options["use_dictionary"] = [path for path in leaf.values() if path not in hidden]
         options["column_encoding"] = dict.fromkeys(hidden, "BYTE_STREAM_SPLIT")
     pq.write_table(table, where, compression="zstd", write_page_checksum=True, **options)
@@ -222,9 +215,6 @@ def remove_stale_files(folder: Path) -> None:
     """Remove the temporary files of killed processes from a complete trace."""
     for left in (*folder.glob(f"{STAGE_PREFIX}*"), *(folder / "data").glob(f"{STAGE_PREFIX}*")):
         left.unlink(missing_ok=True)
-
-
-# Reading
 
 
 def shard_path(folder: Path, index: int, count: int) -> Path:
@@ -325,7 +315,8 @@ class Trace:
         return self._read(lambda file: iter([file.read(names)]))
 
     def batches(self, names: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield these columns in order with at most `rows` rows at a time, so that a large trace need not fit into memory."""
+        """Yield these columns in order with at most `rows` rows at a time, so that a large trace need not fit into
+        memory."""
         if "rows" in vars(self):
             return iter(pa.table({name: self._as_arrow[name][:] for name in names}).to_batches(rows))
         return self._read(lambda file: file.iter_batches(rows, columns=list(names)))
@@ -338,7 +329,7 @@ class Trace:
                 with pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
                     for rows in read(file):
                         check_values(self.header, rows, str(path))
-                        yield rows.replace_schema_metadata(_without_shard(rows.schema.metadata))
+                        yield rows
             except (OSError, pa.ArrowInvalid) as error:
                 raise TraceError(damaged_text(path, str(error).splitlines()[0])) from None
 
@@ -366,12 +357,9 @@ class Trace:
         return len(self.finished) == self.header.shards
 
 
-def _without_shard(metadata: Mapping[bytes, bytes] | None) -> dict[bytes, bytes]:
-    return {key: value for key, value in (metadata or {}).items() if key != SHARD_KEY}
-
-
 def open_trace(folder: str | Path) -> Trace:
-    """Open a trace folder for reading, and validate the header, the metadata of shards and the columns that make texts of rows.
+    """Open a trace folder for reading, and validate the header, the metadata of shards and the columns that make texts
+    of rows.
 
     The values and checksums of the other columns are verified when they are read (`check_trace` reads all).
 
@@ -392,8 +380,8 @@ def check_trace(folder: str | Path) -> Trace:
     if missing:
         named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         raise TraceError(
-            f"traces: {folder} is not complete, {len(missing)} of its {trace.header.shards} shards are missing ({named}); run "
-            "the collect command again with --resume, as one process or several"
+            f"traces: {folder} is not complete, {len(missing)} of its {trace.header.shards} shards are missing ({named}); "
+            "run the collect command again with --resume, as one process or several"
         )
     texts: set[tuple[str, ...]] = set()
     for index in range(trace.header.shards):
@@ -416,199 +404,3 @@ def _open(folder: Path, data: bool) -> Trace:
     rows = trace.table(TEXT_COLUMNS)
     check_texts(trace.header, {name: column_array(rows[name]) for name in TEXT_COLUMNS}, str(folder))
     return trace
-
-
-# Validation of values
-
-
-def column_array(column: pa.ChunkedArray) -> Array:
-    """Return a column as an array [N], or [N, nodes] for fixed-size lists."""
-    if not pa.types.is_fixed_size_list(column.type):
-        return np.asarray(column.to_numpy())
-    width = column.type.list_size
-    parts = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in column.chunks]
-    return np.concatenate(parts).reshape(-1, width) if parts else np.zeros((0, width))
-
-
-def check_values(header: Header, rows: pa.Table | pa.RecordBatch, where: str) -> None:
-    """Check that columns have no nulls and that their numbers are finite and in range.
-
-    Args:
-        header: header of the trace.
-        rows: any rows and columns of the trace.
-        where: file name for messages.
-
-    Raises:
-        TraceError: a value is invalid; the message names the column, its bounds and the value.
-        pa.ArrowInvalid: a text is not valid UTF-8.
-    """
-    for name in rows.schema.names:
-        column = rows.column(name)
-        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-            flat = chunk.flatten() if pa.types.is_fixed_size_list(chunk.type) else chunk
-            if chunk.null_count or flat.null_count:
-                raise TraceError(
-                    f"traces: {where}: expected a value in each row of {name}, got a null; collect it again"
-                )
-            if pa.types.is_string(flat.type):
-                flat.validate(full=True)  # raises ArrowInvalid for invalid UTF-8
-            elif len(flat) and not pa.types.is_boolean(flat.type):
-                _check_numbers(header, name, flat.to_numpy(zero_copy_only=False), where)
-
-
-def _check_numbers(header: Header, name: str, values: Array, where: str) -> None:
-    if values.dtype == np.float16:  # float16 comparisons are emulated and slow
-        if ((values.view(np.uint16) & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any():
-            raise TraceError(f"traces: {where}: expected finite numbers in {name}; collect it again")
-        return
-    least, most = _bounds(header, name)
-    low, high = values.min(), values.max()  # NaN if any value is NaN
-    if not (least <= low and high <= most):
-        kind = "finite numbers" if name in FEATURES and name not in ("depth", "branch_rank") else "numbers"
-        invalid = low if not least <= low else high
-        raise TraceError(
-            f"traces: {where}: expected {kind} from {least:g} to {most:g} in {name}, got {invalid:g}; collect it again"
-        )
-
-
-def _bounds(header: Header, name: str) -> tuple[float, float]:
-    """Return the smallest and largest valid value of a numeric column."""
-    chances = ("draft_prob", "target_prob", "overlap", "accept_chance", "next_chance")
-    counts = ("prompt_tokens", "anchor", "committed", "decisions", "backlog")
-    bounds: dict[str, tuple[float, float]] = {
-        **dict.fromkeys(counts, (0, MAX_COUNT)),
-        "sequence": (0, header.prompts * header.draws - 1),
-        "text_tokens": (1, MAX_COUNT),
-        "tokens": (NO_TOKEN, (header.vocabulary or MAX_COUNT) - 1),
-        "accepted_length": (0, header.depth),
-        "depth": (0, header.depth),
-        "branch_rank": (0, len(header.topology)),
-        **dict.fromkeys(chances, (0, 1 + _ROUNDING)),
-        **dict.fromkeys(TOKEN_FEATURES, (NO_TOKEN, MAX_COUNT)),
-        **dict.fromkeys(TIMES, (-1.0, 1e9)),
-    }
-    most = float(np.finfo(np.float32).max)
-    return bounds.get(name, (-most, most))
-
-
-def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> None:
-    """Check that the rows of each text are consistent.
-
-    Args:
-        header: header of the trace.
-        columns: `TEXT_COLUMNS` as arrays [N], and `accepted` as [N, nodes].
-        where: folder name for messages.
-
-    Raises:
-        TraceError: an anchor is out of range, missing or duplicated, or `accepted` is not a path of the tree.
-    """
-    sequence, anchor, text, prompt, length, accepted = (columns[name] for name in TEXT_COLUMNS)
-    order = np.lexsort((anchor, sequence))  # by sequence, then by anchor
-    sequence, anchor, text, prompt = sequence[order], anchor[order], text[order], prompt[order]
-    same = np.diff(sequence) == 0
-    step = np.diff(anchor)[same]
-    first, last = np.append(True, ~same), np.append(~same, True)
-    path = np.concatenate([np.ones((len(accepted), 1), dtype=bool), accepted], 1)  # the anchor before the nodes
-    tree = header.tree
-    for wrong, expected in (
-        ((anchor >= text).any(), "each anchor before the end of its text (anchor < text_tokens)"),
-        ((step == 0).any(), "no duplicate anchors in a text"),
-        ((np.diff(text)[same] != 0).any(), "the same text_tokens in all rows of a text"),
-        ((np.diff(prompt)[same] != 0).any(), "the same prompt_tokens in all rows of a text"),
-        (
-            header.has_every_anchor
-            and ((step != 1).any() or (anchor[first] != 1).any() or (anchor[last] + 1 != text[last]).any()),
-            "every anchor of each text, from 1 to text_tokens - 1",
-        ),
-        ((accepted.sum(1) != length).any(), "accepted_length nodes in `accepted`"),
-        ((path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(), "accepted nodes only below accepted nodes"),
-        (
-            not tree.is_chain and any((path[:, level].sum(1) > 1).any() for level in tree.levels),
-            "at most one accepted node at each depth",
-        ),
-    ):
-        if wrong:
-            raise TraceError(f"traces: {where}: expected {expected}; a column is damaged, collect it again")
-
-
-# The data card
-
-
-def data_card(header: Header) -> str:
-    """Return the data card, which depends on the header alone: all processes of a run write the same one."""
-
-    def model(name: str) -> str:
-        """Return a hub name, or the end of a path: cards are published, and home folders are private."""
-        return "/".join(name.replace("\\", "/").split("/")[-2:]) or "a model without a name"
-
-    name = printable(f"Draft traces of {model(header.draft)} for {model(header.target)}")
-    front = {
-        "pretty_name": name,
-        "tags": ["speculative-decoding", "specstop"],
-        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "data/train-*.parquet"}]}],
-    }
-    shown = header.shown_temperature
-    facts = {
-        "target": model(header.target),
-        "drafter": model(header.draft),
-        "temperature": shown if isinstance(shown, str) else f"{shown:g}",
-        "filter": shaping_text(header.shaping),
-        "verification": header.verification,
-        "replay": replay_text(header),
-        "depth": header.depth,
-        "nodes": len(header.topology),
-        "collector": header.collector,
-        "prompts": header.prompts,
-        "prompts from": header.facts.get("prompts from") or "not recorded",
-        "tokens of a text, at most": header.max_new_tokens,
-        "seed": header.seed,
-        "shards": header.shards,
-        "schema version": header.schema,
-        "features": ", ".join((*header.anchor_features, *header.features)),
-        "hidden states": hidden_text(header),
-    }
-    lines = "\n".join(f"| {name} | {markdown_cell(str(value))} |" for name, value in facts.items())
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip()}
----
-# {markdown(name)}
-
-What a draft model proposed at positions of the target's text, the features of its proposals, and what the target accepted.
-Recorded by `specstop collect`. A row is one anchor; columns of nodes are lists over the nodes of the topology. A node was
-accepted (`observed` and `accepted`), rejected (`observed` and not `accepted`), or not observed.
-
-| what | value |
-|---|---|
-{lines}
-
-    from datasets import load_dataset
-    rows = load_dataset("path/to/this/folder", split="train", streaming=True)
-
-`header.json` holds what is true of all rows, and `prompts.jsonl` the prompts if they are known. The rows contain prompt ids and
-drafted tokens, so the licence of the prompts applies to them. `specstop info FOLDER --check` verifies the whole folder.
-"""
-
-
-def hidden_text(header: Header) -> str:
-    """Return the recorded hidden states and their shapes in a row."""
-    shapes = {name: " x ".join(map(str, header.hidden_shape(name))) for name in header.hidden}
-    return ", ".join(f"{name} ({shape}, float16)" for name, shape in shapes.items()) or "none"
-
-
-def replay_text(header: Header) -> str:
-    """Return how exact replay of a trace is."""
-    draws = f"{header.draws} draw{'s' * (header.draws > 1)} of each text"
-    return {
-        "": "single rounds only" if header.collector == "live" else "none: its texts are not whole texts of the target",
-        "path": "exact path by path",
-        "law": f"exact in law, {draws}",
-        "nearly": f"nearly exact in law (--off-text approximate), {draws}",
-    }[header.exactness]
-
-
-def balance_text(checked: Mapping[str, Any]) -> str:
-    """Return the result of the check of completions (`dense.completion_check.Balance`)."""
-    return (
-        f"{checked['texts']} checked: log p + entropy {checked['mean']:+.4f} a token (standard error "
-        f"{checked['standard_error']:.4f}), {checked['impossible']} of {checked['tokens']} tokens cannot be drawn"
-    )

@@ -78,7 +78,8 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     import numpy as np
 
     from ...collect.acceptance import COLUMNS, LENGTHS, LIVE_COLUMNS, depth_outcomes
-    from ...collect.store import balance_text, column_array, hidden_text, replay_text
+    from ...collect.card import balance_text, hidden_text, replay_text
+    from ...collect.checks import column_array
     from ...policies.learned import shaping_text
 
     header = trace.header
@@ -138,7 +139,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
 
 def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
     """Return rows (depth, branch, share of accepted tokens, labelled rows) of the nodes of a tree."""
-    from ...collect.store import column_array
+    from ...collect.checks import column_array
 
     columns = trace.table(["accepted", "observed"])
     accepted, labelled = (column_array(columns[name]).astype(bool) for name in ("accepted", "observed"))

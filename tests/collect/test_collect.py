@@ -260,7 +260,6 @@ def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair, many: lis
         ({"depth": 0}, "depth"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"max_new_tokens": 123}, "'long' has 5"),
-        ({"long": "left", "completions": {}}, "long left: expected skip or refuse with `completions`"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"shards": -1}, "shards"),

@@ -223,7 +223,8 @@ def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(en
     ended = {one.name: one for one in recorder.take_ended(-1)}
     parts = [(first, text[:4]), (ended["a"], text[:7])]
     rows = [
-        recorder.rows([one], PromptTask(0, "a", "", one.tokens[: one.prompt]), one.tokens[one.prompt :]) for one, _ in parts
+        recorder.rows([one], PromptTask(0, "a", "", one.tokens[: one.prompt]), one.tokens[one.prompt :])
+        for one, _ in parts
     ]
     assert [one.tokens for one, _ in parts] == [known.tolist() for _, known in parts]
     anchors = [(one["anchor"] + one["prompt_tokens"]).tolist() for one in rows if one is not None]

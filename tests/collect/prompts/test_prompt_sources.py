@@ -114,9 +114,7 @@ def test_known_prompt_sets_are_read_without_options(tmp_path: Path, name: str) -
 
 def test_named_columns_take_the_place_of_the_layouts(tmp_path: Path) -> None:
     record = {"prompt": "no", "text": "yes", "kind": "k", "group": "no", "answer": "42"}
-    (prompt,) = read_prompts(
-        write(tmp_path, json.dumps(record)), column="text", group="kind", completion="answer"
-    )
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)), column="text", group="kind", completion="answer")
     assert (prompt.text, prompt.group, prompt.completion) == ("yes", "k", "42")
 
 
@@ -217,7 +215,9 @@ def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch)
     assert read_prompts("hf:me/mine")[0].text == "of None", "its only split"
     with pytest.raises(InputError, match="split: expected one of test in hf:me/mine"):
         monkeypatch.setattr(
-            datasets, "load_dataset", lambda *args, split: datasets.DatasetDict({"test": datasets.Dataset.from_list([])})
+            datasets,
+            "load_dataset",
+            lambda *args, split: datasets.DatasetDict({"test": datasets.Dataset.from_list([])}),
         )
         read_prompts("hf:me/mine", split="dev")
     assert calls == [

@@ -125,17 +125,13 @@ def test_a_prompt_that_does_not_fit_is_named(tokenizer: PreTrainedTokenizerFast,
         encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, 3)
 
 
-@pytest.mark.parametrize(("long", "ids"), [("skip", [[7]]), ("left", [[7], [9, 10]]), ("right", [[7], [8, 9]])])
-def test_what_becomes_of_long_prompts_is_told(
-    tokenizer: PreTrainedTokenizerFast, long: str, ids: list[list[int]]
-) -> None:
+def test_long_prompts_are_left_out_with_a_warning(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [Prompt("ok", "w7"), Prompt("me", "w8 w9 w10")]
     with pytest.warns(
-        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and .* \(`long`\)$"
+        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and are left out$"
     ):
-        kept, found = fit(prompts, tokenizer, 2, long)
-    assert found == ids
-    assert [p.id for p in kept] == ["ok", "me"][: len(ids)]
+        kept, found = fit(prompts, tokenizer, 2)
+    assert ([p.id for p in kept], found) == (["ok"], [[7]])
 
 
 def test_where_no_prompt_fits_nothing_is_skipped_in_silence(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -143,7 +139,7 @@ def test_where_no_prompt_fits_nothing_is_skipped_in_silence(tokenizer: PreTraine
     named = "'0' has 2, '1' has 2, '2' has 2, '3' has 2, '4' has 2, ..."
     with pytest.raises(InputError, match=rf"7 of 7 prompts have more than 1 tokens \({named}\)"):
         fit(many, tokenizer, 1)
-    with pytest.raises(InputError, match="long: expected one of skip, left, right, refuse, not 'rihgt'"):
+    with pytest.raises(InputError, match="long: expected skip or refuse, not 'rihgt'"):
         fit(many, tokenizer, 9, "rihgt")
 
 

@@ -61,7 +61,6 @@ RAW = json.loads(HEADER.to_json())
         {"features": ["no such"]}, {"anchor_features": ["top1"]}, {"hidden": {"draft_hidden": 1 << 40}}, {"hidden": {"x": 1}},
         {"seed": 1 << 70}, {"max_new_tokens": 0}, {"vocabulary": -5}, {"explore": 2}, {"mix": 0.5}, {"draws": 4},
         {"pair": {"target": 7}}, {"target": "x" * 100_000}, {"facts": {"device": 7}}, {"facts": {"completions": {}}},
-        {"facts": {"x": [[[[[[[[[[[]]]]]]]]]]]}},
     ],
     ids=str,
 )  # fmt: skip
