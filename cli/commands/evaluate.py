@@ -87,6 +87,7 @@ def evaluate(
     """Say offline, exactly, what each policy would gain on held-out prompts with this latency.
 
     Traces that were not sampled with the parameters of --sampling are refused.
+    Example: specstop evaluate --traces held-out --profile profile.json --policy policy --out report
     """
     from ...policies.profile import Profile
 
