@@ -23,10 +23,9 @@ from typing import Any
 from bars import Bars, arguments
 from pairs import effort, pair_folder
 from specstop.cli.output import progress_bars
-from specstop.collect.facts import facts
-from specstop.collect.prompts.read import encode, read_prompts
-from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.run import collect, environment_facts
+from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort
@@ -100,8 +99,8 @@ def measured(pair: Pair, where: Path, temperature: float, tokens: int, effort: E
     ids = encode(read_prompts(where / "prompts-train.jsonl", 16), pair.tokenizer, pair.readable - tokens)
     with progress_bars() as progress:
         profile = measure_profile(
-            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=facts(pair), verification="match",
-            progress=progress,
+            pair, ids, depth=DEPTH, temperature=temperature, effort=effort, facts=environment_facts(pair),
+            verification="match", progress=progress,
         )  # fmt: skip
     settings = Settings(temperature, tokens, DEPTH, verification="match")
     return profile.with_measured_decisions(

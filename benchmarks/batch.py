@@ -29,7 +29,7 @@ from loads.replayed import CLEAR, compare, fixed_and, gpu_like, settled
 from pairs import pair_folder
 from replay import equality
 from shapes import scripted_pair
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair, stream_key
 from specstop.decode.benchmark import run_alternating

@@ -25,8 +25,8 @@ from specstop.collect.dense.collector import Written, dense_rows, text_columns
 from specstop.collect.dense.threads import map_threads
 from specstop.collect.dense.unroll import Unroller
 from specstop.collect.live import LiveCollector
-from specstop.collect.prompts.read import encode, read_prompts
-from specstop.collect.work import Work
+from specstop.collect.prompts import encode, read_prompts
+from specstop.collect.schema import PromptTask
 from specstop.decode import Pair, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.topology import chain, parse_tree
 from specstop.policies import FixedLength
@@ -38,7 +38,7 @@ NEAR = 2e-3
 CHILD = """
 import sys, torch
 torch.set_num_threads(1)
-from specstop.collect.prompts.read import encode, read_prompts
+from specstop.collect.prompts import encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import load_pair
 folder, out, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -57,7 +57,7 @@ def main() -> int:
     pair = load_pair(folder / "target", folder / "draft")
     prompts = read_prompts(folder / "prompts-test.jsonl", count)
     ids = encode(prompts, pair.tokenizer, pair.readable - tokens - DEPTH)
-    work = [Work(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
+    work = [PromptTask(i, p.id, "", x, stream_key(0, p.id)) for i, (p, x) in enumerate(zip(prompts, ids, strict=True))]
     bars = Bars()
     for temperature in (0.0, 0.7):
         speeds(pair, work, tokens, temperature, bars)
@@ -67,7 +67,7 @@ def main() -> int:
     return bars.finish(options, f"{len(work)} prompts of {tokens} tokens", whole=len(work) >= 40)
 
 
-def speeds(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, bars: Bars) -> None:
+def speeds(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, bars: Bars) -> None:
     """Time generation, unrolling and the live loop, alternating by batch of 16 prompts."""
     unroller, bushy = (Unroller(pair, tree, temperature) for tree in (chain(DEPTH), parse_tree(TREE)))
     live = LiveCollector(pair, FixedLength(DEPTH), Settings(temperature, tokens, DEPTH, verification="match"))
@@ -93,8 +93,8 @@ def speeds(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, ba
             chunks = map_threads(each, text_columns, written)
             spent.append(time.perf_counter() - begin)
             if each is unroller:
-                anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "labelled"))
-                labels = sum(int(c["labelled"].sum()) for c in chunks)
+                anchors, labels = (sum(c[n].size for c in chunks) for n in ("anchor", "observed"))
+                labels = sum(int(c["observed"].sum()) for c in chunks)
         ratios.append((generated + spent[0]) / generated)
         ratios_tree.append((generated + spent[1]) / generated)
         dense_s.append(anchors / spent[0])
@@ -102,7 +102,7 @@ def speeds(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, ba
         rows = live.rows(batch)
         drafting = sum(float((c["seconds"] - c["verify_s"]).sum()) for c in rows)
         live_s.append(sum(len(c["anchor"]) for c in rows) / drafting)
-        live_rate.append(sum(int(c["labelled"].sum()) for c in rows) / sum(float(c["seconds"].sum()) for c in rows))
+        live_rate.append(sum(int(c["observed"].sum()) for c in rows) / sum(float(c["seconds"].sum()) for c in rows))
     at = f"T={temperature:g}"
     faster = statistics.median(d / v for d, v in zip(dense_s, live_s, strict=True))
     bars.add(
@@ -129,7 +129,7 @@ def speeds(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, ba
     print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
 
 
-def agreement(pair: Pair, work: Sequence[Work], tokens: int, temperature: float, tree: str | None, bars: Bars) -> None:
+def agreement(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, tree: str | None, bars: Bars) -> None:
     """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
     topology = chain(DEPTH) if tree is None else parse_tree(tree)
     live = LiveCollector(
@@ -150,7 +150,7 @@ def agreement(pair: Pair, work: Sequence[Work], tokens: int, temperature: float,
             other, at = known[key]
             drawn = chunk["drawn"][row]
             same = (chunk["tokens"][row] == other["tokens"][at])[drawn].all()
-            label = chunk["labelled"][row] & other["labelled"][at]
+            label = chunk["observed"][row] & other["observed"][at]
             same = same and (chunk["accepted"][row] == other["accepted"][at])[label].all()
             compared += 1
             if same:

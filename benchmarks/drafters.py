@@ -32,7 +32,7 @@ from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
 from drafting.together import together
 from pairs import effort, pair_folder
 from specstop.cli.output import progress_bars
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.decode import Pair, load_drafter, load_pair
 from specstop.decode.drafters.networks import output_layer
 from specstop.policies.display import Progress

@@ -35,7 +35,7 @@ import platformdirs
 from bars import Bars, arguments
 from pairs import pair_folder
 from specstop.collect import collect, read_prompts
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import load_pair, measure_profile
 from specstop.decode.engines import sglang as plugin
 from specstop.decode.profile.measuring import Effort

@@ -25,7 +25,7 @@ import torch
 from bars import Bars, arguments
 from pairs import pair_folder
 from scipy import stats
-from specstop.collect.prompts.read import encode, read_prompts
+from specstop.collect.prompts import encode, read_prompts
 from specstop.decode import Settings, plain_texts, stream_key
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair, load_pair

@@ -26,7 +26,7 @@ from bars import Bars, arguments
 from drawn.beside_live import BATCH, DEPTH, MOST_ERRORS, QUICK, Side, Sizes
 from pairs import pair_folder
 from scipy import stats
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.decode import Settings
 from specstop.decode.loop import Request, Speculator

@@ -29,7 +29,7 @@ from calls.steps import Size, bandwidth, steps
 from shapes import SHAPES, random_model, right_text, scripted_pair
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller
-from specstop.collect.work import Work
+from specstop.collect.schema import PromptTask
 from specstop.decode import (
     Generation,
     Pair,
@@ -267,7 +267,7 @@ def collection(pair: Pair, prompts: Sequence[list[int]], size: Size, bars: Bars)
     """Time dense traces: tokens of text a second, every position an anchor."""
     unroller = Unroller(pair, 8, 0.7, memory_bytes=(4 << 30) if size.device == "cuda" else (1 << 26))
     batch = [
-        Work(n, str(n), "", prompt, n) for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))
+        PromptTask(n, str(n), "", prompt, n) for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))
     ]
     dense_rows(pair, unroller, batch[:1], 16)
     begin = time.perf_counter()

@@ -29,9 +29,9 @@ from baselines import measured
 from hindsight import policy_survival, settle_thresholds
 from pairs import effort, prompts_of
 from specstop.cli.output import progress_bars
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.store import Trace, open_trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.profile import loop_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import TIMES, Header, chain
-from specstop.collect.store.folder import Trace, shard_table
+from specstop.collect.store import Trace, shard_table
 from specstop.decode.benchmark import Ratio
 from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable
@@ -214,7 +214,7 @@ def _trace(prompts: int, columns: dict[str, Array], **more: Any) -> Trace:
         "tokens": np.zeros((rows, nodes), dtype=np.int32),
         "prompt_tokens": np.full(rows, PROMPT_TOKENS),
         "accepted_length": columns["accepted"].sum(1),
-        "labelled": np.ones((rows, nodes), dtype=bool),
+        "observed": np.ones((rows, nodes), dtype=bool),
         **dict.fromkeys(("draft_prob", "target_prob", "overlap"), np.zeros((rows, nodes), dtype=np.float32)),
         **dict.fromkeys(TIMES, np.zeros(rows)),
     }

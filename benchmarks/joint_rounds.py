@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from bars import Bars
-from specstop.collect.prompts.read import Prompt, encode
+from specstop.collect.prompts import Prompt, encode
 from specstop.collect.run import collect
 from specstop.decode import Pair
 from specstop.decode.profile import measure_profile

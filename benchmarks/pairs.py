@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.decode import Generation, Settings, Speculator, load_pair, stream_key
 from specstop.decode.profile.measuring import Effort
 from specstop.policies import FixedLength

@@ -21,9 +21,9 @@ import torch
 from ablation import ablation
 from bars import Bars, arguments
 from pairs import pair_folder
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
+from specstop.collect.prompts import Prompt, encode, read_prompts
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import Generation, Pair, Settings, Speculator, load_pair
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.profile import CalibrationRun, loop_decisions

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from bars import NO_PAIR, Bars, arguments
 from specstop.collect.schema import Header, arrow_schema, parents
-from specstop.collect.store.folder import open_for_writing, open_trace, write_shard
+from specstop.collect.store import open_for_writing, open_trace, write_shard
 from specstop.decode.topology import chain
 from specstop.policies.costs import CostTable
 from specstop.policies.heads.base import Head
@@ -42,7 +42,7 @@ sys.path.insert(0, sys.argv[2])
 import torch
 torch.set_num_threads(1)
 from replay_speed import learned, synthetic_profile, peak_kib
-from specstop.collect.store.folder import open_trace
+from specstop.collect.store import open_trace
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.run import replay
 policy = learned(0.4)
@@ -136,7 +136,7 @@ def write_trace(folder: Path, texts: int, length: int) -> Path:
                 "sequence": np.full(length, text), "prompt_tokens": np.full(length, 60),
                 "text_tokens": np.full(length, length + 1), "anchor": anchor, "accepted_length": accepted,
                 "cut": anchor + 12 > length + 1, "accepted": node < accepted[:, None],
-                "labelled": node <= accepted[:, None], "tokens": chance.integers(6, 99, (length, 12)),
+                "observed": node <= accepted[:, None], "tokens": chance.integers(6, 99, (length, 12)),
             }  # fmt: skip
             values |= known
             for name in columns.names:

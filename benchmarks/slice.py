@@ -24,7 +24,7 @@ from bars import Bars, arguments
 from pairs import effort, pair_folder
 from specstop.cli.output import progress_bars
 from specstop.collect.dense.collector import Unroller, dense_rows
-from specstop.collect.work import Work
+from specstop.collect.schema import PromptTask
 from specstop.decode import Generation, Settings, load_pair, plain_texts, stream_key
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.loop import Speculator
@@ -262,7 +262,7 @@ def collecting(offline: Offline, temperature: float, sizes: Sizes, bars: Bars) -
     """Measure (text generation + dense unrolling) / text generation on the same prompts, alternating."""
     pair = offline.models
     batch = [
-        Work(i, name, "", prompt, stream_key(SEED, name))
+        PromptTask(i, name, "", prompt, stream_key(SEED, name))
         for i, (name, prompt) in enumerate(list(offline.prompts.items())[:16])
     ]
     unroller = Unroller(pair, DEPTH, temperature)

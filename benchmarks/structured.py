@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from bars import Bars, arguments
 from pairs import pair_folder, prompts_of
-from specstop.collect.prompts.read import encode
+from specstop.collect.prompts import encode
 from specstop.decode import (
     Grammar,
     Pair,

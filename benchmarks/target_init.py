@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from bars import Bars, arguments
-from specstop.collect.prompts.read import encode, read_prompts
+from specstop.collect.prompts import encode, read_prompts
 from specstop.decode import Pair, load_pair
 from specstop.train.demo.pair import shipped_pair
 from torch import Tensor

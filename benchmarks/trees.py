@@ -30,10 +30,9 @@ from drafting.chosen import TREE
 from drafting.likely_tree import likely_tree
 from pairs import effort, pair_folder, prompts_of
 from specstop.cli.output import progress_bars
-from specstop.collect.facts import facts
-from specstop.collect.prompts.read import Prompt, encode, read_prompts
-from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.prompts import Prompt, encode, read_prompts
+from specstop.collect.run import collect, environment_facts
+from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings, load_pair
 from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Speculator
@@ -180,7 +179,7 @@ class Run:
                 depth=DEPTH,
                 temperature=self.temperature,
                 effort=effort,
-                facts=facts(self.pair),
+                facts=environment_facts(self.pair),
                 progress=progress,
                 tree=self.tree,
             )

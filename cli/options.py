@@ -21,7 +21,7 @@ from ..policies.files import RUN_FILE, write_atomic
 from .output import quiet_libraries, say
 
 if TYPE_CHECKING:
-    from ..collect.prompts.read import Prompt
+    from ..collect.prompts import Prompt
     from ..decode.models.pair import Pair
     from ..decode.settings import Settings
     from ..decode.verify.grammar import Grammar
@@ -36,7 +36,7 @@ SAMPLING_KEYS = (
 )  # fmt: skip
 _GRAMMARS = ("json_schema", "grammar")
 COLLECT_KEYS = (
-    "batch", "completions", "draws", "explore", "hidden", "long", "memory", "mix", "off_text", "profile", "shards"
+    "batch", "completions", "draws", "explore", "hidden", "memory", "mix", "off_text", "profile", "shards"
 )  # fmt: skip
 """Parameters of `specstop.collect` without an option of their own."""
 
@@ -186,24 +186,23 @@ class PromptSource:
             raise InputError(
                 "--prompts: expected a JSON Lines file or another source; only the shipped pair has prompts"
             )
-        from ..collect.prompts.read import Choice, Columns, read_prompts
+        from ..collect.prompts import read_prompts
         from ..train.demo.pair import shipped_pair
 
         source = self.prompts or shipped_pair() / f"prompts-{side}.jsonl"
-        choice = Choice(limit=self.limit or limit)
-        return read_prompts(source, columns=Columns(self.column, completion=completions), choice=choice)
+        return read_prompts(source, self.limit or limit, column=self.column, completion=completions)
 
     def encode(
         self, prompts: Sequence[Prompt], pair: Pair, new_tokens: int, long: str = "skip"
     ) -> tuple[list[Prompt], list[list[int]]]:
         """Return the prompts that the pair can read with `new_tokens` more tokens, and their token ids."""
-        from ..collect.prompts.read import fit
+        from ..collect.prompts import fit
 
         return fit(self.apply_template(prompts, pair), pair.tokenizer, pair.readable - new_tokens, long)
 
     def apply_template(self, prompts: Sequence[Prompt], pair: Pair) -> list[Prompt]:
         """Return the prompts, with the chat template if it is requested."""
-        from ..collect.prompts.read import apply_chat_template
+        from ..collect.prompts import apply_chat_template
 
         return apply_chat_template(prompts, pair.tokenizer) if self.chat else list(prompts)
 

@@ -21,7 +21,7 @@ from ..policies.contract import Array
 from .schema import NO_TOKEN, Header
 
 COLUMNS = ("accepted_length", "cut")
-LIVE_COLUMNS = ("accepted", "labelled", "drawn", "sent", "tokens", "explored")
+LIVE_COLUMNS = ("accepted", "observed", "drawn", "sent", "tokens", "explored")
 """What `depth_outcomes` reads of every trace, and besides of live ones."""
 
 LENGTHS = "lengths"
@@ -134,7 +134,7 @@ def _tried(header: Header, columns: Mapping[str, Array], row: Array) -> Array:
     Of a tree all of them count: a depth that counted as observed wherever one of a few candidates was accepted would be
     observed because it was accepted.
     """
-    accepted, labelled, sent, tokens = (columns[name][row] for name in ("accepted", "labelled", "sent", "tokens"))
+    accepted, labelled, sent, tokens = (columns[name][row] for name in ("accepted", "observed", "sent", "tokens"))
     known = labelled.astype(bool) | sent.astype(bool) | (tokens == NO_TOKEN)  # no token at all: the draft ends there
     tree = header.tree
     parent = np.array(tree.parent[1:])  # of each node, as a row of the tree; row 0 is the anchor

@@ -22,9 +22,8 @@ from .dense.mixed import mixed_rows
 from .dense.positions import PositionsCollector
 from .dense.unroll import Unroller, node_features
 from .live import LiveCollector
-from .schema import GIVEN_TEXT
+from .schema import GIVEN_TEXT, PromptTask
 from .shards import nothing
-from .work import Work
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Collector:
     """
 
     features: tuple[str, ...]
-    rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
+    rows: Callable[[Sequence[PromptTask]], Sequence[Mapping[str, Any]]]
     header: dict[str, Any] = field(default_factory=dict)
     begin: Callable[[], None] = nothing
     carries: bool = False

@@ -32,8 +32,7 @@ from ..policies.profile import Profile
 from .dense.collector import anchor_columns
 from .dense.unroll import node_features
 from .explore import Exploring, ExploringState, exploring
-from .schema import NO_TOKEN, READS, TIMES
-from .work import Work
+from .schema import NO_TOKEN, READS, TIMES, PromptTask
 
 Row = dict[str, Any]
 
@@ -88,7 +87,7 @@ class Recorder(Hook):
         row: Row = {
             name: np.zeros(nodes, dtype=np.float32) for name in (*self.features, "draft_prob", "target_prob", "overlap")
         }
-        row |= {name: np.zeros(nodes, dtype=bool) for name in ("accepted", "labelled", "drawn", "sent")}
+        row |= {name: np.zeros(nodes, dtype=bool) for name in ("accepted", "observed", "drawn", "sent")}
         row["tokens"] = np.zeros(nodes, dtype=np.int32)
         last = len(round.topology)  # of the trace's rows the first ones
         drawn = round.drawn[stream, 1:]
@@ -126,11 +125,11 @@ class Recorder(Hook):
             for child in round.drawn_below(stream, parent):
                 if self.match:  # the text tells, also of tokens that were not sent
                     if start + at < len(text):
-                        row["labelled"][child - 1] = True
+                        row["observed"][child - 1] = True
                         row["accepted"][child - 1] = round.tokens[stream, child] == text[start + at]
                 elif row["sent"][child - 1]:  # else only candidates that were sent and tried have an outcome
                     row["accepted"][child - 1] = child == chosen.get(parent)
-                    row["labelled"][child - 1] = child <= chosen.get(parent, child)  # later siblings are not tried
+                    row["observed"][child - 1] = child <= chosen.get(parent, child)  # later siblings are not tried
 
     def _measure(self, row: Row, round: RoundState, stream: int, sent: Sequence[int], sampled: Tensor) -> None:
         """Fill in features and probabilities of the drawn candidates."""
@@ -166,7 +165,7 @@ class Recorder(Hook):
             weights = scores.raw / (self.temperature or 1.0) if scores.sampled is None else scores.sampled
             q = torch.softmax(weights[owner[known]], -1)
             # Under match p is void where labels are, as in dense traces; else it is kept of all that the target has read.
-            usable = row["labelled"][nodes[known]] | (not self.match)
+            usable = row["observed"][nodes[known]] | (not self.match)
             tokens = torch.from_numpy(drawn.ids[known, 1]).to(p.device)
             chance = p.gather(-1, tokens[:, None])[:, 0].float().cpu().numpy()
             row["target_prob"][nodes[known]] = chance * usable
@@ -225,7 +224,7 @@ class LiveCollector:
         """See `Speculator.carries`."""
         return self._speculator.carries
 
-    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.
 
         Args:

@@ -1,169 +1,234 @@
-"""What a trace is: the columns of a row, the header, and their version. The one module that knows.
+"""The contents of a trace: the header, the columns of a row, and their version.
 
-A row is one anchor, or one round of a live run. Per-node columns are fixed-size lists over the topology's N nodes, by depth,
-siblings in falling order of their scores (for a chain: depths 1..K); where a filter leaves fewer tokens than there are
-siblings, `tokens` is `NO_TOKEN` and all else 0. Every drawn node carries its features, also after a
-rejection, because a live policy does not know that a branch has failed. What depends on the target (`accepted`,
-`target_prob`, `overlap`) is void where `labelled` is false: below the first rejection and after an EOS. (In live traces of
-verifications other than `match`, `target_prob` is known wherever the target has read the node.)
+A row is one anchor of a dense trace, or one round of a live one. Columns of nodes are fixed-size lists over the N nodes
+of the topology in breadth-first order; siblings are sorted by descending score (a chain has depths 1 to K). Where a
+filter leaves fewer tokens than there are siblings, `tokens` is `NO_TOKEN` and the other columns are 0. All drawn nodes
+have features, also after a rejection, because a live policy does not know that a branch has failed.
 
-Hidden states are columns of their own where they were asked for: float16, the nodes' one after the other.
+A node was accepted (`observed` and `accepted`), rejected (`observed` and not `accepted`), or not observed, as below the
+first rejection and after an EOS. `target_prob` and `overlap` are undefined where nothing was observed. (In live traces
+of other verification modes than `match`, `target_prob` is known wherever the target has read the node.)
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import pyarrow as pa
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+import pydantic
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from typing_extensions import TypedDict
 
 from ..decode.topology import Topology
+from ..policies.arguments import LIMITS, MAX_ROWS
 from ..policies.errors import TraceError
-from ..policies.features import HIDDEN_STATES, Kind
-from ..policies.files import SURROGATE, is_text, strict_loads
+from ..policies.features import FEATURES, HIDDEN_STATES, Kind
+from ..policies.files import strict_loads
 from ..policies.learned import Conditions
-from .store.header_fields import (
-    MOST,
-    AnchorFeatures,
-    Count,
-    Facts,
-    Label,
-    ModeName,
-    Name,
-    NodeFeatures,
-    Parents,
-    Sampling,
-    TokenId,
-    Widths,
-    limited,
-)
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
+HEADER_KEY = b"specstop"
+"""Key of the header in the metadata of a Parquet file."""
+
+UNKNOWN, NO_TOKEN = -1, -2
+"""Values in `tokens`: the engine does not report the token; the node has no token, because a filter left fewer
+tokens."""
+
+UNKNOWN_TEMPERATURE = "unknown"
+"""Entry `temperature` of `facts` if an engine did not record it."""
+
+READS = "reads"
+"""Column: the drafter of the round reads the text. Only in traces of several drafters that take turns."""
+
+TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
+"""Columns of a live round: seconds by phase, as in `decode.records.Round`."""
 
 GIVEN_TEXT = ("rejection", "rejection_replace", "block")
 """Modes whose drafts and acceptances are sampled given the text (`dense.given_text`)."""
 
-UNKNOWN, NO_TOKEN = -1, -2
-"""In `tokens`: what an engine does not tell; and where a filter has left fewer tokens than the tree has siblings, so that the
-node cannot be drawn."""
+MAX_COUNT = 1 << 31
+"""Exclusive upper bound of token ids and counts, because columns are int32."""
 
-UNKNOWN_TEMPERATURE = "unknown"
-"""Temperature of texts if the engine did not record it."""
-
-_HASHES = ("pair", "prompts_hash")
-"""Fields that say nothing to people."""
+_MAX_BYTES, _MAX_TEXT, _MAX_WIDTH = 1 << 20, 4096, 1 << 20
+"""Limits of a header: bytes, characters of a name, and numbers of a hidden state."""
 
 _SHOWN = 40
-"""Characters of a field in a message."""
-
-_MOST_BYTES = 1 << 20
-"""Of a header."""
-
-HEADER_KEY = b"specstop"
-
-READS = "reads"
-"""Column of rounds whose drafter reads the text, where several drafters draft in turn."""
-
-TIMES = ("first_draft_s", "draft_s", "verify_s", "policy_s", "seconds")
-"""Seconds of a live round by phase, as `decode.records.Round` has them."""
+"""Characters of a value in a message."""
 
 
-@dataclass(frozen=True)
+def _limited(name: str) -> AfterValidator:
+    """Return a validator for the bounds of the option `name` (`policies.arguments`)."""
+
+    def check(value: Any) -> Any:
+        if requirement := LIMITS[name].requirement(value):
+            raise ValueError(f"expected {requirement}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _features_of(*kinds: Kind) -> AfterValidator:
+    def check(names: tuple[str, ...]) -> tuple[str, ...]:
+        valid = [name for name, feature in FEATURES.items() if feature.kind in kinds]
+        if len(set(names)) < len(names) or not set(names) <= set(valid):
+            raise ValueError(f"expected distinct features among {', '.join(valid)}")
+        return names
+
+    return AfterValidator(check)
+
+
+def _check_topology(parents: tuple[int, ...]) -> tuple[int, ...]:
+    if min(parents, default=-1) < -1:
+        raise ValueError("expected parents of -1 or more")
+    Topology([-1, *(parent + 1 for parent in parents)])
+    return parents
+
+
+def _check_shaping(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    for option, value in options.items():
+        limit = LIMITS.get(option.replace("_", "-"))
+        if limit and (requirement := limit.requirement(value)):
+            raise ValueError(f"expected {requirement} as {option}")
+    return options
+
+
+class _Balance(TypedDict):
+    texts: int
+    tokens: int
+    impossible: int
+    mean: float
+    standard_error: float
+
+
+_Facts = TypedDict(
+    "_Facts",
+    {
+        "device": str, "dtype": str, "threads": int, "drafter": str, "draft model": str, "reading": str,
+        "prompts from": str, "prompts left out": str, "prompt options": dict[str, Any], "temperature": str,
+        "lengths": str, "completions": _Balance, "digests": dict[str, str], "versions": dict[str, str],
+    },
+    total=False,
+)  # fmt: skip
+_Facts.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
+
+Name: TypeAlias = Annotated[str, Field(max_length=_MAX_TEXT)]
+HiddenName: TypeAlias = Annotated[str, Field(pattern=f"^({'|'.join(HIDDEN_STATES)})$")]
+Count: TypeAlias = Annotated[int, Field(ge=1, lt=MAX_COUNT)]
+Facts: TypeAlias = Mapping[str, Any] if TYPE_CHECKING else _Facts
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=False))
 class Header:
-    """What holds for every row of a trace.
+    """What holds for all rows of a trace. Fields are validated at construction.
 
     Attributes:
-        target, draft: the names the models were loaded by.
+        target, draft: names that the models were loaded by.
         pair: hashes of target, draft and tokenizer.
         vocabulary: width of the logits.
-        eos: ids that end a text.
-        verification: whose acceptance the labels are; `label` says of what kind.
+        eos: token ids that end a text.
         temperature: of the sampling.
-        shaping: what else changed the distribution that was sampled from (`decode.SamplingParams.to_dict`); {} = nothing.
-        topology: parent of each node, -1 = the anchor, in order of depth; a chain is -1, 0, 1, ...
+        topology: parent of each node in breadth-first order, -1 = the anchor; a chain is -1, 0, 1, ...
         features, anchor_features: names recorded at each node, and once per anchor.
-        max_new_tokens: limit of each text; rows stop there, labels look past it.
+        max_new_tokens: limit of each text. Rows end there, labels may lie beyond.
         seed: of the streams.
-        shards: number of shards of a complete trace.
-        prompts: number of prompts (each sample counts), and `prompts_hash` of ids, samples, groups and token ids.
-        collector: "dense", or "live".
-        texts: "target": the target's own; "sampled": completions that were sampled from it; "completions": ones of any
-            origin, of which the anchors count after which the target says the same.
-        policy: that a live run was under, "" for dense traces.
-        explore: share of its rounds that were drafted to full depth whatever the policy said.
-        batch: number of texts that a live run decodes in parallel; 1 where that is not known, as of a server's rounds.
-        mix: share of the target's tokens in the text that the draft read; 0 = that text was the target's alone.
-        draws: of drafts and acceptances given each text, sequences that follow one another; 1 where nothing is drawn so.
-        off_text: how candidates off the text were drawn under block verification: "exact", or "approximate".
-        hidden: width of each hidden state that is recorded (`features.hidden_states`).
-        facts: device, dtype, threads, versions.
+        shards: number of shards of the complete trace.
+        prompts: number of texts to collect: prompts, or samples of prompts.
+        prompts_hash: hash of ids, samples, groups and token ids of the prompts.
+        verification: mode of the labels; `label` is its kind, "outcome" for records of an engine.
+        collector: "dense" or "live".
+        texts: "target": the target's own. "sampled": completions sampled from it. "completions": any completions;
+            anchors are recorded where the target continues in the same way. "vllm": texts of a server.
+        policy: of a live run; "" for dense traces.
+        explore: share of live rounds drafted to full depth regardless of the policy.
+        batch: number of texts that a live run decodes in parallel; 1 if unknown.
+        mix: share of the target's tokens in the text that the draft read; 0 = the target's text.
+        draws: number of draws of drafts and acceptances per text, as consecutive sequences.
+        off_text: treatment of candidates off the text under block verification: "exact" or "approximate".
+        hidden: width of each recorded hidden state.
+        shaping: other options that changed the sampled distribution (`decode.SamplingParams.to_dict`).
+        schema: version.
+        facts: device, dtype, threads, versions and other provenance.
     """
 
     target: Name
     draft: Name
     pair: Mapping[Name, Name]
-    vocabulary: Annotated[int, Field(ge=0, lt=MOST)]
-    eos: tuple[TokenId, ...]
-    temperature: Annotated[float, limited("temperature")]
-    topology: Parents
-    features: NodeFeatures
-    anchor_features: AnchorFeatures
+    vocabulary: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+    eos: tuple[Annotated[int, Field(ge=0, lt=MAX_COUNT)], ...]
+    temperature: Annotated[float, _limited("temperature")]
+    topology: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_ROWS - 1), AfterValidator(_check_topology)]
+    features: Annotated[tuple[Name, ...], _features_of(Kind.PRE, Kind.POST)]
+    anchor_features: Annotated[tuple[Name, ...], _features_of(Kind.ANCHOR)]
     max_new_tokens: Count
-    seed: Annotated[int, limited("seed")]
-    shards: Annotated[int, limited("shards")]
+    seed: Annotated[int, _limited("seed")]
+    shards: Annotated[int, _limited("shards")]
     prompts: Count
     prompts_hash: Name
-    verification: ModeName = "match"
-    label: Label = "match"
+    verification: Literal["match", "point", "rejection", "rejection_replace", "block", "typical"] = "match"
+    label: Literal["match", "point", "ratio", "block", "typical", "outcome"] = "match"
     collector: Literal["dense", "live"] = "dense"
     texts: Literal["target", "sampled", "completions", "vllm"] = "target"
     policy: Name = ""
-    explore: Annotated[float, limited("explore")] = 0.0
-    batch: Annotated[int, limited("batch")] = 1
-    mix: Annotated[float, limited("mix")] = 0.0
-    draws: Annotated[int, limited("draws")] = 1
+    explore: Annotated[float, _limited("explore")] = 0.0
+    batch: Annotated[int, _limited("batch")] = 1
+    mix: Annotated[float, _limited("mix")] = 0.0
+    draws: Annotated[int, _limited("draws")] = 1
     off_text: Literal["exact", "approximate"] = "exact"
-    hidden: Widths = field(default_factory=dict)
-    shaping: Sampling = field(default_factory=dict)
-    schema: int = SCHEMA_VERSION
-    facts: Facts = field(default_factory=dict)
+    hidden: Mapping[HiddenName, Annotated[int, Field(ge=1, le=_MAX_WIDTH)]] = Field(default_factory=dict)
+    shaping: Annotated[Mapping[str, Any], AfterValidator(_check_shaping)] = Field(default_factory=dict)
+    schema: Literal[7] = SCHEMA_VERSION
+    facts: Facts = Field(default_factory=dict)
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    @model_validator(mode="after")
+    def _check_consistent(self) -> Header:
+        live, mode = self.collector == "live", self.verification
+        for contradictory, text in (
+            (not live and mode == "typical", "dense rounds of typical, expected a lossless verification"),
+            (mode == "block" and not self.tree.is_chain, "a tree under block, expected a chain"),
+            (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode}, expected 1"),
+            (
+                self.mix > 0 and (live or len(self.topology) != 1),
+                "a mixed text of several nodes, expected dense rounds",
+            ),
+            (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
+        ):
+            if contradictory:
+                raise ValueError(text)
+        return self
 
     @property
     def tree(self) -> Topology:
-        """The topology as the loop knows it: row 0 is the anchor, row i + 1 node i."""
+        """The topology as the decoding loop uses it: row 0 is the anchor, row i + 1 node i."""
         return Topology([-1, *(parent + 1 for parent in self.topology)])
 
     @property
     def depth(self) -> int:
-        """K, the deepest node."""
+        """K, the largest depth."""
         return self.tree.deepest
 
     @property
     def has_every_anchor(self) -> bool:
-        """Whether each position of a text has its row, so that any policy can be replayed."""
+        """Whether every position of a text has a row, so that any policy can be replayed."""
         return self.collector == "dense" and self.texts in ("target", "sampled")
 
     @property
     def drafts_in_turn(self) -> bool:
-        """Whether one or another of several drafters drafts a round."""
+        """Whether several drafters take turns."""
         return bool(self.facts.get("in turn", False))
 
     @property
     def given_text(self) -> bool:
-        """Whether drafts and acceptances were drawn given the text (`dense.given_text`)."""
+        """Whether drafts and acceptances were sampled given the text (`dense.given_text`)."""
         return self.collector == "dense" and self.verification in GIVEN_TEXT
 
     @property
     def exactness(self) -> str:
-        """How replay is that of the live loop: by "path", in "law", "nearly" in law; "" where there is none."""
+        """Exactness of replay: by "path", in "law", "nearly" in law; "" if texts cannot be replayed."""
         if not self.has_every_anchor or self.mix:
             return ""
         if not self.given_text:
@@ -172,7 +237,7 @@ class Header:
 
     @property
     def conditions(self) -> Conditions:
-        """What acceptance rests on in this trace, for policies to be checked against."""
+        """Conditions that policies are checked against."""
         known = None if self.shown_temperature == UNKNOWN_TEMPERATURE else self.temperature
         return Conditions(known, self.shaping, self.verification, self.pair)
 
@@ -188,27 +253,7 @@ class Header:
 
     def to_json(self) -> str:
         """Return the header as JSON."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
-    def differing(self, other: Header, names: Iterable[str]) -> list[str]:
-        """Return in which of some fields two traces differ, with what either has: `temperature (0.0, 0.7)`."""
-        apart = [name for name in names if getattr(self, name) != getattr(other, name)]
-        return [name if name in _HASHES else f"{name} ({self._shown(name)}, {other._shown(name)})" for name in apart]
-
-    def _shown(self, name: str) -> str:
-        text = self.tree.name if name == "topology" else str(getattr(self, name))
-        return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-    def differences(self, other: Header) -> list[str]:
-        """Return the names of the settings in which two runs differ, so that their rows do not belong into one trace.
-
-        Of the `facts` only the precision and the digests of the inputs are compared.
-        """
-        mine, theirs = (vars(one) | {"facts": None, "dtype": one.facts.get("dtype")} for one in (self, other))
-        names = [key for key in mine if mine[key] != theirs[key]]
-        inputs = [found if isinstance(found := one.facts.get("digests"), dict) else {} for one in (self, other)]
-        names += [key for key in inputs[0] | inputs[1] if inputs[0].get(key) != inputs[1].get(key)]
-        return list(dict.fromkeys(names))  # `policy` is a field and a digest
+        return str(_adapter().dump_json(self).decode())
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> Header:
@@ -219,60 +264,52 @@ class Header:
             where: name of the file, for messages.
 
         Raises:
-            TraceError: not JSON, of another schema version, or a field is missing, unknown, out of range or does not agree
-                with another one.
+            TraceError: the text is not JSON or has another schema version; a field is missing, unknown, out of range or
+                contradicts another.
         """
         try:
-            if len(text) > _MOST_BYTES:
-                raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {len(text)}")
+            if len(text) > _MAX_BYTES:
+                raise ValueError(f"expected at most {_MAX_BYTES} bytes, got {len(text)}")
             raw = strict_loads(text)
-            text = json.dumps(raw, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError) as error:
             raise TraceError(f"{where}: the header is not JSON: {error}") from None
-        if not is_text(text):
-            raise TraceError(f"{where}: the header has {SURROGATE}")
         version = raw.get("schema") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION or isinstance(version, bool):
             raise TraceError(
-                f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema {SCHEMA_VERSION}; "
-                "collect it again"
-            )
-        if odd := set(raw) ^ {one.name for one in dataclasses.fields(Header)}:
-            names = ", ".join(sorted(odd))
-            raise TraceError(
-                f"{where}: the header lacks or has unknown fields: {names[: 10 * _SHOWN]}; collect it again"
+                f"{where}: the trace has schema {repr(version)[:_SHOWN]}, but this specstop reads schema "
+                f"{SCHEMA_VERSION}; collect it again"
             )
         try:
-            header: Header = _adapter().validate_json(text)
-            header._check_together()
+            return _adapter().validate_json(text, strict=True)
         except ValidationError as error:
-            raise TraceError(f"{where}: {_reason(error)}; collect the trace again") from None
-        except ValueError as error:
-            raise TraceError(f"{where}: the header has {error}; collect the trace again") from None
-        return header
+            first = error.errors(include_url=False, include_context=False)[0]
+            name = ".".join(map(str, first["loc"]))
+            field = f"{repr(first['input'])[:_SHOWN]} as {name[:_SHOWN]!r}: " if name else ""
+            expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+            raise TraceError(f"{where}: the header has {field}{expected}; collect the trace again") from None
 
-    def _check_together(self) -> None:
-        """Raise `ValueError` if fields contradict each other."""
-        from ..decode.verify.modes import MODES
+    def differing(self, other: Header, names: Iterable[str]) -> list[str]:
+        """Return which of these fields differ, with both values: `temperature (0.0, 0.7)`; hashes without values."""
 
-        mode = MODES[self.verification]
-        live, chain_of_nodes = self.collector == "live", self.tree.is_chain
-        for wrong, text in (
-            (not live and not mode.lossless, f"dense rounds of {mode.name}, expected a lossless verification"),
-            (mode.chains_only and not chain_of_nodes, f"a tree under {mode.name}, expected a chain"),
-            (self.draws > 1 and not self.given_text, f"{self.draws} draws under {mode.name}, expected 1"),
-            (
-                self.mix > 0 and (live or len(self.topology) != 1),
-                "a mixed text of several nodes, expected dense rounds of 1",
-            ),
-            (not live and self.explore > 0, "dense rounds that explore, expected live ones"),
-            (
-                set(self.features) & set(self.anchor_features),
-                "a feature of nodes among those of anchors, expected it once",
-            ),
-        ):
-            if wrong:
-                raise ValueError(text)
+        def shown(header: Header, name: str) -> str:
+            text = header.tree.name if name == "topology" else str(getattr(header, name))
+            return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+        differ = [name for name in names if getattr(self, name) != getattr(other, name)]
+        hashes = ("pair", "prompts_hash")
+        return [name if name in hashes else f"{name} ({shown(self, name)}, {shown(other, name)})" for name in differ]
+
+    def differences(self, other: Header) -> list[str]:
+        """Return the names of the settings that differ; rows of such runs must not be in one trace.
+
+        Of `facts` only the precision and the digests of the inputs are compared.
+        """
+        fields = [name for name in Header.__dataclass_fields__ if name != "facts"]
+        names = [name for name in fields if getattr(self, name) != getattr(other, name)]
+        names += ["dtype"] if self.facts.get("dtype") != other.facts.get("dtype") else []
+        mine, theirs = (header.facts.get("digests", {}) for header in (self, other))
+        names += [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        return list(dict.fromkeys(names))  # `policy` is a field and a digest
 
 
 @cache
@@ -280,12 +317,30 @@ def _adapter() -> TypeAdapter[Header]:
     return TypeAdapter(Header)
 
 
-def _reason(error: ValidationError) -> str:
-    """Return the first problem in words."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(map(str, first["loc"]))
-    expected = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return f"the header has {repr(first['input'])[:_SHOWN]} as {name[:_SHOWN]!r}: {expected}"
+def drafter_of(header: Header) -> str:
+    """Return the drafter of a trace, as `drafter` is specified."""
+    return str(header.facts.get("drafter", "model"))
+
+
+def draft_of(header: Header) -> str:
+    """Return the draft model of a trace, or `DRAFT` if it has none."""
+    return str((header.draft if drafter_of(header) == "model" else header.facts.get("draft model")) or "DRAFT")
+
+
+def pair_options(header: Header) -> list[str]:
+    """Return the command-line options that load a trace's pair; unknown values are in capitals."""
+    from ..decode.drafters.spec import needs_draft
+
+    drafter, dtype = drafter_of(header), str(header.facts.get("dtype", "float32"))
+    kind = str(header.facts.get("device", "cpu")).partition(":")[0]
+    return [
+        *("--target", header.target or "TARGET"),
+        *(("--draft", draft_of(header)) if needs_draft(drafter) else ()),
+        *(() if drafter == "model" else ("--drafter", drafter)),
+        # The device of CUDA is recorded by its product name.
+        *(() if kind == "cpu" else ("--device", kind if kind in ("mps", "xpu") else "cuda")),
+        *(() if dtype == "float32" else ("--dtype", dtype)),
+    ]
 
 
 def chain(depth: int) -> tuple[int, ...]:
@@ -294,8 +349,46 @@ def chain(depth: int) -> tuple[int, ...]:
 
 
 def parents(tree: Topology) -> tuple[int, ...]:
-    """Return a tree of one root as a header keeps it."""
+    """Return a tree as the field `topology` of a header."""
     return tuple(parent - 1 for parent in tree.parent[1:])
+
+
+def stream_name(prompt_id: str, sample: str) -> str:
+    """Return the name that random numbers of a text are keyed by: samples of one prompt draw different numbers."""
+    return f"{prompt_id}\0{sample}" if sample else prompt_id
+
+
+class PromptTask(NamedTuple):
+    """One text to collect.
+
+    Attributes:
+        sequence: index of the text in the run.
+        prompt_id, group: of the prompt.
+        tokens: token ids of the prompt.
+        key: of the stream of random numbers.
+        sample: name of the sample; "" if the prompt has a single text.
+    """
+
+    sequence: int
+    prompt_id: str
+    group: str
+    tokens: list[int]
+    key: int = 0
+    sample: str = ""
+
+    @property
+    def text_hash(self) -> str:
+        """Hash of the prompt's token ids: equal texts have equal hashes, whatever their ids. "" without tokens."""
+        data = np.array(self.tokens, dtype="<i8").tobytes()
+        return hashlib.blake2b(data, digest_size=8).hexdigest() if data else ""
+
+    def columns(self, rows: int, text_tokens: int) -> dict[str, Any]:
+        """Return the columns that are constant over the `rows` rows of the text, which has `text_tokens` new tokens."""
+        names = {"prompt_id": self.prompt_id, "sample": self.sample, "text_hash": self.text_hash, "group": self.group}
+        counts = {"sequence": self.sequence, "prompt_tokens": len(self.tokens), "text_tokens": text_tokens}
+        return {name: [value] * rows for name, value in names.items()} | {
+            name: np.full(rows, value) for name, value in counts.items()
+        }
 
 
 def arrow_schema(header: Header) -> pa.Schema:
@@ -307,10 +400,10 @@ def arrow_schema(header: Header) -> pa.Schema:
 
     columns = [
         ("prompt_id", pa.string()),
-        ("sample", pa.string()),  # name of the sample where a prompt has several texts, else ""
-        ("text_hash", pa.string()),  # of the prompt's token ids; "" where they are not known
+        ("sample", pa.string()),  # name of the sample if a prompt has several texts, else ""
+        ("text_hash", pa.string()),  # of the prompt's token ids; "" if they are not known
         ("group", pa.string()),
-        ("sequence", pa.int32()),  # index of the prompt in its file
+        ("sequence", pa.int32()),  # index of the text in the run
         ("prompt_tokens", pa.int32()),
         ("text_tokens", pa.int32()),  # generated until EOS or the limit
         ("anchor", pa.int32()),  # tokens generated before the round
@@ -322,14 +415,14 @@ def arrow_schema(header: Header) -> pa.Schema:
         ("target_prob", per_node(pa.float32())),
         ("overlap", per_node(pa.float32())),  # sum over tokens of min(p, q)
         ("accepted", per_node(pa.bool_())),
-        ("labelled", per_node(pa.bool_())),
+        ("observed", per_node(pa.bool_())),
         ("accepted_length", pa.int32()),
         ("cut", pa.bool_()),  # the text ends within the tree
     ]
     if header.given_text:
         columns += [
             ("accept_chance", per_node(pa.float32())),  # P(accepted) given the prefix and this token
-            ("next_chance", per_node(pa.float32())),  # the same before it was drawn
+            ("next_chance", per_node(pa.float32())),  # the same before the token was drawn
         ]
     if header.collector == "live":
         columns += [
@@ -342,7 +435,7 @@ def arrow_schema(header: Header) -> pa.Schema:
             *((name, pa.float64()) for name in TIMES),
         ]
     if header.drafts_in_turn:
-        columns.append((READS, pa.bool_()))  # the drafter of the round reads the text, as the first one of two does not
+        columns.append((READS, pa.bool_()))
     if header.mix:
-        columns.append(("mixed", pa.bool_()))  # the draft read its own sample in this place
+        columns.append(("mixed", pa.bool_()))  # the draft read its own sample at this position
     return pa.schema(columns, metadata={HEADER_KEY: header.to_json().encode()})

@@ -1,130 +1,203 @@
-"""What a run will do, shard by shard, and doing it: the shards dealt to this process, one after the other."""
+"""The shards of a run: what each one contains, which process collects it, and collecting the missing ones.
+
+Processes do not communicate. Shards are assigned by number, a shard exists whole or not at all, and its rows do not
+depend on who collects it. So a lost process is replaced by running the command again.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..policies.contract import StopPolicy
 from ..policies.display import Progress, silent
-from ..policies.errors import TraceError
-from ..policies.files import Input, delete_result, replace_folder, staging_path
-from .processes import ALONE, Place
-from .prompts.kept import kept_text
-from .prompts.tokens import Prompt
-from .schema import Header
-from .store.folder import Trace, check_shards, finished, open_for_writing, open_trace, write_index, write_shard
-from .work import Work
+from ..policies.errors import InputError, SpecstopWarning, TraceError
+from ..policies.files import Input, delete_result, replace_folder
+from ..policies.learned import LearnedPolicy
+from ..policies.profile import Profile
+from ..policies.storage import content
+from .prompts import Prompt, prompts_json
+from .schema import Header, PromptTask
+from .store import Trace, damage, finished, open_for_writing, open_trace, remove_stale_files, shard_path, write_shard
 
 BATCH = 16
-"""Prompts that are collected together, at least."""
+"""Minimum number of prompts that are collected together."""
+
+
+@dataclass(frozen=True)
+class DistributedRank:
+    """One of several processes of a run: `rank` of `world`, and `local`, its number on this machine."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+
+    def takes(self, index: int) -> bool:
+        """Whether this process collects shard `index`."""
+        return index % self.world == self.rank
+
+    def device(self, name: str) -> str:
+        """Return the device of this process: `cuda` becomes `cuda:<local>` if there are several processes."""
+        return f"cuda:{self.local}" if name == "cuda" and self.world > 1 else name
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> DistributedRank:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and accelerate set them; without the first two there is one
+        process.
+
+        Raises:
+            InputError: only one of the two is set, or they are not valid numbers.
+        """
+        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+            return cls()
+        values = []
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            text = environment.get(name, "0" if name == "LOCAL_RANK" else "")
+            if not text.isdecimal():
+                raise InputError(
+                    f"{name}: expected a number, as torchrun sets it together with RANK and WORLD_SIZE, not {text!r}; "
+                    "unset all of them to run one process"
+                )
+            values.append(int(text))
+        if values[0] >= values[1]:
+            raise InputError(f"RANK: expected less than WORLD_SIZE ({values[1]}), not {values[0]}")
+        return cls(*values)
+
+
+ALONE = DistributedRank()
+"""The rank of the only process."""
 
 
 def nothing() -> None:
-    """Do nothing: what most collectors have to do before a shard."""
+    """Do nothing: the default of `Plan.begin`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, checked before anything is written.
+    """A validated run, before anything is written.
 
     Attributes:
-        header: of its trace.
-        work: the prompts of each shard.
-        rows: returns the rows of a batch of prompts, as column chunks.
-        begin: called before the first batch of each shard, whose rows must not depend on other shards.
+        header: of the trace.
+        tasks: texts of each shard.
+        rows: returns the rows of a batch of tasks, as chunks of columns.
+        begin: called before the first batch of each shard, so that its rows do not depend on other shards.
         inputs: files and folders that the run reads.
-        at_once: prompts of a batch.
-        prompts: of the run, which are kept in its folder; and the options that chose them.
+        batch: number of tasks that are passed to `rows` together.
+        prompts: of the run, which are stored in its folder.
     """
 
     header: Header
-    work: tuple[tuple[Work, ...], ...]
-    rows: Callable[[Sequence[Work]], Sequence[Mapping[str, Any]]]
+    tasks: tuple[tuple[PromptTask, ...], ...]
+    rows: Callable[[Sequence[PromptTask]], Sequence[Mapping[str, Any]]]
     begin: Callable[[], None] = nothing
     inputs: tuple[Input, ...] = ()
-    at_once: int = BATCH
+    batch: int = BATCH
     prompts: tuple[Prompt, ...] = ()
-    prompt_options: Mapping[str, Any] = field(default_factory=dict)
 
-    def batches(self, index: int) -> Iterator[Sequence[Work]]:
-        """Yield the batches of a shard; they never cross it."""
-        for start in range(0, len(self.work[index]), self.at_once):
-            yield self.work[index][start : start + self.at_once]
-
-
-def never() -> bool:
-    """Go on: the default answer to whether a run shall stop after this shard."""
-    return False
+    def batches(self, index: int) -> Iterator[Sequence[PromptTask]]:
+        """Yield the batches of a shard."""
+        for start in range(0, len(self.tasks[index]), self.batch):
+            yield self.tasks[index][start : start + self.batch]
 
 
 def record(
     plan: Plan,
     out: Path,
     *,
-    place: Place = ALONE,
+    rank: DistributedRank = ALONE,
     resume: bool = False,
     overwrite: bool = False,
-    repair: bool = False,
-    stop: Callable[[], bool] = never,
     progress: Progress = silent,
 ) -> Trace:
-    """Collect the missing shards that are dealt to this process into the trace folder `out`.
+    """Collect the missing and the damaged shards of this process into the trace folder `out`.
 
-    Whoever finds all shards there writes the index. The trace is checked when it is complete; otherwise it is returned
-    as far as it has come.
+    The process that writes the last shard validates the trace. The others return an incomplete one.
 
     Args:
         plan: from `plan_run`.
         out: folder of the trace.
-        place: this process among others.
-        resume, overwrite: what to do with a folder that is not empty; several processes always resume. One that is to be
-            overwritten stays as it is until the new trace, which grows beside it, is complete.
-        repair: move damaged shards aside and collect them again; otherwise the first one is an error.
-        stop: asked after each shard.
-        progress: counts the prompts dealt to this process.
+        rank: this process among others.
+        resume, overwrite: what to do with a folder that is not empty. Several processes always resume. A folder that is
+            overwritten is replaced when the new trace is complete.
+        progress: counts the texts of this process.
 
     Raises:
-        InputError: the folder is not empty, or as `prepare_output_dir`.
-        TraceError: it holds another run or a damaged shard, the disk is full, or no row came of all prompts.
+        InputError: the folder is not empty, or see `prepare_output_dir`.
+        TraceError: the folder holds another run, the disk is full, or there is no row.
     """
-    header = plan.header
-    shared = place.world > 1
-    kept = kept_text(plan.prompts, plan.prompt_options) if plan.prompts else None
-    folder = open_for_writing(
-        out, header, resume=resume or shared, overwrite=overwrite, inputs=plan.inputs, prompts=kept
-    )
-    mine = [index for index in range(header.shards) if place.takes(index)]
-    check_shards(folder, header, repair=repair, among=mine)  # those of others are theirs to look after
-    have = finished(folder, header)
-    task = "collect" if place.world == 1 else f"collect {place.rank}/{place.world}"
-    total = sum(len(plan.work[index]) for index in mine)
-    done = sum(len(plan.work[index]) for index in mine if index in have)
+    header, prompts = plan.header, prompts_json(plan.prompts) if plan.prompts else None
+    resume = resume or rank.world > 1
+    folder = open_for_writing(out, header, resume=resume, overwrite=overwrite, inputs=plan.inputs, prompts=prompts)
+    shards = [index for index in range(header.shards) if rank.takes(index)]
+    present = finished(folder, header).intersection(shards)
+    for index in sorted(present):
+        path = shard_path(folder, index, header.shards)
+        if reason := damage(path, header):
+            text = f"the shard {path} is damaged and is collected again: {reason}"
+            warnings.warn(text, SpecstopWarning, stacklevel=2)
+            path.unlink()
+            present.remove(index)
+    task = "collect" if rank.world == 1 else f"collect {rank.rank}/{rank.world}"
+    total = sum(len(plan.tasks[index]) for index in shards)
+    done = sum(len(plan.tasks[index]) for index in present)
     progress(task, done, total)
-    for index in mine:
-        if index in have:
+    for index in shards:
+        if index in present:
             continue
-        if stop():
-            break
         chunks: list[Mapping[str, Any]] = []
         plan.begin()
         for batch in plan.batches(index):
             chunks += plan.rows(batch)
             done += len(batch)
             progress(task, done, total)
-        write_shard(folder, header, index, chunks)
-    replaces = folder == staging_path(out)
-    if len(finished(folder, header)) < header.shards:
-        return Trace(folder if replaces else out, header)
-    if not Trace(folder, header).row_count:
+        write_shard(folder, header, index, chunks, [(one.prompt_id, one.sample) for one in plan.tasks[index]])
+    trace = Trace(folder, header)
+    if not trace.complete:
+        return trace
+    if not trace.row_count:
         delete_result(folder)
         raise TraceError(
-            "--prompts: no row came of them, so nothing is kept: every text ends at once, or none of the --completions "
-            "goes on as the target itself would"
+            "--prompts: there is no row, so nothing is kept: every text ends at once, or no text of --completions continues "
+            "as the target would"
         )
-    open_trace(folder)  # compares every checksum: the index vouches for all
-    write_index(folder, header)
-    if replaces:
+    open_trace(folder)
+    remove_stale_files(folder)
+    if folder != out:
         replace_folder(folder, out)
     return Trace(out, header)
+
+
+def short_hash(value: Any) -> str:
+    """Return a short hash of a JSON value."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
+def policy_digest(policy: StopPolicy) -> str:
+    """Return a hash that distinguishes policies of the same name, and is the same in every process."""
+
+    def settings(value: Any) -> Any:
+        if isinstance(value, LearnedPolicy):
+            return content(value)
+        if isinstance(value, Profile):
+            return value.to_dict()
+        if isinstance(value, (np.ndarray, np.generic)):
+            return value.tolist()
+        if isinstance(value, StopPolicy):
+            # `label` and `source` do not change what a policy does; private dicts are caches.
+            names = {name: inner for name, inner in vars(value).items() if name not in ("label", "source")}
+            names = {name: inner for name, inner in names.items() if not (name[0] == "_" and isinstance(inner, dict))}
+            return [type(value).__qualname__, names]
+        if dataclasses.is_dataclass(value):  # private fields are derived from the others
+            names = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return [type(value).__qualname__, {name: inner for name, inner in names.items() if name[0] != "_"}]
+        return dict(value) if isinstance(value, Mapping) else type(value).__name__  # others may print as an address
+
+    return hashlib.blake2b(json.dumps(policy, default=settings, sort_keys=True).encode(), digest_size=8).hexdigest()

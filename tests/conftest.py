@@ -23,8 +23,8 @@ from specstop.policies.costs import CostTable
 from specstop.policies.profile import Profile
 
 if TYPE_CHECKING:
-    from specstop.collect.prompts.read import Prompt
-    from specstop.collect.store.folder import Trace
+    from specstop.collect.prompts import Prompt
+    from specstop.collect.store import Trace
     from specstop.decode.models.pair import Pair
     from specstop.policies.learned import LearnedPolicy
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -221,7 +221,7 @@ def endless_pair(plain_pair: Pair) -> Pair:
 def prompts() -> list[Prompt]:
     """Prompts of 1 to 8 words in two groups."""
     import torch
-    from specstop.collect.prompts.read import Prompt
+    from specstop.collect.prompts import Prompt
 
     generator = torch.Generator().manual_seed(3)
     lengths = range(1, PROMPTS + 1)
@@ -265,7 +265,7 @@ def module_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def make_prompts(count: int, side: str, seed: int) -> list[Prompt]:
     """Return prompts of two to six words with ids of their own."""
     import torch
-    from specstop.collect.prompts.read import Prompt
+    from specstop.collect.prompts import Prompt
 
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(6, VOCABULARY, (count, 6), generator=generator).tolist()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from specstop.collect.store.folder import open_trace
+from specstop.collect.store import open_trace
 from specstop.policies.files import STAGE_PREFIX
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder

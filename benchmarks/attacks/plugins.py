@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 from specstop.cli.main import run
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import load_pair
 from specstop.policies.costs import CostTable

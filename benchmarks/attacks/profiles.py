@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 from specstop.cli.commands.info import info
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort

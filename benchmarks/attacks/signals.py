@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 from kills import same_rows
-from specstop.collect.prompts.read import read_prompts
+from specstop.collect.prompts import read_prompts
 from specstop.collect.run import collect
-from specstop.collect.store.folder import open_trace
+from specstop.collect.store import open_trace
 from specstop.decode.models.pair import load_pair
 from specstop.policies.errors import SpecstopError
 from specstop.policies.files import STAGE_PREFIX, sha256, staging_path

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import load_pair
 from specstop.policies.fixed import FixedLength

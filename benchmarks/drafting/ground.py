@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specstop.collect.prompts.read import Prompt, encode
+from specstop.collect.prompts import Prompt, encode
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import Pair, with_drafter
 from specstop.decode.profile import measure_profile
 from specstop.decode.profile.measuring import Effort

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from bars import Bars
 from scipy import stats
-from specstop.collect.prompts.read import Prompt, encode
+from specstop.collect.prompts import Prompt, encode
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import Settings
 from specstop.decode.benchmark import run_alternating
 from specstop.decode.loop import Request, Speculator

@@ -11,8 +11,8 @@ import torch
 from bars import Bars
 from scipy import stats
 from specstop.collect.dense.completion_check import MOST_ERRORS, balance
-from specstop.collect.prompts.read import Prompt, encode
-from specstop.collect.store.folder import Trace
+from specstop.collect.prompts import Prompt, encode
+from specstop.collect.store import Trace
 from specstop.decode import Pair, Settings
 from specstop.policies.profile import Profile
 from specstop.train.fit.run import train

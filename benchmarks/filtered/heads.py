@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 from bars import Bars
-from specstop.collect.prompts.read import Prompt, encode
+from specstop.collect.prompts import Prompt, encode
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import Generation, Pair, SamplingParams, Settings, Speculator, stream_key
 from specstop.decode.profile import add_decisions, measure_profile
 from specstop.decode.profile.measuring import Effort

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode import Pair, SamplingParams, Settings, Speculator, stream_key
 from specstop.policies import DraftStep, FixedLength, StopPolicy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,9 @@ from ..output import Interrupted, next_step, output, progress_bars, table
 from .info import describe_trace
 
 if TYPE_CHECKING:
-    from ...collect import Place, Trace
-    from ...collect.prompts.read import Prompt
+    from ...collect import DistributedRank, Trace
+    from ...collect.prompts import Prompt
     from ...collect.schema import Header
-    from ...collect.shards import Plan
-    from ...policies.display import Progress
 
 COLLECTORS = ("dense", "live", "vllm")
 
@@ -49,7 +47,7 @@ def collect(
     Under torchrun or accelerate each process collects the shards assigned to it by RANK and WORLD_SIZE.
     Example: specstop collect --target T --draft D --prompts train.jsonl --out traces
     """
-    from ...collect.processes import read_place
+    from ...collect.shards import DistributedRank
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
@@ -57,46 +55,46 @@ def collect(
     if collector not in COLLECTORS:
         raise InputError(f"--collector: expected one of {', '.join(COLLECTORS)}, not {collector!r}")
     rule = None if policy is None else load_policy(policy)
-    place = read_place(os.environ)
-    if overwrite and place.world > 1:
+    rank = DistributedRank.from_environment(os.environ)
+    if overwrite and rank.world > 1:
         raise InputError("--overwrite: expected one process, because others may write already; remove the folder first")
-    prepare_output_dir(out, overwrite=overwrite, resume=resume or place.world > 1)
+    prepare_output_dir(out, overwrite=overwrite, resume=resume or rank.world > 1)
     completions = parameters.pop("completions", None)
     selection = {**asdict(source), "completions": completions}
     folder = staging_path(out) if overwrite and staging_path(out).exists() else out
-    stored = _stored_prompts(folder, selection) if resume or place.world > 1 else None
+    stored = _stored_prompts(folder, selection) if resume or rank.world > 1 else None
     prompts = source.read(models, completions=completions) if stored is None else stored
 
-    from ...collect.plan import plan_run
+    from ...collect.prompts import share_prompts
+    from ...collect.run import collect as run
     from ...decode.settings import Settings
 
     Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)
     with progress_bars(quiet) as progress:
         paths = models.find(None if collector == "dense" else progress)
-        pair = replace(models, device=place.device(models.device)).open(paths)
+        pair = replace(models, device=rank.device(models.device)).open(paths)
         if stored is None:
             prompts = source.apply_template(prompts, pair)
+            if rank.world > 1:
+                prompts = share_prompts(out, prompts)
         if not quiet:
             options.print_model_defaults(pair, Settings(temperature, max_new_tokens, shaping=sampling.params()))
-        create_plan = partial(
-            plan_run, pair, target=paths.target,
+        create_trace = partial(
+            run, pair, prompts, out, rank=rank, resume=resume, overwrite=overwrite, progress=progress, target=paths.target,
             draft=(paths.draft or "") if models.drafter == "model" else models.drafter,
             depth=depth, tree=tree, collector="dense" if collector == "dense" else "live",
             through="vllm" if collector == "vllm" else None, policy=rule, verification=verification,
             temperature=temperature, shaping=sampling.params(sampling.grammar(pair)),
-            max_new_tokens=max_new_tokens, seed=seed, source=source.description(),
+            max_new_tokens=max_new_tokens, seed=seed, source=source.description(), prompt_options=selection,
             completions=completions and {(prompt.id, prompt.sample): prompt.completion or "" for prompt in prompts},
             **parameters,
         )  # fmt: skip
-        plan = create_plan(prompts=prompts)
-        if place.world > 1 and (first := _store_prompts(out, prompts, selection)) != prompts:
-            plan = create_plan(prompts=first)  # of the process that stored its prompts first
-        trace = _record(replace(plan, prompt_options=selection), out, place, resume, overwrite, progress)
-    show(trace, place)
+        trace = _record(create_trace, folder if overwrite else out, resume)
+    show(trace, rank)
 
 
 def _read_extra(items: list[str] | None) -> dict[str, Any]:
-    """Return further parameters of `plan_run`, validated without importing torch."""
+    """Return further parameters of `specstop.collect`, validated without importing torch."""
     from ...policies.arguments import check_limits
     from ...policies.profile import Profile
 
@@ -113,47 +111,45 @@ def _read_extra(items: list[str] | None) -> dict[str, Any]:
 
 
 def _stored_prompts(folder: Path, selection: Mapping[str, Any]) -> list[Prompt] | None:
-    """Return the prompts that a run has stored, or None if it has not, or they were selected by other options."""
-    from ...collect.prompts.kept import kept_prompts, require_stored
+    """Return the prompts that a run has stored, or None if there is no run, or they were selected by other options."""
+    from ...collect.prompt_files import is_stream
+    from ...collect.prompts import stored_prompts
+    from ...collect.store import HEADER_FILE, read_header
 
-    stored = kept_prompts(folder, selection)
-    if stored is None:
-        require_stored(selection["prompts"])
-    return stored
+    if (folder / HEADER_FILE).exists() and read_header(folder).facts.get("prompt options") == selection:
+        return stored_prompts(folder)
+    source = selection["prompts"]
+    if source is not None and is_stream(source):
+        raise InputError(
+            f"--prompts {source}: expected a file or a data set, because a pipe can be read only once, by one process; write "
+            "the prompts to a file first"
+        )
+    return None
 
 
-def _store_prompts(folder: Path, prompts: list[Prompt], selection: Mapping[str, Any]) -> list[Prompt]:
-    from ...collect.prompts.kept import keep_prompts
-
-    return keep_prompts(folder, prompts, selection)
-
-
-def _record(plan: Plan, out: Path, place: Place, resume: bool, overwrite: bool, progress: Progress) -> Trace:
+def _record(create_trace: Callable[[], Trace], out: Path, resume: bool) -> Trace:
     """Collect the shards, and save the options with them. After Ctrl-C, state how to continue."""
-    from ...collect.shards import record
-
     try:
-        trace = record(plan, out, place=place, resume=resume, overwrite=overwrite, progress=progress)
+        trace = create_trace()
     except KeyboardInterrupt:
-        folder = staging_path(out) if overwrite else out
-        if not (folder / "header.json").exists():
+        if not (out / "header.json").exists():
             raise
-        options.save_config(folder / RUN_FILE)
-        command = f"specstop collect --config {folder / RUN_FILE} --resume"
+        options.save_config(out / RUN_FILE)
+        command = f"specstop collect --config {out / RUN_FILE} --resume"
         raise Interrupted(f"interrupted; completed shards are kept; continue with: {command}") from None
     if not (resume and (trace.folder / RUN_FILE).exists()):
         options.save_config(trace.folder / RUN_FILE)
     return trace
 
 
-def show(trace: Trace, place: Place) -> None:
+def show(trace: Trace, rank: DistributedRank) -> None:
     """Print the acceptance in a trace and the next command, or of an incomplete trace the number of its shards."""
-    from ...collect.pair_options import pair_options
+    from ...collect.schema import pair_options
 
     header, console = trace.header, output()
     if not trace.complete:
         shards = f"{len(trace.finished)} of {header.shards} shards exist"
-        console.print(f"{trace.folder}: process {place.rank} of {place.world} has ended; {shards}", soft_wrap=True)
+        console.print(f"{trace.folder}: process {rank.rank} of {rank.world} has ended; {shards}", soft_wrap=True)
         return
     facts, depths = describe_trace(trace)
     title = f"{trace.folder}: {facts['positions']} positions of {facts['prompts']} prompts"

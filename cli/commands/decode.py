@@ -13,7 +13,7 @@ from .. import options
 from ..output import PHASE_NAMES, print_json, progress_bars, results, say, table
 
 if TYPE_CHECKING:
-    from ...collect.prompts.read import Prompt
+    from ...collect.prompts import Prompt
     from ...decode.records import Tally
 
 
@@ -98,7 +98,7 @@ def _read(text: list[str] | None, source: options.PromptSource, models: options.
         text = [piped]
     models.check_names()
     if text:
-        from ...collect.prompts.read import Prompt
+        from ...collect.prompts import Prompt
 
         return [Prompt(str(number), prompt) for number, prompt in enumerate(text)]
     if source.prompts is None and models.target is not None:

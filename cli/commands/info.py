@@ -48,15 +48,9 @@ def info(
 
 def show_trace(path: Path, check: bool, json: bool) -> None:
     """Print the header of a trace, its acceptance and one of its rows; `check`: after reading all shards."""
-    from ...collect import open_trace
-    from ...collect.store.folder import merge
+    from ...collect import check_trace, open_trace
 
-    if check and (missing := merge(path).missing):
-        raise InputError(
-            f"{path}: the trace is not complete, {len(missing)} of its shards are missing ({', '.join(map(str, missing))}); "
-            "run the collect command again with --resume"
-        )
-    trace = open_trace(path)
+    trace = check_trace(path) if check else open_trace(path)
     facts, depths = describe_trace(trace)
     branches, row = branch_rows(trace), sample_row(trace)
     if json:
@@ -84,8 +78,8 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
     import numpy as np
 
     from ...collect.acceptance import COLUMNS, LENGTHS, LIVE_COLUMNS, depth_outcomes
-    from ...collect.store.card import balance_text, hidden_text, replay_text
-    from ...collect.store.values import column_array
+    from ...collect.card import balance_text, hidden_text, replay_text
+    from ...collect.checks import column_array
     from ...policies.learned import shaping_text
 
     header = trace.header
@@ -145,10 +139,10 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
 
 def branch_rows(trace: Trace) -> list[tuple[str, str, str, str]]:
     """Return rows (depth, branch, share of accepted tokens, labelled rows) of the nodes of a tree."""
-    from ...collect.store.values import column_array
+    from ...collect.checks import column_array
 
-    columns = trace.table(["accepted", "labelled"])
-    accepted, labelled = (column_array(columns[name]).astype(bool) for name in ("accepted", "labelled"))
+    columns = trace.table(["accepted", "observed"])
+    accepted, labelled = (column_array(columns[name]).astype(bool) for name in ("accepted", "observed"))
     tree, rows = trace.header.tree, []
     children: dict[int, int] = {}
     for node, parent in enumerate(trace.header.topology):

@@ -73,7 +73,7 @@ def profile(
             tokens = source.encode(prompts, pair, 1)[1]
             _add_decisions(known, pair, paths, rules, tokens).save(path)
         else:
-            from ...collect.facts import facts
+            from ...collect.run import environment_facts
             from ...decode.profile import measure_profile
             from ...decode.profile.measuring import Effort
             from ...decode.settings import Settings
@@ -89,7 +89,7 @@ def profile(
             ids = source.encode(prompts, pair, 1)[1]
             shared: dict[str, Any] = {
                 "depth": depth, "temperature": temperature, "batch": sizes, "policies": rules,
-                "effort": Effort(budget, repetitions=repeats), "facts": facts(pair), "progress": progress,
+                "effort": Effort(budget, repetitions=repeats), "facts": environment_facts(pair), "progress": progress,
             }  # fmt: skip
             if through:
                 from ...collect.engines.vllm_profile import measure_vllm

@@ -19,7 +19,7 @@ from ...decode.plain import plain_texts
 from ...decode.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import ANCHOR_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
-from ..work import Work
+from ..schema import PromptTask
 from .threads import map_threads
 from .unroll import Anchors, Unroller
 
@@ -39,7 +39,7 @@ class Written:
         draw: number of the draw given the text, of `Unroller.draws`.
     """
 
-    work: Work
+    work: PromptTask
     text: list[int]
     target_rows: Tensor
     last: int
@@ -52,7 +52,7 @@ class Written:
 def dense_rows(
     pair: Pair,
     unroller: Unroller,
-    batch: Sequence[Work],
+    batch: Sequence[PromptTask],
     max_new_tokens: int,
 ) -> list[Mapping[str, Any]]:
     """Return the rows of a batch of prompts, one column chunk per text.
@@ -112,7 +112,7 @@ def text_columns(unroller: Unroller, written: Written) -> Mapping[str, Any]:
         "target_prob": trees.target_prob.float(),
         "overlap": trees.overlap.float(),
         "accepted": trees.accepted,
-        "labelled": trees.labelled,
+        "observed": trees.labelled,
         "accepted_length": trees.accepted.sum(1),  # of a depth one node at most is on the text
         # EOS alone cuts a round: past the limit the text goes on for K tokens.
         "cut": (anchor + unroller.depth > len(text)) & ended,

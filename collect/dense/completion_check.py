@@ -17,8 +17,7 @@ from ...decode.models.pair import Pair
 from ...decode.settings import Settings
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.learned import sampling_text
-from ..prompts.tokens import Prompt
-from ..work import spread
+from ..prompts import Prompt, spread
 from .completions import Completions, completion_ids, sampled_rows, target_rows
 
 MOST_ERRORS = 4.0

@@ -22,8 +22,8 @@ from ...decode.verify.noise import best_of_rows
 from ...decode.verify.sampler import Sampler
 from ...policies.errors import InputError
 from ...policies.features import TARGET_HIDDEN
-from ..prompts.samples import sample_text
-from ..work import Work
+from ..prompts import sample_text
+from ..schema import PromptTask
 from .collector import Written, text_columns
 from .given_text import gumbel_given
 from .unroll import Unroller
@@ -39,7 +39,7 @@ _CHUNK = 64
 def completion_rows(
     pair: Pair,
     unroller: Unroller,
-    batch: Sequence[Work],
+    batch: Sequence[PromptTask],
     completions: Completions,
     max_new_tokens: int,
 ) -> list[Mapping[str, Any]]:

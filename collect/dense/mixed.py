@@ -22,7 +22,7 @@ from ...decode.verify.noise import gumbel, match_scores
 from ...decode.verify.sampler import Sampler
 from ...policies.counter_rng import mix as scramble
 from ...policies.features import BOUND, CHAIN_FEATURES, DRAFT_HIDDEN, TARGET_HIDDEN, Columns, DrawnTokens
-from ..work import Work
+from ..schema import PromptTask
 from .collector import Written, text_columns, texts_at_once
 from .unroll import MEMORY_BYTES, Unroller
 
@@ -32,7 +32,7 @@ _SALT = 0x317ED
 @torch.inference_mode()
 def mixed_rows(
     pair: Pair,
-    batch: Sequence[Work],
+    batch: Sequence[PromptTask],
     settings: Settings,
     share: float,
     hidden: Sequence[str] = (),
@@ -72,7 +72,7 @@ def mixed_rows(
 def _mixed(
     pair: Pair,
     columns: Mapping[str, Any],
-    one: Work,
+    one: PromptTask,
     text: list[int],
     settings: Settings,
     share: float,

@@ -27,9 +27,8 @@ from ...decode.settings import Settings
 from ...policies.contract import Array, DraftStep, DraftTree, State, StopPolicy
 from ...policies.features import ANCHOR_FEATURES, check_hidden
 from ..live import Recorder, Row
-from ..schema import NO_TOKEN, READS
+from ..schema import NO_TOKEN, READS, PromptTask
 from ..shards import BATCH
-from ..work import Work
 from .unroll import node_features
 
 
@@ -145,7 +144,7 @@ class PositionsCollector:
         """See `Speculator.carries`."""
         return self._speculator.carries
 
-    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text; see `collector.dense_rows`."""
         made: dict[int, list[Row]] = {}
 
@@ -161,10 +160,10 @@ class PositionsCollector:
                 chunks.append(self._columns(one, rows, texts[number], last))
         return chunks
 
-    def _columns(self, one: Work, rows: Sequence[Row], text: Generation, last: int) -> Mapping[str, Any]:
+    def _columns(self, one: PromptTask, rows: Sequence[Row], text: Generation, last: int) -> Mapping[str, Any]:
         names = (
             *self.features, *ANCHOR_FEATURES, *self._hidden, "draft_prob", "target_prob", "overlap", "accepted",
-            "labelled", "accepted_length", "anchor", *self._in_turn,
+            "observed", "accepted_length", "anchor", *self._in_turn,
         )  # fmt: skip
         columns = one.columns(len(rows), last) | {key: np.stack([row[key] for row in rows]) for key in names}
         tokens, drawn = (np.stack([row[key] for row in rows]) for key in ("tokens", "drawn"))

@@ -20,8 +20,7 @@ from ...decode.summaries import summarise
 from ...policies.contract import Array
 from ...policies.features import CHAIN_FEATURES, SAMPLED, Columns, DrawnTokens
 from ..explore import Exploring
-from ..schema import READS, TIMES
-from ..work import Work
+from ..schema import READS, TIMES, PromptTask
 
 ANCHORS = ("anchor_token", "before_token")
 """ANCHOR features that need no row of the target's."""
@@ -182,7 +181,7 @@ class RoundRecorder:
     def rows(
         self,
         parts: Sequence[RecordedText],
-        work: Work,
+        work: PromptTask,
         generated: Sequence[int],
     ) -> Mapping[str, Any] | None:
         """Return the rows of a text, one a round; None where it had none.
@@ -216,7 +215,7 @@ class RoundRecorder:
             "target_prob": zeros,
             "overlap": zeros,
             "accepted": accepted,
-            "labelled": labelled,
+            "observed": labelled,
             "accepted_length": accepted.sum(1),
             "cut": np.array([end == len(whole) or one.sent.hit_limit for one, end in zip(rounds, ends, strict=True)]),
             "drawn": drawn,

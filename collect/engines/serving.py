@@ -34,12 +34,10 @@ from ...policies.contract import Array, StopPolicy
 from ...policies.counter_rng import mix
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import disk_text, prepare_output_dir, staged_folder
-from ..digests import policy_digest
 from ..explore import exploring
-from ..schema import HEADER_KEY, Header, chain
-from ..store.folder import Trace, open_for_writing, open_trace, shard_table, write_shard_table, write_table
-from ..store.staging import staged
-from ..work import Work
+from ..schema import HEADER_KEY, Header, PromptTask, chain
+from ..shards import policy_digest
+from ..store import Trace, open_for_writing, open_trace, shard_table, staged, write_shard, write_table
 from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
 TEXTS = 32
@@ -140,7 +138,7 @@ class PartWriter(RoundRecorder):
             # An engine may commit tokens after a request's end.
             ends = next((at for at, token in enumerate(made) if token in self._eos), len(made))
             number = next(self._sequences)
-            work = Work(number, text.name or f"{self._begun_ns}-{number}", "", prompt)
+            work = PromptTask(number, text.name or f"{self._begun_ns}-{number}", "", prompt)
             rows = self.rows([text], work, made[: ends + 1])
             if rows is not None:
                 self._chunks.append(rows)
@@ -220,7 +218,5 @@ def import_parts(folder: Path, out: str | Path, *, overwrite: bool = False) -> T
     header = dataclasses.replace(headers[0], prompts=count)
     with staged_folder(out) as stage:
         open_for_writing(stage, header)
-        write_shard_table(
-            stage, header, 0, pa.concat_tables(tables).replace_schema_metadata({HEADER_KEY: header.to_json()})
-        )
+        write_shard(stage, header, 0, pa.concat_tables(tables))
     return open_trace(out)

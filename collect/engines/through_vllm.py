@@ -21,7 +21,7 @@ from ...decode.engines.vllm import Proposer
 from ...policies.contract import StopPolicy
 from ...policies.errors import InputError, SpecstopWarning
 from ..explore import exploring
-from ..work import Work
+from ..schema import PromptTask
 from .rounds import ANCHORS, RecordedText, RoundRecorder, engine_features, explored_by
 
 CLASS = f"{__name__}.TracingProposer"
@@ -124,7 +124,7 @@ class ThroughVLLM:
                 )
         return self._engine
 
-    def rows(self, batch: Sequence[Work]) -> list[Mapping[str, Any]]:
+    def rows(self, batch: Sequence[PromptTask]) -> list[Mapping[str, Any]]:
         """Return the rows of a batch of prompts, one column chunk per text.
 
         Args:

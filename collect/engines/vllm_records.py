@@ -20,11 +20,10 @@ from ...policies.contract import Array
 from ...policies.errors import InputError, SpecstopWarning
 from ...policies.files import SURROGATE, is_text, prepare_output_dir, staged_folder, strict_loads
 from ..acceptance import DEPENDENT, LENGTHS
-from ..prompts.files import lines
-from ..prompts.samples import SampleNames, warn_sample_ids
-from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, chain
-from ..store.folder import Trace, open_for_writing, open_trace, write_shard
-from ..work import Work
+from ..prompt_files import lines
+from ..prompts import SampleNames, warn_sample_ids
+from ..schema import TIMES, UNKNOWN, UNKNOWN_TEMPERATURE, Header, PromptTask, chain
+from ..store import Trace, open_for_writing, open_trace, write_shard
 from .draft_lengths import LEVEL, lengths_kind
 from .serving import import_parts
 
@@ -173,7 +172,7 @@ class _Record:
         node, count = np.arange(depth), len(accepted)
         drawn, path = node < drafted[:, None], node < accepted[:, None]
         zeros = np.zeros((count, depth), dtype=np.float32)
-        return Work(sequence, self.name, "", [], sample=self.sample).columns(
+        return PromptTask(sequence, self.name, "", [], sample=self.sample).columns(
             count, max(self.tokens, int(anchor[-1]) + 1)
         ) | {
             "prompt_tokens": np.full(count, self.prompt),  # which the records only count
@@ -181,7 +180,7 @@ class _Record:
             "tokens": np.full((count, depth), UNKNOWN, dtype=np.int32),
             **dict.fromkeys(("draft_prob", "target_prob", "overlap"), zeros),
             "accepted": path,
-            "labelled": drawn & (node <= accepted[:, None]),
+            "observed": drawn & (node <= accepted[:, None]),
             "accepted_length": accepted,
             "cut": self.cut,
             "drawn": drawn,

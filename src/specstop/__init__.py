@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from .policies import attach
 
 if TYPE_CHECKING:
-    from .collect.prompts.read import Prompt as Prompt, read_prompts as read_prompts
+    from .collect.prompts import Prompt as Prompt, read_prompts as read_prompts
     from .collect.run import collect as collect
-    from .collect.store.folder import Trace as Trace, open_trace as open_trace
+    from .collect.store import Trace as Trace, open_trace as open_trace
     from .decode.benchmark import bench as bench
     from .decode.hf.generate import specstop_generate as specstop_generate
     from .decode.loop import Speculator as Speculator

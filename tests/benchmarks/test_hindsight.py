@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from benchmark_scripts import script
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.replay.run import replay

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from benchmark_scripts import script
 from contract_policies import DEPTH
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError
 from specstop.policies.profile import Profile

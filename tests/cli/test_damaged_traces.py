@@ -17,8 +17,7 @@ import pytest
 from commands import cli
 from specstop.collect import open_trace
 from specstop.collect.schema import HEADER_KEY
-from specstop.collect.store.checksums import checksum_path
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace, checksum_path
 from specstop.policies.errors import SpecstopError, TraceError
 from specstop.policies.files import sha256
 from specstop.policies.profile import Profile

@@ -12,7 +12,7 @@ import torch
 from commands import Answer, cli, files
 from conftest import build_model, make_prompts
 from safetensors.torch import load_file, save_file
-from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.store import Trace, open_trace
 from specstop.policies.files import digest
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile

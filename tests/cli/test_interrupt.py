@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import cli
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.profile import Profile
 
 INTERRUPTED = (130, "specstop: interrupted\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import cli
-from specstop.collect.prompts.read import Choice, Prompt
+from specstop.collect.prompts import Choice, Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair, check_device, load_pair
 from specstop.decode.plain import plain_texts

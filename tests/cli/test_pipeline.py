@@ -12,7 +12,7 @@ import pytest
 import yaml
 from commands import COMMANDS, COMPACT, Answer, ascii_locale, cli, files, model_options
 from conftest import NEW, make_prompts
-from specstop.collect.store.folder import open_trace, shard_path
+from specstop.collect.store import open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.verify.noise import stream_key

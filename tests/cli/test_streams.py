@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from commands import ascii_locale, cli
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.store import Trace, open_trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
 from specstop.policies.profile import Profile

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from specstop.collect.schema import Header, arrow_schema, chain
-from specstop.collect.store.folder import (
+from specstop.collect.store import (
     open_for_writing,
     write_shard,
 )

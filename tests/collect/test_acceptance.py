@@ -24,7 +24,7 @@ def rounds(length: Array, drafted: Array, depth: int, explored: Array | bool = F
     accepted = drawn & (node < length[:, None])
     return {
         "accepted_length": accepted.sum(1), "cut": np.zeros(len(length), dtype=bool), "accepted": accepted,
-        "labelled": drawn & (node <= length[:, None]), "drawn": drawn, "sent": drawn,
+        "observed": drawn & (node <= length[:, None]), "drawn": drawn, "sent": drawn,
         "tokens": np.zeros(drawn.shape, dtype=np.int32), "explored": np.broadcast_to(explored, len(length)),
     }  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_of_a_tree_all_candidates_of_a_depth_count() -> None:
     drawn = np.array([[1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0]], dtype=bool)
     columns = {
         "accepted_length": accepted.sum(1), "cut": np.zeros(4, dtype=bool), "accepted": accepted, "drawn": drawn,
-        "labelled": drawn, "sent": drawn, "tokens": np.zeros((4, 6), dtype=np.int32), "explored": np.zeros(4, dtype=bool),
+        "observed": drawn, "sent": drawn, "tokens": np.zeros((4, 6), dtype=np.int32), "explored": np.zeros(4, dtype=bool),
     }  # fmt: skip
     found = depth_outcomes(header(tree), columns)
     assert found.observed.sum(0).tolist() == [4, 2]

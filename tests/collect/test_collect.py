@@ -18,14 +18,11 @@ import pytest
 import torch
 from conftest import VOCABULARY
 from learned_policies import FACTS, learned
-from specstop.collect.plan import plan_run
-from specstop.collect.processes import Place
-from specstop.collect.prompts.read import Prompt, read_prompts
-from specstop.collect.run import collect
-from specstop.collect.schema import Header
-from specstop.collect.shards import Plan, record
-from specstop.collect.store.folder import Trace, finished, open_trace, shard_path
-from specstop.collect.work import Work
+from specstop.collect.prompts import Prompt, read_prompts
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import Header, PromptTask
+from specstop.collect.shards import DistributedRank, Plan, record
+from specstop.collect.store import Trace, finished, open_trace, shard_path
 from specstop.decode.models.pair import Pair, load_pair
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
@@ -41,7 +38,7 @@ OPTIONS: dict[str, Any] = {"depth": 3, "temperature": 0.7, "max_new_tokens": 10,
 
 
 def collect_and_hang(
-    models: Path, prompts: Path, out: Path, place: Place, shards: int, writing: bool, ready: Connection
+    models: Path, prompts: Path, out: Path, rank: DistributedRank, shards: int, writing: bool, ready: Connection
 ) -> None:
     """Collect so many shards in a process of its own, then say so and wait to be killed, the next one half done."""
     torch.set_num_threads(1)
@@ -53,7 +50,7 @@ def collect_and_hang(
         ready.send(None)
         threading.Event().wait()
 
-    def rows(batch: Sequence[Work]) -> Sequence[Mapping[str, Any]]:
+    def rows(batch: Sequence[PromptTask]) -> Sequence[Mapping[str, Any]]:
         if written[0] == shards and not writing:
             hang()
         return plan.rows(batch)
@@ -66,7 +63,7 @@ def collect_and_hang(
         replace(stage, path)
 
     os.replace = replace_or_hang
-    record(Plan(plan.header, plan.work, rows), out, place=place, resume=True)
+    record(Plan(plan.header, plan.tasks, rows), out, rank=rank, resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +96,14 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
     pair: Pair, pair_folder: Path, prompt_file: Path, many: list[Prompt], undisturbed: Trace, tmp_path: Path
 ) -> None:
     """Three kills: of one process, then of both of two; one while it collects, two while they write."""
-    out, total = tmp_path / "out", 0
+    out, total, left = tmp_path / "out", 0, 0
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["specstop.collect.run", "specstop.decode.models.pair"])
     for moments in ([(2, True)], [(3, True), (1, False)]):
         children = []
         for rank, (shards, writing) in enumerate(moments):
             told, ready = context.Pipe(duplex=False)
-            arguments = (pair_folder, prompt_file, out, Place(rank, len(moments)), shards, writing, ready)
+            arguments = (pair_folder, prompt_file, out, DistributedRank(rank, len(moments)), shards, writing, ready)
             child = context.Process(target=collect_and_hang, args=arguments, daemon=True)
             child.start()
             children.append((child, told))
@@ -118,7 +115,8 @@ def test_killed_processes_started_again_leave_the_rows_of_an_undisturbed_run(
         total += sum(shards for shards, _ in moments)
         there = finished(out, undisturbed.header)
         assert len(there) == total
-        assert len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == sum(writing for _, writing in moments)
+        left += sum(writing for _, writing in moments)
+        assert len(list(out.rglob(f"{STAGE_PREFIX}*.parquet.*"))) == left
         for index in there:
             tables = [pq.read_table(shard_path(folder, index, SHARDS)) for folder in (out, undisturbed.folder)]
             assert tables[0].equals(tables[1])
@@ -262,7 +260,6 @@ def test_one_shard_for_every_thirty_two_prompts_by_default(pair: Pair, many: lis
         ({"depth": 0}, "depth"),
         ({"max_new_tokens": 1}, "max_new_tokens"),
         ({"max_new_tokens": 123}, "'long' has 5"),
-        ({"long": "left", "completions": {}}, "long left: expected skip or refuse with `completions`"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"shards": -1}, "shards"),

@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import EOS, NEW
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.collect.schema import NO_TOKEN, TIMES
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key
@@ -73,13 +73,13 @@ def test_dense_and_live_agree_at_the_anchors_that_both_have(
                 np.testing.assert_allclose(
                     row[name][drawn], other[name][drawn], rtol=FLOAT32, atol=FLOAT32, err_msg=name
                 )
-        known = row["labelled"]
-        assert not (known & ~other["labelled"]).any()
+        known = row["observed"]
+        assert not (known & ~other["observed"]).any()
         assert (row["accepted"] == other["accepted"])[known].all()
         for name in ("target_prob", "overlap"):
             np.testing.assert_allclose(row[name][known], other[name][known], rtol=FLOAT32, atol=FLOAT32, err_msg=name)
         if not row["cut"]:
-            assert (known == other["labelled"]).all(), "a round that is not cut labels all that dense labels"
+            assert (known == other["observed"]).all(), "a round that is not cut labels all that dense labels"
         seen, accepted = seen + int(drawn.sum()), accepted + int(row["accepted"].sum())
     assert seen > 200
     assert accepted > 40
@@ -187,8 +187,8 @@ def test_every_verification_can_be_recorded(
     rows = numpy_rows(trace)
     assert sum(int(row["accepted"].sum()) for row in rows) > 10
     for row in rows:
-        assert not (row["accepted"] & ~row["labelled"]).any()
-        assert not (row["labelled"] & ~row["sent"]).any()
+        assert not (row["accepted"] & ~row["observed"]).any()
+        assert not (row["observed"] & ~row["sent"]).any()
         assert not (row["sent"] & ~row["drawn"]).any()
         assert all(row[name] >= 0 for name in TIMES)
         assert row["seconds"] >= row["verify_s"] > 0
@@ -208,8 +208,8 @@ def test_labels_of_rejection_end_at_the_accepted_sibling(pair: Pair, prompts: li
     for row in numpy_rows(trace):
         if not row["drawn"].all():
             continue
-        tried = int(row["labelled"].sum())
-        assert row["labelled"][:tried].all()
+        tried = int(row["observed"].sum())
+        assert row["observed"][:tried].all()
         assert row["accepted"].tolist() == [at == tried - 1 and bool(row["accepted"].any()) for at in range(4)]
         assert (row["target_prob"][row["draft_prob"] > 0] > 0).all(), "p is known of every node that was verified"
         seen.add(tried)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from random_trace import HEADER
-from specstop.collect.pair_options import draft_of, pair_options
+from specstop.collect.schema import draft_of, pair_options
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 
 
 def numpy_rows(trace: Trace) -> list[dict[str, Any]]:

@@ -19,8 +19,7 @@ from specstop.collect.dense.completions import target_rows
 from specstop.collect.dense.gather import gather
 from specstop.collect.dense.places import Places
 from specstop.collect.dense.unroll import Anchors, Unroller, node_features
-from specstop.collect.schema import Header, parents
-from specstop.collect.work import Work
+from specstop.collect.schema import Header, PromptTask, parents
 from specstop.decode.rounds import play_round
 from specstop.decode.topology import Topology
 from specstop.decode.verify.modes import MODES
@@ -198,7 +197,7 @@ def _combined(
     stub: Any = SimpleNamespace(
         unroll=lambda *_: trees, pair=unroller.pair, depth=unroller.depth, features=unroller.features, draws=1
     )
-    written = Written(Work(0, "t", "", list(case.prompt)), list(text), rows, len(text), anchor.repeat(many))
+    written = Written(PromptTask(0, "t", "", list(case.prompt)), list(text), rows, len(text), anchor.repeat(many))
     return _arrays(case, text_columns(stub, written), many, len(anchor)), weights
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Speculator

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from specstop.collect.explore import exploring
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.hf.stopping import PolicyStoppingCriteria
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair

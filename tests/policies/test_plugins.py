@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from attack_families import family
-from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.store import Trace, open_trace
 from specstop.policies import registry
 from specstop.policies.errors import PolicyError
 from specstop.policies.profile import Profile

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ...collect.facts import facts
-from ...collect.prompts.read import Prompt, encode, read_prompts
-from ...collect.run import collect
-from ...collect.store.folder import Trace
-from ...collect.work import stream_name
+from ...collect.prompts import Prompt, encode, read_prompts
+from ...collect.run import collect, environment_facts
+from ...collect.schema import stream_name
+from ...collect.store import Trace
 from ...decode.benchmark import run_alternating
 from ...decode.loop import Speculator
 from ...decode.models.pair import Pair, load_pair
@@ -285,7 +284,7 @@ def _profiled(
             verification=settings.verification,
             policies=[Confidence()],
             effort=sizes.effort,
-            facts=facts(models),
+            facts=environment_facts(models),
             progress=progress,
         )
         profile.save(path)

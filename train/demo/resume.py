@@ -16,7 +16,7 @@ from typing import Any
 
 import filelock
 
-from ...collect.prompts.read import encode, read_prompts
+from ...collect.prompts import encode, read_prompts
 from ...decode.loop import Speculator
 from ...decode.models.pair import Pair
 from ...decode.profile.measuring import Effort

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...collect.facts import facts
-from ...collect.prompts.read import Prompt, fit
+from ...collect.prompts import Prompt, fit
+from ...collect.run import environment_facts
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHeads, Shape, output_scale, scale_output
 from ...decode.models.pair import Pair
@@ -71,7 +71,7 @@ def train_drafter(
         temperature: of half of the texts; 0 = all are greedy.
         seed: of texts, weights and order.
         fit_options: of the Trainer; with `checkpoints` texts and checkpoints are kept there, and `resume` goes on from them.
-        long: what becomes of prompts that are too long; see `collect.prompts.tokens.fit`.
+        long: treatment of prompts that are too long; see `collect.prompts.fit`.
         overwrite: replace an older result there.
         progress: see `Progress`.
 
@@ -88,7 +88,7 @@ def train_drafter(
         raise InputError("--prompts: expected two prompts at least, one of them to hold out")
     chosen, ids = fit(list(prompts), pair.tokenizer, pair.readable - max_new_tokens, long)
     if len(chosen) < 2:
-        raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
+        raise InputError("--prompts: fewer than two are short enough for the target; give others")
     begun = time.perf_counter()
     with work_folder(options) as folder:
         claim_fit(folder, {
@@ -118,7 +118,8 @@ def train_drafter(
         "seconds to fit": round(time.perf_counter() - recorded, 1),
     }
     told: Mapping[str, Any] = {
-        "prompts": len(chosen), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **facts(pair),
+        "prompts": len(chosen), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
+        **environment_facts(pair),
     }  # fmt: skip
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], told, metrics)
     save_drafter(trained, out)

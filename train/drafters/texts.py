@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...collect.prompts.read import Prompt
+from ...collect.prompts import Prompt
 from ...decode.models.cuda import open_cache
 from ...decode.models.device import upload
 from ...decode.models.outputs import stored

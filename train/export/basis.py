@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...collect.pair_options import draft_of, drafter_of
-from ...collect.store.folder import Trace
+from ...collect.schema import draft_of, drafter_of
+from ...collect.store import Trace
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent

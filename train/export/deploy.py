@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ...collect.pair_options import drafter_of
-from ...collect.store.folder import Trace
+from ...collect.schema import drafter_of
+from ...collect.store import Trace
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, PolicyError, close_match
 from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json

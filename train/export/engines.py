@@ -24,7 +24,7 @@ import yaml
 from scipy.sparse import csr_matrix, hstack
 from sklearn.linear_model import LogisticRegression
 
-from ...collect.pair_options import draft_of, drafter_of
+from ...collect.schema import draft_of, drafter_of
 from ...collect.schema import Header
 from ...decode.drafters.lookup import LONGEST
 from ...decode.drafters.spec import change_paths, needs_draft, reads_states

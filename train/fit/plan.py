@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from ...collect.schema import Header
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...policies.arguments import check_limits
 from ...policies.errors import InputError, close_match
 from ...policies.features import feature

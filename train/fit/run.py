@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...decode.profile import add_decisions
 from ...policies import kernels
 from ...policies.arguments import as_list, check_limits

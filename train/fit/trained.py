@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...collect.schema import Header
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...policies.files import prepare_output_dir
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile

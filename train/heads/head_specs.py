@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...policies.errors import InputError
 from ...policies.features import DRAFT_HIDDEN, HIDDEN_STATES, TOKEN_FEATURES, Kind, check_hidden, feature
 from ...policies.heads.layers import HARD_FEATURES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...decode.engines.settings import known_in_engines
 from ...policies.errors import InputError, TraceError, close_match
 from ...policies.features import feature

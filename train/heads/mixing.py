@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...policies.errors import TraceError
 from ...policies.features import HISTORY_FEATURES
 from ..replay.traces.arrays import TraceArrays, trace_arrays

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...decode.benchmark import Ratio
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyError, TraceError

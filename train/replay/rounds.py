@@ -19,7 +19,7 @@ from .log import Rounds
 from .source import TraceSource
 from .traces.arrays import TraceArrays
 
-ROUND_COLUMNS = ("draft_prob", "target_prob", "labelled", "sent", "backlog", "explored")
+ROUND_COLUMNS = ("draft_prob", "target_prob", "observed", "sent", "backlog", "explored")
 """What `evaluate_rounds` wants of `trace_arrays` as `extra`."""
 
 CAVEATS = (
@@ -186,7 +186,7 @@ class RecordedRounds(TraceSource):
         sent = round.sent[:, 1:] & self.active[:, None]  # [R, nodes]
         known = arrays.extra["sent"].numpy()[row, : tree.nodes].astype(bool)
         if not in_expectation:
-            known |= arrays.extra["labelled"].numpy()[row, : tree.nodes].astype(bool)
+            known |= arrays.extra["observed"].numpy()[row, : tree.nodes].astype(bool)
             path = arrays.accepted_nodes(torch.from_numpy(row)).numpy()[:, : tree.nodes]
             # After a rejection nothing is left to be observed.
             sent &= np.concatenate([np.ones((len(row), 1), dtype=bool), path], 1)[:, tree.parents[1:]]

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...collect.pair_options import pair_options
-from ...collect.schema import Header
+from ...collect.schema import Header, pair_options
 from ...decode.benchmark import Ratio
 from ...policies.profile import Profile
 from ..statistics import FEWEST, LEVEL, REPLICATES, Resamples, Values, clusters_needed

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...collect.store.folder import Trace, open_trace
+from ...collect.store import Trace, open_trace
 from ...decode.verify.sampling import SamplingParams
 from ...policies.contract import StopPolicy
 from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from ...collect.pair_options import pair_options
-from ...collect.schema import Header
+from ...collect.schema import Header, pair_options
 from ...decode.profile import device_of, measure_decision, missing_decisions
 from ...decode.settings import tree_of
 from ...policies.contract import StopPolicy

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...collect.store.card import replay_text
-from ...collect.store.folder import Trace
+from ...collect.card import replay_text
+from ...collect.store import Trace
 from ...decode.verify.modes import MODES, describe
 from ...decode.verify.sampling import SamplingParams
 from ...policies import kernels

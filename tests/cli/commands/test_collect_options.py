@@ -17,7 +17,7 @@ from conftest import make_prompts
 from specstop.cli.commands.info import branch_rows
 from specstop.cli.options import Models, PromptSource
 from specstop.collect import collect as collect_trace, shards
-from specstop.collect.store.folder import Trace, open_trace, shard_path
+from specstop.collect.store import Trace, open_trace, shard_path
 from specstop.decode.models.pair import Pair
 from transformers import AutoTokenizer
 
@@ -184,7 +184,7 @@ def test_info_shows_acceptance_by_branch(pair: Pair, tmp_path: Path) -> None:
         ("1", "1 of the anchor"), ("1", "2 of the anchor"), ("2", "1 of node 0"), ("2", "1 of node 1")
     ]  # fmt: skip
     accepted = np.array(trace.rows["accepted"])
-    labelled = np.array(trace.rows["labelled"])
+    labelled = np.array(trace.rows["observed"])
     for node, row in enumerate(rows):
         assert int(row[3]) == labelled[:, node].sum()
         assert row[2] == (f"{accepted[labelled[:, node], node].mean():.3f}" if labelled[:, node].any() else "-")
@@ -253,7 +253,7 @@ def test_info_shows_counts_groups_and_a_row(done: Trace) -> None:
     assert facts["bytes"] == sum(len(raw) for name, raw in files(done.folder).items() if name.endswith(".parquet"))
     assert set(facts["sample"]) == set(done.table().column_names)
     assert [a["depth"] for a in facts["acceptance"]] == [1, 2]
-    assert [b["rows"] for b in facts["branches"]] == np.array(done.rows["labelled"]).sum(0).tolist()
+    assert [b["rows"] for b in facts["branches"]] == np.array(done.rows["observed"]).sum(0).tolist()
     shown = cli("info", done.folder).out
     assert "P(A >= depth)" in shown
     assert "a row" in shown

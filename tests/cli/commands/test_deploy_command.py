@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import cli, files
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.profile import Profile
 from specstop.train.fit.run import train
 

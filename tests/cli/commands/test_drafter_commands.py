@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import cli
 from conftest import make_prompts
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile

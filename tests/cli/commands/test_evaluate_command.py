@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import COMPACT, cli, files, model_options
 from specstop.collect.engines import vllm_profile
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import profile as decode_profile
 from specstop.decode.settings import Settings
 from specstop.policies.costs import BatchCosts, BatchTable

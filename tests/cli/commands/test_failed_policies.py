@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import cli, model_options
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings

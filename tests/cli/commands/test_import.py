@@ -11,7 +11,7 @@ import pytest
 import torch
 from commands import cli, model_options
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.profile import Profile
 from torch import nn
@@ -78,7 +78,7 @@ def test_a_soft_model_of_another_size_is_refused_by_name(
     models = model_options(pair_folder, "--prompts", str(tmp_path / "prompts.jsonl"))
     answer = cli("decode", *models, "--policy", tmp_path / "p", "--max-new-tokens", "9")
     assert answer.code == 2 and "draft_hidden of 768 numbers" in answer.err
-    from specstop.collect.prompts.read import read_prompts
+    from specstop.collect.prompts import read_prompts
 
     trace = collect(
         pair,

@@ -14,9 +14,9 @@ from commands import cli
 from conftest import NEW
 from contract_policies import DEPTH
 from specstop.collect.engines.vllm_records import import_vllm
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.contract import StopPolicy
 from specstop.policies.fixed import Confidence, FixedLength

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import COMPACT, cli, model_options
 from specstop.collect import open_trace
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from transformers import AutoTokenizer
 
 SMALL = ("--depth", 2, "--max-new-tokens", 6, "--extra", "shards=3", "--quiet")

@@ -11,7 +11,7 @@ import typer
 from commands import COMPACT, cli, model_options
 from specstop.cli.main import app
 from specstop.cli.options import SAMPLING_KEYS
-from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.store import Trace, open_trace
 from specstop.policies.profile import Profile
 
 COMMANDS = ("collect", "profile", "decode", "bench", "evaluate")

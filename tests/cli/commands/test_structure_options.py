@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from byte_pair import PERSON, byte_pair, is_person
 from commands import cli
-from specstop.collect.store.folder import open_trace
+from specstop.collect.store import open_trace
 
 pytest.importorskip("llguidance")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import cli, files
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.files import MANIFEST
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder

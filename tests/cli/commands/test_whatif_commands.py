@@ -11,9 +11,9 @@ import yaml
 from commands import Answer, cli
 from conftest import NEW
 from contract_policies import DEPTH
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.files import MANIFEST
 from specstop.policies.fixed import Confidence

@@ -10,7 +10,7 @@ import torch
 from conftest import EOS
 from reference_features import Rows, compute
 from specstop.collect.dense.completions import own_anchors
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
@@ -59,7 +59,7 @@ def test_of_greedy_answers_the_anchors_with_the_targets_own_continuation_are_kep
             after.add((s, anchor))
             continue
         before.add((s, anchor))
-        for name in (*CHAIN_FEATURES, "tokens", "accepted", "labelled", "target_prob", "overlap", "anchor_entropy"):
+        for name in (*CHAIN_FEATURES, "tokens", "accepted", "observed", "target_prob", "overlap", "anchor_entropy"):
             np.testing.assert_allclose(row[name], own[s, anchor][name], rtol=FLOAT32, atol=FLOAT32, err_msg=name)
     assert before == {key for key in own if key[1] <= 5 or (len(texts[key[0]]) <= 9 and key in before)}
     assert len(before) > 25
@@ -118,7 +118,7 @@ def test_mixed_rows_are_those_of_a_loop_over_positions(
     assert sorted(map(key, plain)) == sorted(map(key, rows))
     own = {key(row): row for row in plain}
     for row in rows:
-        for name in ("tokens", "accepted", "labelled", "target_prob", "draft_prob", "overlap", "accepted_length"):
+        for name in ("tokens", "accepted", "observed", "target_prob", "draft_prob", "overlap", "accepted_length"):
             assert np.array_equal(row[name], own[key(row)][name]), name
     by_key = {key(row): row for row in rows}
     for s, prompt in enumerate(prompt_ids):

@@ -14,10 +14,10 @@ from contract_policies import DEPTH
 from reference_features import Rows, compute
 from specstop.collect.dense.collector import Unroller, dense_rows
 from specstop.collect.dense.threads import map_threads
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
-from specstop.collect.work import Work
+from specstop.collect.schema import PromptTask
+from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair, join, load_pair
 from specstop.decode.plain import plain_texts
@@ -131,11 +131,11 @@ def test_labels_are_those_of_a_walk_along_the_text(
             alive = accepted[-1]
             seen_eos_accepted |= bool(accepted[-1] and token == EOS)
         assert row["accepted"].tolist() == accepted
-        assert row["labelled"].tolist() == labelled
+        assert row["observed"].tolist() == labelled
         assert row["accepted_length"] == sum(accepted)
         assert bool(row["cut"]) == (text[-1] == EOS and anchor + DEPTH > len(text))
         for name in ("target_prob", "overlap"):
-            assert not row[name][~row["labelled"]].any()
+            assert not row[name][~row["observed"]].any()
         seen_cut |= bool(row["cut"])
     assert seen_cut
     assert seen_eos_accepted
@@ -168,15 +168,15 @@ def test_tokens_and_probabilities_are_those_of_a_loop_without_cache(
             np.testing.assert_allclose([row[n][node] for n in CHAIN_FEATURES], expected, rtol=FLOAT32, atol=FLOAT32)
             q, p = torch.softmax(q_row / scale, -1)[0], torch.softmax(p_row / scale, -1)[0]
             assert row["draft_prob"][node] == pytest.approx(float(q[token]), abs=FLOAT32)
-            if row["labelled"][node]:
+            if row["observed"][node]:
                 assert row["target_prob"][node] == pytest.approx(float(p[token]), abs=FLOAT32)
                 assert row["overlap"][node] == pytest.approx(float(torch.minimum(p, q).sum()), abs=FLOAT32)
             logprob = rows.path_logprob
             prefix = [*prefix, int(token)]
 
 
-def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[Work]:
-    return [Work(i, p.id, p.group, ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
+def batch(prompts: list[Prompt], ids: list[list[int]]) -> list[PromptTask]:
+    return [PromptTask(i, p.id, p.group, ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
 
 
 def assert_same(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]], near: float = FLOAT32) -> None:
@@ -258,7 +258,7 @@ def test_rows_are_the_same_under_eager_attention(
 def test_a_text_of_one_token_has_no_row(pair: Pair, prompt_ids: list[list[int]]) -> None:
     first = plain_texts(pair, [prompt_ids[0]], [0], 1).tokens[0][0]
     ends_at_once = Pair(pair.target, pair.draft, None, pair.vocabulary, (first,))
-    assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [Work(0, "a", "", prompt_ids[0])], NEW) == []
+    assert dense_rows(ends_at_once, Unroller(ends_at_once, 3, 0.0), [PromptTask(0, "a", "", prompt_ids[0])], NEW) == []
 
 
 @pytest.mark.parametrize("tree", [None, "2,2"])

@@ -12,10 +12,10 @@ from conftest import EOS, NEW
 from reference_features import Rows, compute
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller, closure
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import open_trace
-from specstop.collect.work import Work
+from specstop.collect.schema import PromptTask
+from specstop.collect.store import open_trace
 from specstop.decode.models.pair import Pair
 from specstop.decode.plain import plain_texts
 from specstop.decode.topology import Topology, parse_tree
@@ -33,7 +33,7 @@ def search(
 ) -> dict[str, Any]:
     """Return tokens, features, p, overlap, accepted and labelled by node, one full forward of both models per node."""
     scale = temperature or 1.0
-    out: dict[str, Any] = {"tokens": {}, "features": {}, "accepted": {}, "labelled": {}, "p": {}, "overlap": {}}
+    out: dict[str, Any] = {"tokens": {}, "features": {}, "accepted": {}, "observed": {}, "p": {}, "overlap": {}}
     state = {0: (prefix, torch.zeros(1, dtype=torch.float64), text)}
     for row in range(len(tree)):
         if not tree.children[row]:
@@ -54,7 +54,7 @@ def search(
             out["features"][child - 1] = compute(TREE_FEATURES, rows)[0].numpy()
             known = bool(ahead)
             match = known and int(token) == ahead[0]
-            out["labelled"][child - 1], out["accepted"][child - 1] = known, match
+            out["observed"][child - 1], out["accepted"][child - 1] = known, match
             chance = torch.softmax(p / scale, -1)[0]
             out["p"][child - 1] = float(chance[token]) * known
             out["overlap"][child - 1] = float(torch.minimum(chance, torch.softmax(q / scale, -1)[0]).sum()) * known
@@ -79,7 +79,7 @@ def test_rows_are_those_of_a_search_without_cache(
         slow = search(plain_pair, topology, prompt_ids[s] + texts[s][:anchor], ahead, temperature, keys[s])
         for node in range(topology.nodes):
             assert row["tokens"][node] == slow["tokens"][node]
-            assert bool(row["labelled"][node]) == slow["labelled"][node]
+            assert bool(row["observed"][node]) == slow["observed"][node]
             assert bool(row["accepted"][node]) == slow["accepted"][node]
             assert row["target_prob"][node] == pytest.approx(slow["p"][node], abs=FLOAT32)
             assert row["overlap"][node] == pytest.approx(slow["overlap"][node], abs=FLOAT32)
@@ -97,7 +97,7 @@ def test_rows_are_those_of_a_search_without_cache(
 def test_rows_do_not_depend_on_the_chunks(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], tree: str
 ) -> None:
-    work = [Work(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
+    work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts)]
     topology = parse_tree(tree)
     whole = dense_rows(pair, Unroller(pair, topology, 0.7, rows=512), work, NEW)
     pieces = dense_rows(pair, Unroller(pair, topology, 0.7, memory_bytes=1), work, NEW)

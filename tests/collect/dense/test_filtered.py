@@ -11,10 +11,9 @@ import torch
 from benchmark_scripts import part
 from conftest import NEW, make_prompts
 from specstop.collect.dense.mixed import mixed_rows
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.schema import NO_TOKEN, Header
-from specstop.collect.work import Work
+from specstop.collect.schema import NO_TOKEN, Header, PromptTask
 from specstop.decode.benchmark import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -114,7 +113,7 @@ def test_a_mixed_trace_is_of_the_filtered_distribution(
     """One token is left, so the draft's is sure; and labels are those of the dense trace."""
     options = {"depth": 1, "temperature": 0.7, "max_new_tokens": NEW, "shaping": SamplingParams(top_k=1)}
     mixed = numpy_rows(collect(pair, prompts, tmp_path / "mixed", mix=0.3, **options))
-    work = [Work(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
+    work = [PromptTask(n, str(n), "", ids, stream_key(0, str(n))) for n, ids in enumerate(prompt_ids)]
     settings = Settings(0.7, NEW, shaping=SamplingParams(top_k=1), verification="match")
     alone, together = (mixed_rows(pair, work, settings, 0.3, memory_bytes=size) for size in (1, 1 << 28))
     for one, other in zip(alone, together, strict=True):  # one text at a time, or all side by side

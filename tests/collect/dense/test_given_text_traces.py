@@ -12,11 +12,10 @@ from conftest import NEW
 from contract_policies import DEPTH
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.unroll import Unroller
-from specstop.collect.plan import plan_run
-from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace, open_trace
-from specstop.collect.work import Work
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import PromptTask
+from specstop.collect.store import Trace, open_trace
 from specstop.decode.drafters import with_drafter
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
@@ -88,9 +87,9 @@ def test_draws_are_sequences_of_one_text(drawn: dict[str, Trace], traces: dict[f
 
 
 def test_soft_labels_of_rejection_are_ratios(drawn: dict[str, Trace]) -> None:
-    columns = ("accept_chance", "next_chance", "overlap", "draft_prob", "target_prob", "labelled")
+    columns = ("accept_chance", "next_chance", "overlap", "draft_prob", "target_prob", "observed")
     arrays = trace_arrays(drawn["rejection"], extra=columns)
-    known = arrays.extra["labelled"]
+    known = arrays.extra["observed"]
     ratio = (arrays.extra["target_prob"] / arrays.extra["draft_prob"].clamp_min(1e-30)).clamp_max(1.0)
     np.testing.assert_allclose(arrays.extra["accept_chance"][known], ratio[known], rtol=1e-5)
     np.testing.assert_allclose(arrays.extra["next_chance"][known], arrays.extra["overlap"][known], rtol=1e-5)
@@ -123,7 +122,7 @@ def test_point_rounds_are_those_of_the_live_loop(
 def test_rows_do_not_depend_on_the_chunks(
     pair: Pair, prompts: list[Prompt], prompt_ids: list[list[int]], name: str, tree: str
 ) -> None:
-    work = [Work(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
+    work = [PromptTask(i, p.id, p.group, prompt_ids[i], stream_key(0, p.id)) for i, p in enumerate(prompts[:4])]
     whole, pieces = (
         dense_rows(pair, Unroller(pair, parse_tree(tree), 0.7, verification=name, draws=2, **size), work, NEW)
         for size in ({}, {"memory_bytes": 1})

@@ -8,8 +8,8 @@ import pytest
 import torch
 from specstop.collect.dense import memory
 from specstop.collect.dense.memory import LEAST_MIB, MOST_MIB, SHARE, UNKNOWN_MIB, budget_mib, free_bytes
-from specstop.collect.plan import plan_run
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import plan_run
 from specstop.decode.models.pair import Pair
 
 CPU = torch.device("cpu")

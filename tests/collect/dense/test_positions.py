@@ -14,10 +14,9 @@ from specstop.collect import collectors
 from specstop.collect.dense.collector import dense_rows
 from specstop.collect.dense.positions import PositionsCollector
 from specstop.collect.dense.unroll import Unroller
-from specstop.collect.plan import plan_run
-from specstop.collect.prompts.read import Prompt
-from specstop.collect.run import collect
-from specstop.collect.work import Work
+from specstop.collect.prompts import Prompt
+from specstop.collect.run import collect, plan_run
+from specstop.collect.schema import PromptTask
 from specstop.decode.drafters import TrainedDrafter, load_drafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
@@ -54,7 +53,7 @@ def folders(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_with_the_draft_model_the_rows_are_those_of_the_other_dense_collector(
     pair: Pair, prompt_ids: list[list[int]], tree: str | None
 ) -> None:
-    batch = [Work(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
+    batch = [PromptTask(i, f"p{i}", "g", ids, stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:3])]
     for temperature in (0.0, 0.7):
         settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
         unroller = Unroller(pair, settings.topology, temperature, hidden=(TARGET_HIDDEN,))
@@ -91,7 +90,7 @@ def test_texts_side_by_side_give_the_rows_of_each_alone(
     trained = kind.rpartition("+")[2]
     alone = with_drafter(pair, f"{kind}:{folders / trained}" if (folders / trained).exists() else kind)
     # Of unlike lengths, so that the places of their rounds never agree.
-    work = [Work(i, f"p{i}", "g", ids[i % 3 :], stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:5])]
+    work = [PromptTask(i, f"p{i}", "g", ids[i % 3 :], stream_key(0, f"p{i}")) for i, ids in enumerate(prompt_ids[:5])]
     settings = Settings(temperature, NEW, DEPTH, tree=tree, verification="match")
     single, several = (PositionsCollector(alone, settings, (TARGET_HIDDEN,), memory) for memory in (1, 1 << 28))
     assert (single.batch, several.batch) == (1, 16)

@@ -15,7 +15,7 @@ from scipy import stats
 from specstop.collect.dense.completion_check import balance
 from specstop.collect.dense.completions import given_noise, sampled_rows, target_rows
 from specstop.collect.dense.given_text import gumbel_given
-from specstop.collect.prompts.read import Columns, Prompt, read_prompts
+from specstop.collect.prompts import Prompt, read_prompts
 from specstop.collect.run import collect
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.cache import CachedModel
@@ -273,8 +273,8 @@ def test_few_texts_are_taken_with_a_warning_and_odd_ids_are_not(
 def test_completions_are_read_as_text_or_token_ids(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     file.write_text('{"id": "a", "prompt": "w7", "out": "w8 w9"}\n{"id": "b", "prompt": "w7", "out": [8, 9]}\n')
-    read = read_prompts(file, columns=Columns(completion="out"))
+    read = read_prompts(file, completion="out")
     assert [p.completion for p in read] == ["w8 w9", (8, 9)]
     file.write_text('{"id": "a", "prompt": "w7", "out": [8, "w9"]}\n')
     with pytest.raises(InputError, match=r"completions: .*line 1: .*a list of token ids"):
-        read_prompts(file, columns=Columns(completion="out"))
+        read_prompts(file, completion="out")

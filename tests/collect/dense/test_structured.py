@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmark_scripts import part
 from byte_pair import PERSON, byte_pair
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.grammar import Grammar

@@ -16,8 +16,7 @@ from specstop.collect.engines.serving import PartWriter, import_parts
 from specstop.collect.engines.vllm_records import import_vllm
 from specstop.collect.explore import exploring
 from specstop.collect.live import LiveCollector
-from specstop.collect.schema import Header, chain
-from specstop.collect.work import Work
+from specstop.collect.schema import Header, PromptTask, chain
 from specstop.decode.drafters import find_drafter
 from specstop.decode.engines.drafting import Drafting, Options
 from specstop.decode.engines.vllm import Proposer
@@ -76,7 +75,7 @@ def recorded(
     found = {}
     for at, request in enumerate(engine.finished):
         parts = [text for text in texts if text.name == request.name]
-        rows = recorder.rows(parts, Work(at, request.name, "", request.prompt), request.answer)
+        rows = recorder.rows(parts, PromptTask(at, request.name, "", request.prompt), request.answer)
         assert rows is not None
         found[request.name] = rows
     return found, engine
@@ -87,7 +86,7 @@ def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, re
     rows, _ = recorded(endless_pair, requests, "confidence:0.3", gentle=True)
     settings = Settings(0.0, NEW, K, ignore_eos=True)
     live = LiveCollector(endless_pair, load_policy("confidence:0.3"), settings)
-    batch = [Work(i, r.name, "", r.prompt) for i, r in enumerate(requests)]
+    batch = [PromptTask(i, r.name, "", r.prompt) for i, r in enumerate(requests)]
     compared = 0
     for theirs in live.rows(batch):
         mine = rows[theirs["prompt_id"][0]]
@@ -96,7 +95,7 @@ def test_rounds_are_those_that_the_live_collector_records(endless_pair: Pair, re
         count = int(inside.sum())
         for name in ("anchor", "drawn", "sent", "tokens", "accepted_length", "decisions", "backlog", "committed"):
             assert np.array_equal(np.asarray(mine[name])[:count], np.asarray(theirs[name])[inside]), name
-        for name in ("accepted", "labelled"):
+        for name in ("accepted", "observed"):
             assert np.array_equal(mine[name][:count], theirs[name][inside]), name
         for name in (*engine_features(0.0), "draft_prob", "anchor_token", "before_token"):
             assert np.allclose(mine[name][:count], theirs[name][inside], rtol=1e-4, atol=1e-5), name
@@ -224,7 +223,8 @@ def test_a_request_that_comes_back_goes_on_as_another_text_and_loses_no_round(en
     ended = {one.name: one for one in recorder.take_ended(-1)}
     parts = [(first, text[:4]), (ended["a"], text[:7])]
     rows = [
-        recorder.rows([one], Work(0, "a", "", one.tokens[: one.prompt]), one.tokens[one.prompt :]) for one, _ in parts
+        recorder.rows([one], PromptTask(0, "a", "", one.tokens[: one.prompt]), one.tokens[one.prompt :])
+        for one, _ in parts
     ]
     assert [one.tokens for one, _ in parts] == [known.tolist() for _, known in parts]
     anchors = [(one["anchor"] + one["prompt_tokens"]).tolist() for one in rows if one is not None]

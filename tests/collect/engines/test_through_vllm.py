@@ -11,7 +11,7 @@ import pytest
 from specstop.collect.engines import through_vllm
 from specstop.collect.engines.rounds import RecordedText
 from specstop.collect.engines.through_vllm import parts_of
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError, PolicyError

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engine_records import write
 from specstop.collect.engines.vllm_records import import_vllm
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy

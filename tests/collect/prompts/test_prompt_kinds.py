@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from specstop.collect.prompts.read import Columns, fit, read_prompts
-from specstop.collect.prompts.tokens import Prompt
+from specstop.collect.prompts import Prompt, fit, read_prompts
 from specstop.decode.models.pair import Pair
 from specstop.decode.run import decode
 from specstop.decode.settings import Settings
@@ -84,7 +83,7 @@ def test_conversations_are_read_in_any_form(
     path = tmp_path / f"prompts.{suffix}"
     path.write_text(json.dumps([record], indent=2) if array else json.dumps(record))
     name = next(name for name in record if name != "id")
-    (prompt,) = read_prompts(path, columns=Columns(name if columns else None))
+    (prompt,) = read_prompts(path, column=name if columns else None)
     assert (prompt.id, prompt.text, prompt.system) == (record["id"], text, "s")
 
 

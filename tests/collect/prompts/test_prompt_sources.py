@@ -10,8 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from specstop.collect.prompts.presets import PRESETS
-from specstop.collect.prompts.read import Columns, Prompt, read_prompts
+from specstop.collect.prompts import Prompt, read_prompts
 from specstop.policies.errors import InputError
 
 
@@ -62,11 +61,10 @@ def test_suffixes_are_read_in_any_case(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
 @pytest.mark.parametrize(
     ("twice", "columns"),
-    [("prompt", Columns()), ("id", Columns()), ("sample", Columns()), ("topic", Columns(group="topic")),
-     ("answer", Columns(completion="answer"))],
+    [("prompt", {}), ("id", {}), ("sample", {}), ("topic", {"group": "topic"}), ("answer", {"completion": "answer"})],
 )  # fmt: skip
 def test_a_column_that_is_read_and_occurs_twice_is_refused(
-    tmp_path: Path, kind: str, twice: str, columns: Columns
+    tmp_path: Path, kind: str, twice: str, columns: dict[str, str]
 ) -> None:
     names, values = ["prompt", "id", "topic", "answer", "sample", twice], ["a", "b", "c", "d", "e", "f"]
     path = tmp_path / f"prompts.{kind}"
@@ -81,17 +79,18 @@ def test_a_column_that_is_read_and_occurs_twice_is_refused(
 
     save(names)
     with pytest.raises(InputError, match=f"^prompts: .*prompts.{kind}.* {twice!r}") as caught:
-        read_prompts(path, columns=columns)
+        read_prompts(path, **columns)
     assert "\n" not in str(caught.value)
     save([*names[:2], "more", *names[3:5], "more"] if twice != "topic" else ["prompt", "id", "topic", "x", "x", "y"])
-    assert read_prompts(path, columns=columns if twice != "answer" else Columns())[0].text == "a"
+    if kind != "jsonl":  # an object with a repeated key is invalid
+        assert read_prompts(path, **columns if twice != "answer" else {})[0].text == "a"
 
 
-LAYOUTS = {
-    "gsm8k": ({"question": "2 + 2?", "answer": "#### 4"}, Prompt("", "2 + 2?", "gsm8k")),
+SETS = {
+    "gsm8k": ({"question": "2 + 2?", "answer": "#### 4"}, Prompt("", "2 + 2?")),
     "humaneval": (
         {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    pass", "entry_point": "f"},
-        Prompt("HumanEval/0", "def f():", "humaneval"),
+        Prompt("HumanEval/0", "def f():"),
     ),
     "mt-bench": (
         {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
@@ -101,28 +100,21 @@ LAYOUTS = {
         {"question_id": 200, "category": "translation", "turns": ["only"]},
         Prompt("200", "only", "translation"),
     ),
+    "common": ({"id": 5, "category": "c", "prompt": "a"}, Prompt("5", "a", "c")),
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_preset_knows_the_layout(tmp_path: Path, name: str) -> None:
-    assert set(LAYOUTS) == set(PRESETS)
-    record, expected = LAYOUTS[name]
-    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)), preset=name)
+@pytest.mark.parametrize("name", SETS)
+def test_known_prompt_sets_are_read_without_options(tmp_path: Path, name: str) -> None:
+    record, expected = SETS[name]
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)))
     assert (prompt.text, prompt.group) == (expected.text, expected.group)
     assert prompt.id == expected.id or not expected.id
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_preset_reads_the_common_layout_too(tmp_path: Path, name: str) -> None:
-    record = {"id": 5, "category": "c", "prompt": "a"}
-    assert read_prompts(write(tmp_path, json.dumps(record)), preset=name)[0].text == "a"
-
-
 def test_named_columns_take_the_place_of_the_layouts(tmp_path: Path) -> None:
     record = {"prompt": "no", "text": "yes", "kind": "k", "group": "no", "answer": "42"}
-    columns = Columns("text", "kind", "answer")
-    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)), columns=columns)
+    (prompt,) = read_prompts(write(tmp_path, json.dumps(record)), column="text", group="kind", completion="answer")
     assert (prompt.text, prompt.group, prompt.completion) == ("yes", "k", "42")
 
 
@@ -132,7 +124,7 @@ def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
-    (prompt,) = read_prompts(write(tmp_path, json.dumps({"messages": messages})), columns=Columns("messages"))
+    (prompt,) = read_prompts(write(tmp_path, json.dumps({"messages": messages})), column="messages")
     assert (prompt.text, prompt.system) == ("u", "s")
 
 
@@ -141,33 +133,28 @@ def test_the_first_message_of_the_user_is_the_prompt(tmp_path: Path) -> None:
     [
         (
             {"promt": "a"},
-            Columns(),
+            {},
             "line 1: .*it has promt .did you mean 'promt'.*collect takes another one with `column`",
         ),
-        ({"prompt": "a"}, Columns("text"), '.*string "text", but it has prompt; collect takes another one with'),
-        ({"prompt": "a"}, Columns(group="topic"), "collect takes another one with `group`"),
+        ({"prompt": "a"}, {"column": "text"}, '.*string "text", but it has prompt; collect takes another one with'),
+        ({"prompt": "a"}, {"group": "topic"}, "collect takes another one with `group`"),
         (
             {"prompt": "a"},
-            Columns(completion="answer"),
+            {"completion": "answer"},
             'completions: .*line 1: expected a non-empty string "answer"',
         ),
-        ({"prompt": []}, Columns(), "line 1: expected an object"),
-        ({"prompt": [3]}, Columns(), "line 1: expected an object"),
-        ({"prompt": [{"role": "assistant", "content": "a"}]}, Columns(), "line 1: expected an object"),
+        ({"prompt": []}, {}, "line 1: expected an object"),
+        ({"prompt": [3]}, {}, "line 1: expected an object"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, {}, "line 1: expected an object"),
     ],
     ids=["typo", "column", "group", "completion", "no turns", "number", "no user"],
 )
 def test_a_record_without_the_column_says_what_it_has(
-    tmp_path: Path, record: dict[str, Any], columns: Columns, message: str
+    tmp_path: Path, record: dict[str, Any], columns: dict[str, str], message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        read_prompts(write(tmp_path, json.dumps(record)), columns=columns)
+        read_prompts(write(tmp_path, json.dumps(record)), **columns)
     assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_preset_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"expected one of demo, gsm8k, .*not 'gsm9k' .did you mean 'gsm8k'"):
-        read_prompts(write(tmp_path, '{"prompt": "a"}'), preset="gsm9k")
 
 
 @pytest.fixture
@@ -181,13 +168,13 @@ def test_a_folder_of_files_is_read_as_a_data_set(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text(f'{{"question": "{split} 1"}}\n{{"question": "{split} 2"}}\n')
+        (folder / f"{split}.jsonl").write_text(f'{{"text": "{split} 1"}}\n{{"text": "{split} 2"}}\n')
     for split, expected in ((None, "train"), ("test", "test")):
-        prompts = read_prompts(folder, split=split, columns=Columns("question"))
+        prompts = read_prompts(folder, split=split, column="text")
         assert [p.text for p in prompts] == [f"{expected} 1", f"{expected} 2"]
     with pytest.raises(InputError, match=r"no data set can be read from .*dev"):
         read_prompts(folder, split="dev")
-    with pytest.raises(InputError, match=r"set, row 1: expected an object .* but it has question"):
+    with pytest.raises(InputError, match=r"set, row 1: expected an object .* but it has text"):
         read_prompts(folder)
 
 
@@ -207,23 +194,36 @@ def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
         read_prompts(tmp_path / "set")
 
 
-@pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:a:b:c", "hf:a:"])
+@pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:a:"])
 def test_a_mangled_hub_name_is_refused(name: str) -> None:
     with pytest.raises(InputError, match="prompts: expected hf:organisation/name"):
         read_prompts(name)
 
 
-def test_a_hub_name_is_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_a_hub_name_has_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
 
-    def load_dataset(path: str, name: str | None, split: str) -> list[dict[str, str]]:
-        asked.append((path, name, split))
-        return [{"question": "a"}]
+    def load_dataset(path: str, name: str | None, split: str | None) -> Any:
+        calls.append((path, name, split))
+        data = datasets.Dataset.from_list([{"question": f"of {split}"}])
+        return datasets.DatasetDict({"test": data}) if split is None else data
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read_prompts("hf:openai/gsm8k:main", preset="gsm8k", split="test")[0].text == "a"
-    read_prompts("hf:me/mine", columns=Columns("question"))
-    assert asked == [("openai/gsm8k", "main", "test"), ("me/mine", None, "train")]
+    assert read_prompts("hf:openai/gsm8k:main", split="test")[0].text == "of test"
+    assert read_prompts("hf:openai/gsm8k:main:train[:5]")[0].text == "of train[:5]"
+    assert read_prompts("hf:me/mine::dev")[0].text == "of dev"
+    assert read_prompts("hf:me/mine")[0].text == "of None", "its only split"
+    with pytest.raises(InputError, match="split: expected one of test in hf:me/mine"):
+        monkeypatch.setattr(
+            datasets,
+            "load_dataset",
+            lambda *args, split: datasets.DatasetDict({"test": datasets.Dataset.from_list([])}),
+        )
+        read_prompts("hf:me/mine", split="dev")
+    assert calls == [
+        ("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train[:5]"), ("me/mine", None, "dev"),
+        ("me/mine", None, None),
+    ]  # fmt: skip
 
 
 def test_what_the_hub_answers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from specstop.collect.prompts.read import Choice, Prompt, apply_chat_template, encode, fit, read_prompts
+from specstop.collect.prompts import Prompt, apply_chat_template, encode, fit, read_prompts
 from specstop.policies.errors import InputError, SpecstopWarning
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -63,7 +62,7 @@ def test_a_line_separator_inside_a_string_does_not_end_the_record(tmp_path: Path
             '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}',
             "line 2: prompt id '1' appears in line 1 too, with another text",
         ),
-        ('{"prompt": "a"}\n{"prompt": "a"}', "line 2: prompt .* appears in line 1 too"),
+        ('{"prompt": "a"}\n{"prompt": "a"}', "line 2: prompt .* appears in line 1 too; remove repeated records"),
         (r'{"prompt": "\ud800"}', "line 1: the prompt has half a surrogate pair"),
         (r'{"prompt": "a", "id": "b\udc00"}', "line 1: the id has half a surrogate pair"),
         (
@@ -126,17 +125,13 @@ def test_a_prompt_that_does_not_fit_is_named(tokenizer: PreTrainedTokenizerFast,
         encode([Prompt("ok", "w7"), Prompt("me", text)], tokenizer, 3)
 
 
-@pytest.mark.parametrize(("long", "ids"), [("skip", [[7]]), ("left", [[7], [9, 10]]), ("right", [[7], [8, 9]])])
-def test_what_becomes_of_long_prompts_is_told(
-    tokenizer: PreTrainedTokenizerFast, long: str, ids: list[list[int]]
-) -> None:
+def test_long_prompts_are_left_out_with_a_warning(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [Prompt("ok", "w7"), Prompt("me", "w8 w9 w10")]
     with pytest.warns(
-        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and .* \(`long`\)$"
+        SpecstopWarning, match=r"^1 of 2 prompts have more than 2 tokens \('me' has 3\) and are left out$"
     ):
-        kept, found = fit(prompts, tokenizer, 2, long)
-    assert found == ids
-    assert [p.id for p in kept] == ["ok", "me"][: len(ids)]
+        kept, found = fit(prompts, tokenizer, 2)
+    assert ([p.id for p in kept], found) == (["ok"], [[7]])
 
 
 def test_where_no_prompt_fits_nothing_is_skipped_in_silence(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -144,75 +139,8 @@ def test_where_no_prompt_fits_nothing_is_skipped_in_silence(tokenizer: PreTraine
     named = "'0' has 2, '1' has 2, '2' has 2, '3' has 2, '4' has 2, ..."
     with pytest.raises(InputError, match=rf"7 of 7 prompts have more than 1 tokens \({named}\)"):
         fit(many, tokenizer, 1)
-    with pytest.raises(InputError, match="long: expected one of skip, left, right, refuse, not 'rihgt'"):
+    with pytest.raises(InputError, match="long: expected skip or refuse, not 'rihgt'"):
         fit(many, tokenizer, 9, "rihgt")
-
-
-@pytest.fixture
-def numbered(tmp_path: Path) -> Path:
-    """Four hundred prompts by number, every fourth text again under another id."""
-    records = [{"id": i, "prompt": f"text {i - i % 4 if i % 4 == 3 else i}"} for i in range(400)]
-    return write(tmp_path, "\n".join(json.dumps(r) for r in records))
-
-
-def reversed_lines(path: Path) -> Path:
-    other = path.with_name("backwards.jsonl")
-    other.write_text("\n".join(path.read_text().split("\n")[::-1]))
-    return other
-
-
-def test_sides_share_nothing_and_leave_nothing_out(numbered: Path) -> None:
-    both = {p.id for p in read_prompts(numbered)}
-    train, test = ({p.id for p in read_prompts(numbered, choice=Choice(side=side))} for side in ("train", "test"))
-    assert train | test == both
-    assert not train & test
-    assert 0.14 < len(test) / len(both) < 0.26  # 400 fair coins of 0.2: 3 standard deviations
-    assert {p.id for p in read_prompts(reversed_lines(numbered), choice=Choice(side="test"))} == test
-    other = {p.id for p in read_prompts(numbered, choice=Choice(side="test", split_seed=1))}
-    assert other != test
-    assert {p.id for p in read_prompts(numbered, choice=Choice(side="test", test_share=0.5))} > test
-
-
-def test_a_shuffled_order_hangs_on_the_seed_and_not_on_the_file(numbered: Path) -> None:
-    def order(path: Path, seed: int, limit: int | None = None) -> list[str]:
-        return [p.id for p in read_prompts(path, choice=Choice(shuffle_seed=seed, limit=limit))]
-
-    once = order(numbered, 0)
-    assert sorted(once, key=int) == [str(i) for i in range(400)] != once
-    assert order(reversed_lines(numbered), 0) == once
-    assert order(numbered, 1) != once
-    assert order(numbered, 0, 7) == once[:7]
-
-
-def test_a_text_that_comes_again_is_dropped_where_asked(numbered: Path) -> None:
-    prompts = read_prompts(numbered, choice=Choice(deduplicate=True))
-    assert [int(p.id) for p in prompts] == [i for i in range(400) if i % 4 != 3]
-
-
-def test_a_repeated_text_without_ids_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "a"}')
-    with pytest.raises(InputError, match=r"line 3: prompt .* appears in line 1 too; .*`deduplicate`"):
-        read_prompts(path)
-    assert [p.text for p in read_prompts(path, choice=Choice(deduplicate=True))] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"side": "tset"}, "side: expected train or test, not 'tset' .did you mean 'test'"),
-        ({"test_share": 1.0}, "test_share: expected"),
-        ({"limit": 0}, "limit: expected a whole number"),
-    ],
-)
-def test_a_choice_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Choice(**options)
-
-
-def test_a_side_without_prompts_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"prompt": "a"}')
-    with pytest.raises(InputError, match="is on the test side"):
-        read_prompts(path, choice=Choice(side="test", test_share=1e-9))
 
 
 CHAT = "{% for m in messages %}w3 {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w4{% endif %}"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +15,18 @@ import pytest
 import yaml
 from random_trace import HEADER, chunk, write
 from specstop.collect.schema import Header, arrow_schema, chain
-from specstop.collect.store.folder import (
+from specstop.collect.store import (
     Trace,
     finished,
-    merge,
     open_for_writing,
     open_trace,
     read_header,
     shard_path,
+    staged,
+    write_once,
     write_shard,
     write_table,
 )
-from specstop.collect.store.staging import put, stage_of
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.files import STAGE_PREFIX
 
@@ -61,7 +58,6 @@ def test_load_dataset_reads_the_folder_as_it_is(
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     chunks = write(tmp_path / "t")
-    merge(tmp_path / "t")
     (tmp_path / "t" / "run.yaml").write_text("depth: 3\n")
     loaded = datasets.load_dataset(str(tmp_path / "t"), streaming=streaming)
     assert list(loaded) == ["train"]
@@ -93,37 +89,6 @@ def test_a_shard_without_rows_is_finished_and_adds_none(tmp_path: Path) -> None:
     assert finished(tmp_path, HEADER) == {0, 1}
 
 
-def dead_writer() -> int:
-    """Return the id of a process that has ended."""
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait()
-    return child.pid
-
-
-def test_what_a_killed_writer_leaves_is_ignored_and_removed(tmp_path: Path) -> None:
-    write(tmp_path)
-    own = stage_of(shard_path(tmp_path, 1, 2))
-    left = own.with_name(f"{own.name.rpartition('.')[0]}.{dead_writer()}")
-    left.write_bytes(b"half")
-    assert len(open_trace(tmp_path).rows) == 9
-    open_for_writing(tmp_path, HEADER, resume=True)
-    assert not left.exists()
-
-
-def test_what_another_process_is_writing_is_left_alone(tmp_path: Path) -> None:
-    write(tmp_path)
-    own = stage_of(shard_path(tmp_path, 1, 2))
-    stem = own.name.rpartition(".")[0]
-    here = own.with_name(f"{stem}.{os.getppid()}")
-    elsewhere = own.with_name(f"{STAGE_PREFIX}{shard_path(tmp_path, 1, 2).name}.elsewhere.1")
-    old = own.with_name(f"{STAGE_PREFIX}{shard_path(tmp_path, 0, 2).name}.elsewhere.1")
-    for path in (here, elsewhere, old):
-        path.write_bytes(b"half")
-    os.utime(old, (0, 0))
-    open_for_writing(tmp_path, HEADER, resume=True)
-    assert (here.exists(), elsewhere.exists(), old.exists()) == (True, True, False)
-
-
 def test_a_writer_killed_before_its_header_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / f"{STAGE_PREFIX}header.json.elsewhere.7").write_text("half a header")
     open_for_writing(tmp_path, HEADER, resume=True)
@@ -139,20 +104,12 @@ def test_the_first_header_stays_and_the_others_agree_with_it(tmp_path: Path) -> 
         open_for_writing(tmp_path, dataclasses.replace(HEADER, seed=99), resume=True)
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_of_two_that_put_a_file_at_once_the_first_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "no links here")
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    put(tmp_path / "file", "first", once=True)
-    put(tmp_path / "file", "second", once=True)
-    assert (tmp_path / "file").read_text() == "first"
-    put(tmp_path / "file", "third")
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "third")]
+def test_of_two_processes_that_write_a_file_the_first_wins(tmp_path: Path) -> None:
+    write_once(tmp_path / "file", "first")
+    with staged(tmp_path / "file", keep=True) as stage:
+        stage.write_text("second")
+    write_once(tmp_path / "file", "third")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "first")]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
@@ -168,7 +125,7 @@ def test_a_failed_write_leaves_no_shard_and_a_full_disk_says_how_to_go_on(
     before = {str(p) for p in tmp_path.rglob("*")}
     monkeypatch.setattr(pq, "write_table", half)
     expected, message = (
-        (TraceError, r"no space is left .* 1 of 2 shards are finished and stay; free about 1 MB .* `resume`")
+        (TraceError, r"no space is left .* its 1 finished shards stay: free some space .* `resume`")
         if number == errno.ENOSPC
         else (OSError, "as it happens")
     )

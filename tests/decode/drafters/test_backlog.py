@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import NEW
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.drafters import FallbackDrafter, LookupDrafter, ModelDrafter, SuffixDrafter, with_drafter
 from specstop.decode.hooks import Hook

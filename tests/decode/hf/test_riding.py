@@ -13,7 +13,7 @@ import torch
 from assisted_policies import ByPath, ByTokens
 from conftest import NEW
 from contract_policies import TEST_POLICIES, SelectingByToken
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import (
     PolicyStoppingCriteria,
     Settings,

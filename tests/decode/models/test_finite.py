@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_drafters import small_drafter
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.hf.generate import specstop_generate
 from specstop.decode.loop import Request, Settings, Speculator

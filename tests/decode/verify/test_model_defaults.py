@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, NEW, VOCABULARY
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.benchmark import bench
 from specstop.decode.hf.generate import specstop_generate
@@ -237,12 +237,12 @@ def test_collected_rows_are_of_the_text_with_the_defaults(
     assert trace.header.shaping == facts
     lengths = {row["prompt_id"]: row["text_tokens"] for row in trace.table(["prompt_id", "text_tokens"]).to_pylist()}
     assert lengths == {p.id: len(t) for p, t in zip(prompts, texts, strict=True) if p.id in lengths}
-    rows = trace.table(["prompt_id", "anchor", "tokens", "accepted", "labelled"]).to_pylist()
+    rows = trace.table(["prompt_id", "anchor", "tokens", "accepted", "observed"]).to_pylist()
     written = {prompt.id: text for prompt, text in zip(prompts, texts, strict=True)}
     checked = 0
     for row in rows:
         text = written[row["prompt_id"]]
-        if row["labelled"][0] and row["anchor"] < len(text) and (collector != "live" or row["accepted"][0]):
+        if row["observed"][0] and row["anchor"] < len(text) and (collector != "live" or row["accepted"][0]):
             assert row["accepted"][0] == (row["tokens"][0] == text[row["anchor"]])
             checked += 1
     assert checked > 5

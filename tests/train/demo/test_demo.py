@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import specstop.train.demo.resume as module
 from conftest import make_prompts
-from specstop.collect.store.folder import open_trace
+from specstop.collect.store import open_trace
 from specstop.decode.benchmark import Ratio, run_alternating
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair

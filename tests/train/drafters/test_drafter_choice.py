@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_drafters import small_network
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.drafters import TrainedDrafter, save_drafter, with_drafter
 from specstop.decode.loop import Speculator

@@ -14,7 +14,7 @@ from conftest import make_prompts
 from scaled_models import SCALED, scaled_model
 from small_drafters import TRAINED, new_round, proposed, small_drafter, small_network
 from specstop.cli.commands.train_drafter import show_drafter
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.decode.drafters import find_drafter, load_drafter
 from specstop.decode.drafters.ctc import Prefixes
 from specstop.decode.loop import Speculator

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from specstop.collect.pair_options import drafter_of
-from specstop.collect.store.folder import Trace
+from specstop.collect.schema import drafter_of
+from specstop.collect.store import Trace
 from specstop.decode.engines.settings import read_settings
 from specstop.policies.batch_rules import for_batches
 from specstop.policies.costs import BatchCosts, BatchTable

@@ -11,7 +11,7 @@ from batch_profile import with_batches
 from contract_policies import DEPTH
 from joint_policies import batch_policy
 from learned_policies import Certain, learned, with_head
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.batch_rules import BatchStop, for_batches
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile

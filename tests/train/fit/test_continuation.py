@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.contract import DraftStep
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError, PolicyError

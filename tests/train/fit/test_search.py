@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence
 from specstop.policies.profile import Profile

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import NEW
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.benchmark import bench
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from contract_policies import DEPTH
 from learned_policies import Certain, with_head
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.errors import PolicyError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import Calibrator, LearnedPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.engines.settings import check_engine_policy
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.profile import Profile

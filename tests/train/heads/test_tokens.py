@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.special import expit, logit
 from sklearn.linear_model import LogisticRegression
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.features import TOKEN_FEATURES
 from specstop.policies.profile import Profile

@@ -13,8 +13,8 @@ from conftest import NEW
 from contract_policies import DEPTH, TEST_POLICIES
 from joint_policies import batch_policy
 from learned_policies import learned
-from specstop.collect.prompts.read import Prompt
-from specstop.collect.store.folder import Trace
+from specstop.collect.prompts import Prompt
+from specstop.collect.store import Trace
 from specstop.decode.loop import Request, Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation

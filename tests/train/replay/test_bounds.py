@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from contract_policies import TEST_POLICIES
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.costs import CostTable
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile

@@ -12,7 +12,7 @@ import torch
 from conftest import NEW, make_prompts
 from contract_policies import DEPTH
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.verify.noise import stream_key

@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode import rounds
 from specstop.decode.loop import Settings, Speculator
 from specstop.decode.models.pair import Pair

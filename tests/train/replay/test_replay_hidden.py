@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import NEW
 from contract_policies import DEPTH, ReadsDraftStates, ReadsStates
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace, open_trace
+from specstop.collect.store import Trace, open_trace
 from specstop.decode.loop import Speculator
 from specstop.decode.models.pair import Pair
 from specstop.decode.records import Generation

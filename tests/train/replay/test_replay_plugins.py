@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.contract import Array, DraftStep, RoundOutcome, State, StopPolicy
 from specstop.policies.errors import PolicyFailure
 from specstop.policies.profile import Profile

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import NEW
 from contract_policies import DEPTH
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import TraceError
@@ -30,7 +30,7 @@ def test_tokens_that_were_drafted_and_not_sent_are_no_rejections(
     assert whole.drawn is not None and int(whole.accepted.max()) > SENT
     # As if the policy had trimmed every draft to two tokens before it was sent.
     extra = {name: values.clone() for name, values in whole.extra.items()}
-    for name in ("sent", "labelled", "target_prob"):
+    for name in ("sent", "observed", "target_prob"):
         extra[name][:, SENT:] = 0
     path = whole.accepted_nodes().clone()
     path[:, SENT:] = False

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_policies import DEPTH
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile

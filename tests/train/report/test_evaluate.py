@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from contract_policies import DEPTH
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import InputError, SpecstopWarning, TraceError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.policies.profile import Profile

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Key, collected

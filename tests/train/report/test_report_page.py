@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from contract_policies import DEPTH
-from specstop.collect.prompts.read import Prompt
+from specstop.collect.prompts import Prompt
 from specstop.collect.run import collect
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.decode.models.pair import Pair
 from specstop.policies.errors import InputError

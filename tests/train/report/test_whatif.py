@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from contract_policies import DEPTH, TEST_POLICIES
-from specstop.collect.store.folder import Trace
+from specstop.collect.store import Trace
 from specstop.decode.benchmark import Ratio
 from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength

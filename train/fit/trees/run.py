@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....policies.display import Progress
 from ....policies.errors import InputError
 from ....policies.profile import Profile

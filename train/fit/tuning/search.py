@@ -21,7 +21,7 @@ import numpy as np
 from sklearn.model_selection import GroupKFold
 
 from ....collect.schema import Header
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....decode.profile import add_decisions
 from ....policies.arguments import check_limits
 from ....policies.contract import StopPolicy

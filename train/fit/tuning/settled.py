@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from pathlib import Path
 
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....policies.batch_rules import BatchStop, for_batches
 from ....policies.contract import StopPolicy
 from ....policies.host import with_costs

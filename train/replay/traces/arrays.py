@@ -13,9 +13,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ....collect.schema import READS, UNKNOWN, Header
-from ....collect.store.folder import Trace
-from ....collect.work import stream_name
+from ....collect.schema import READS, UNKNOWN, Header, stream_name
+from ....collect.store import Trace
 from ....decode.topology import Topology
 from ....decode.verify.noise import stream_key
 from ....policies.arguments import as_list

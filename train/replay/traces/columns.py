@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ....collect.schema import arrow_schema
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....policies.contract import Array
 from ....policies.errors import TraceError
 

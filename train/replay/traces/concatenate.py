@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....collect.schema import Header
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....policies.errors import TraceError
 from .arrays import BY_ROW, BY_SEQUENCE, NAMES, TraceArrays, trace_arrays
 from .hidden_states import StoredHidden

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....policies.errors import TraceError
 from ....policies.features import HIDDEN_STATES, Kind
 

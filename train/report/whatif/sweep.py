@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....decode.benchmark import Ratio
 from ....policies.batch_rules import BatchStop
 from ....policies.contract import StopPolicy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ....collect.store.folder import Trace
+from ....collect.store import Trace
 from ....policies.arguments import as_list
 from ....policies.contract import StopPolicy
 from ....policies.display import Progress, shown

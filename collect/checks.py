@@ -1,4 +1,4 @@
-"""Validation of trace columns: bounds of the values, and consistency of the rows of each text."""
+"""Validation of the values of a trace: bounds of columns, and consistency of the rows of each text."""
 
 from __future__ import annotations
 
@@ -7,43 +7,16 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from ...policies.contract import Array
-from ...policies.errors import TraceError
-from ...policies.features import FEATURES, TOKEN_FEATURES
-from ..schema import NO_TOKEN, TIMES, Header
-from .header_fields import MOST
+from ..policies.contract import Array
+from ..policies.errors import TraceError
+from ..policies.features import FEATURES, TOKEN_FEATURES
+from .schema import MAX_COUNT, NO_TOKEN, TIMES, Header
 
 TEXT_COLUMNS = ("sequence", "anchor", "text_tokens", "prompt_tokens", "accepted_length", "accepted")
 """Columns that `check_texts` reads."""
 
-_CHANCES = ("draft_prob", "target_prob", "overlap", "accept_chance", "next_chance")
 _ROUNDING = 1e-3
 """Tolerance for sums of float32 probabilities that exceed 1."""
-
-_FLOAT16_EXPONENT = 0x7C00
-
-
-def _bounds(header: Header, name: str) -> tuple[float, float]:
-    """Return the smallest and largest valid value of a numeric column."""
-    tokens = header.vocabulary or MOST
-    bounds: Mapping[str, tuple[float, float]] = {
-        "sequence": (0, header.prompts * header.draws - 1),
-        "prompt_tokens": (0, MOST),
-        "text_tokens": (1, MOST),
-        "anchor": (0, MOST),
-        "tokens": (NO_TOKEN, tokens - 1),
-        "accepted_length": (0, header.depth),
-        "committed": (0, MOST),
-        "decisions": (0, MOST),
-        "backlog": (0, MOST),
-        "depth": (0, header.depth),
-        "branch_rank": (0, len(header.topology)),
-        **dict.fromkeys(_CHANCES, (0, 1 + _ROUNDING)),
-        **dict.fromkeys(TOKEN_FEATURES, (NO_TOKEN, MOST)),
-        **dict.fromkeys(TIMES, (-1.0, 1e9)),
-    }
-    most = float(np.finfo(np.float32).max)
-    return bounds.get(name, (-most, most))
 
 
 def column_array(column: pa.ChunkedArray) -> Array:
@@ -69,8 +42,7 @@ def check_values(header: Header, rows: pa.Table | pa.RecordBatch, where: str) ->
     """
     for name in rows.schema.names:
         column = rows.column(name)
-        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-        for chunk in chunks:
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
             flat = chunk.flatten() if pa.types.is_fixed_size_list(chunk.type) else chunk
             if chunk.null_count or flat.null_count:
                 raise TraceError(
@@ -83,17 +55,29 @@ def check_values(header: Header, rows: pa.Table | pa.RecordBatch, where: str) ->
 
 
 def _check_numbers(header: Header, name: str, values: Array, where: str) -> None:
-    if values.dtype == np.float16:  # float16 comparisons are emulated and slow
-        if ((values.view(np.uint16) & _FLOAT16_EXPONENT) == _FLOAT16_EXPONENT).any():
+    if values.dtype == np.float16:  # comparisons of float16 are emulated and slow: compare the bits of the exponent
+        if ((values.view(np.uint16) & 0x7C00) == 0x7C00).any():
             raise TraceError(f"traces: {where}: expected finite numbers in {name}; collect it again")
         return
-    least, most = _bounds(header, name)
+    largest = float(np.finfo(np.float32).max)
+    bounds = {
+        **dict.fromkeys(("prompt_tokens", "anchor", "committed", "decisions", "backlog"), (0, MAX_COUNT)),
+        **dict.fromkeys(("draft_prob", "target_prob", "overlap", "accept_chance", "next_chance"), (0, 1 + _ROUNDING)),
+        **dict.fromkeys(("accepted_length", "depth"), (0, header.depth)),
+        **dict.fromkeys(TOKEN_FEATURES, (NO_TOKEN, MAX_COUNT)),
+        **dict.fromkeys(TIMES, (-1.0, 1e9)),
+        "sequence": (0, header.prompts * header.draws - 1),
+        "text_tokens": (1, MAX_COUNT),
+        "tokens": (NO_TOKEN, (header.vocabulary or MAX_COUNT) - 1),
+        "branch_rank": (0, len(header.topology)),
+    }
+    least, most = bounds.get(name, (-largest, largest))
     low, high = values.min(), values.max()  # NaN if any value is NaN
     if not (least <= low and high <= most):
-        kind = "finite numbers" if name in FEATURES and name not in ("depth", "branch_rank") else "numbers"
-        bad = low if not least <= low else high
+        kind = "finite numbers" if name in FEATURES and name not in bounds else "numbers"
+        invalid = low if not least <= low else high
         raise TraceError(
-            f"traces: {where}: expected {kind} from {least:g} to {most:g} in {name}, got {bad:g}; collect it again"
+            f"traces: {where}: expected {kind} from {least:g} to {most:g} in {name}, got {invalid:g}; collect it again"
         )
 
 
@@ -109,7 +93,7 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
         TraceError: an anchor is out of range, missing or duplicated, or `accepted` is not a path of the tree.
     """
     sequence, anchor, text, prompt, length, accepted = (columns[name] for name in TEXT_COLUMNS)
-    order = np.lexsort((anchor, sequence))  # sort by sequence, then by anchor
+    order = np.lexsort((anchor, sequence))  # by sequence, then by anchor
     sequence, anchor, text, prompt = sequence[order], anchor[order], text[order], prompt[order]
     same = np.diff(sequence) == 0
     step = np.diff(anchor)[same]
@@ -127,10 +111,7 @@ def check_texts(header: Header, columns: Mapping[str, Array], where: str) -> Non
             "every anchor of each text, from 1 to text_tokens - 1",
         ),
         ((accepted.sum(1) != length).any(), "accepted_length nodes in `accepted`"),
-        (
-            (path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(),
-            "accepted nodes only below accepted nodes",
-        ),
+        ((path[:, 1:] & ~path[:, list(tree.parent[1:])]).any(), "accepted nodes only below accepted nodes"),
         (
             not tree.is_chain and any((path[:, level].sum(1) > 1).any() for level in tree.levels),
             "at most one accepted node at each depth",

@@ -1,1 +1,0 @@
-"""Prompts: read from files and data sets, split, ordered, turned into tokens."""
