@@ -11,7 +11,7 @@ from typing import Any
 from ...collect.store.folder import Trace, open_trace
 from ...decode.verify.sampling import SamplingParams
 from ...policies.contract import StopPolicy
-from ...policies.errors import PolicyFailure, SpecstopWarning, TraceError
+from ...policies.errors import InputError, PolicyFailure, SpecstopWarning, TraceError
 from ...policies.host import is_trusted, validate_policy
 from ...policies.learned import shaping_text, warn_other_conditions
 from ...policies.profile import Profile
@@ -19,7 +19,6 @@ from ..replay.log import play
 from ..replay.rounds import evaluate_rounds
 from ..replay.traces.arrays import TraceArrays
 from .records import HF_DEFAULT, TUNED
-from .whatif.records import check_apart_names
 
 
 def load_traces(path: str | Path) -> Trace:
@@ -40,7 +39,7 @@ def check_together(
     """Refuse policies and traces that cannot be evaluated together; warn of training traces of other rounds."""
     for policy in policies:
         validate_policy(policy)
-    check_apart_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
+    require_different_names([HF_DEFAULT, TUNED, *(policy.shown_name for policy in policies)])
     wanted = traces.header.shaping if shaping is None else shaping.override(traces.header.shaping)
     for option, trace in (("--traces", traces), ("--train-traces", train_traces)):
         _check_sampled(option, trace, wanted)
@@ -50,6 +49,12 @@ def check_together(
         raise TraceError(
             "--batch: expected dense traces, in which any round of a batch can be looked up; collect them so"
         )
+
+
+def require_different_names(names: Sequence[str]) -> None:
+    """Refuse policies with the same name in a report."""
+    if again := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"--policy: two policies are called {again!r}; give each once, or rename one")
 
 
 def _tell_apart(train_traces: Trace, traces: Trace) -> None:

@@ -15,7 +15,6 @@ from ..replay.bounds.regret import Regret, judge, planned_rounds
 from ..replay.log import Played
 from ..replay.traces.arrays import TraceArrays
 from ..statistics import Resamples
-from .comparing.read import per_prompt_figures
 from .insight import Entry, StopCost, by_group, by_prompt, lengths, sensitivity, stop_cost, time_share
 from .losses import decoder, largest_losses
 from .pricing import Draws, Priced, Vary
@@ -105,7 +104,7 @@ def details(material: Material, boot: Resamples, seed: int, progress: Progress) 
 
 
 def _per_prompt(material: Material, boot: Resamples) -> dict[str, Any]:
-    """Return what `compare` reads: figures by prompt, and what each draw of the profile's timings changes."""
+    """Return what `report_comparison` reads: figures by prompt, and what each draw of the profile's timings changes."""
     arrays, profile = material.arrays, material.profile
     replays = {"plain decoding": material.fixed[0], **{e.name: e.played for e in material.everyone}}
     seconds = {name: played.result.seconds for name, played in replays.items()}
@@ -116,14 +115,17 @@ def _per_prompt(material: Material, boot: Resamples) -> dict[str, Any]:
     priced = Priced(boot, draws, rounds, arrays.prompt_tokens, torch.stack(list(seconds.values()), 1))
     # Seconds are sums of model calls and decisions, so that what a draw changes of each adds up.
     calls, decided = (priced.factors(vary)[1:] for vary in (Vary.PROFILE, Vary.DECISIONS))
-    return per_prompt_figures(
-        arrays.clusters,
-        arrays.text_tokens.tolist(),
-        {name: values.tolist() for name, values in seconds.items()},
-        prompt_ids=arrays.prompt_ids,
-        units=boot.labels,
-        fingerprint=profile.fingerprint,
-        is_timed=draws.is_timed,
-        pace_error=profile.noise.pace_error if profile.noise else 0.0,
-        factors=dict(zip(seconds, (calls + decided - 1.0).T.tolist(), strict=True)),
-    )
+    return {
+        "clusters": arrays.clusters,
+        "units": boot.labels,
+        "prompts": arrays.prompt_ids,
+        "tokens": arrays.text_tokens.double().tolist(),
+        "seconds": {name: values.double().tolist() for name, values in seconds.items()},
+        "profile": {
+            "fingerprint": profile.fingerprint,
+            "is_timed": draws.is_timed,
+            "pace_error": profile.noise.pace_error if profile.noise else 0.0,
+            # Timings are in whole nanoseconds: nine digits are exact.
+            "factors": dict(zip(seconds, (calls + decided - 1.0).round(9).T.tolist(), strict=True)),
+        },
+    }

@@ -22,6 +22,9 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
+from ..evaluate.importance import importance_section
+from ..evaluate.report_comparison import compare_reports, read_report
+from ..evaluate.sweep import RATIOS, sweep as run_sweep
 from ..fit.tuning.rates import is_priced, tune_confidence
 from ..fit.tuning.settled import settle_for
 from ..replay.arrivals import at_once
@@ -43,8 +46,6 @@ from .pricing import Draws
 from .records import HF_DEFAULT, TUNED, Report
 from .single_rounds import round_report
 from .speeds import POLICIES, SpeedTable
-from .whatif.records import Transfer
-from .whatif.sweep import RATIOS, sweep as run_sweep
 from .writing.files import write_report
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def evaluate(
     achievable: bool = False,
     detailed: bool | None = None,
     sweep: bool | None = None,
-    transfer: Transfer | None = None,
+    compare: str | Path | None = None,
     shaping: SamplingParams | None = None,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
@@ -98,9 +99,9 @@ def evaluate(
         achievable: add the achievable estimate (`continuation.values.achievable_estimate`; it takes minutes); a policy above
             it beyond its interval is a finding.
         detailed: compute the sections behind the table of speeds; by default where there is an `out`.
-        sweep: also say from which cost of a draft step each policy pays (`whatif.sweep`); by default where there is an `out`
+        sweep: also say from which cost of a draft step each policy pays (`sweep.sweep`); by default where there is an `out`
             and it takes seconds.
-        transfer: a table of `whatif.transfer` to put into the report.
+        compare: folder or report.json of an earlier report: add what has changed since then.
         shaping: what the traces must have been sampled from; None = whatever they were.
         batch: also say what policies gain with so many texts side by side, of each of these sizes.
         arrivals: when the requests of these batches arrive, by their number (`replay.arrivals`).
@@ -122,6 +123,7 @@ def evaluate(
     check_cluster(cluster)
     candidates = as_policies(policies)
     primary = _primary(primary, candidates)
+    earlier = None if compare is None else read_report(compare)
     check_together(traces, train_traces, candidates, shaping, bool(batch))
     for policy in candidates:
         check_fit(policy, traces)  # here, so that its warning names who called `evaluate`
@@ -152,22 +154,22 @@ def evaluate(
             arrays, jobs, draws, facts, cluster=cluster, primary=primary, seed=seed, progress=progress
         )
     else:
-        wants = out is not None if detailed is None else detailed
+        wants = out is not None or compare is not None if detailed is None else detailed
         report, clusters = _replayed(arrays, jobs, draws, facts, limit, wants, cluster, primary, seed, progress)
         if sweep or (sweep is None and wants and _sweeps_fast(candidates, arrays, tuning)):
-            swept = run_sweep(
-                traces, profile, candidates, train_traces=train_traces, seed=seed, progress=progress, draws=draws,
-                clusters=clusters, allow_overlap=True, primary=primary,
-            )  # fmt: skip
-            report.details["sweep"] = swept.to_dict()
+            report.details["sweep"] = run_sweep(
+                arrays, candidates, draws, clusters, tuning=tuning, primary=primary, seed=seed, progress=progress
+            )
         if batch:
             estimate = _batch_estimate(arrays, profile, seed, progress) if achievable else None
             report.details["batch"] = by_batch(
                 arrays, [(name, policy) for name, _, policy, _ in jobs], profile, batch, arrivals=arrivals,
                 estimate=estimate, clusters=clusters, primary=primary, seed=seed, progress=progress,
             )  # fmt: skip
-    if transfer is not None:
-        report.details["transfer"] = transfer.to_dict()
+    if (estimates := importance_section(traces, candidates, profile, seed)) is not None:
+        report.details["importance"] = estimates
+    if earlier is not None:
+        report.details["comparison"] = compare_reports(earlier, report.to_dict(), seed=seed).section()
     found = (*report.findings, *lacking_line(lacking, profile, traces.header))
     found = (*(f"policy {name} FAILED ({one.text}); it is left out" for name, one in failed.items()), *found)
     report = dataclasses.replace(report, findings=found, failed=tuple(failed.values()))

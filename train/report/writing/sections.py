@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ....decode.benchmark import Ratio
 from ...statistics import FEWEST
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
-from .whatif import sensitivity, sweep, transfer
+from .whatif import prepared, sensitivity, sweep
 
 _REFERENCES = ("plain decoding", "best fixed", "oracle bound")
 
@@ -286,7 +287,8 @@ def losses(found: Any, data: Data) -> Section:
 SECTIONS: dict[str, Callable[[Any, Data], Section]] = {
     "speed": speeds, "batch": batches, "parts": parts, "acceptance": acceptance, "lengths": lengths,
     "reliability": reliability, "time": time, "stops": stops, "groups": groups, "prompts": prompts,
-    "sensitivity": sensitivity, "sweep": sweep, "transfer": transfer, "losses": losses,
+    "sensitivity": sensitivity, "sweep": sweep, "losses": losses,
+    "importance": partial(prepared, "importance"), "comparison": partial(prepared, "comparison"),
 }  # fmt: skip
 """What writes each section, in order: from what the JSON has of it, and the whole."""
 

@@ -1,0 +1,1 @@
+"""Evaluation of policies on traces: replay, intervals, verdicts and reports."""
