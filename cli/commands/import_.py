@@ -8,10 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..console.output import next_step, print_json, table
-from ..options.config import config_saved
-from ..options.models import Models
-from ..options.shared import Dtype, Json, Out, Overwrite
+from ..options import Dtype, Json, Models, Out, Overwrite, config_saved
+from ..output import next_step, print_json, table
 
 
 def import_(
@@ -89,8 +87,8 @@ def _drafter(weights: Path, out: Path, target: str, dtype: str, overwrite: bool,
     from ...train.released.medusa import import_medusa
 
     with config_saved(out):
-        models = Models(target, drafter="lookup", dtype=dtype, engine="plain")
-        trained = import_medusa(weights, models.open(models.find()), out, overwrite=overwrite)
+        models = Models(target, drafter="lookup", dtype=dtype)
+        trained = import_medusa(weights, models.open(models.find(), "plain"), out, overwrite=overwrite)
     network: Any = trained.network
     depth = network.shape.depth
     facts = {"kind": trained.kind, "depth": depth, **trained.provenance}

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..common import flat
-from ..console.output import next_step, output, print_json, progress_bars, table
-from ..console.streams import say
-from ..options.config import config_saved
-from ..options.shared import Json, Out, Overwrite, ProfileFile, Quiet, Seed
-from ..options.training import Training
+from ..options import Json, Out, Overwrite, ProfileFile, Quiet, Seed, config_saved
+from ..output import flat, next_step, output, print_json, progress_bars, say, table
+from ..training import Training
 
 if TYPE_CHECKING:
     from ...policies.display import Progress

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...policies.errors import InputError
-from .shared import Resume
+from ..policies.errors import InputError
+from .options import Resume
 
 if TYPE_CHECKING:
-    from ...train.heads.fitting import FitOptions
+    from ..train.heads.fitting import FitOptions
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,6 @@ class Training:
         """
         if self.resume and self.checkpoints is None:
             raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
-        from ...train.heads.fitting import FitOptions
+        from ..train.heads.fitting import FitOptions
 
         return FitOptions(**vars(self), **more)
