@@ -140,22 +140,25 @@ def importance_section(
     if header.collector != "live" or not header.policy or not 0 < header.explore < 1 or not header.tree.is_chain:
         return None
     recorded = next((policy for policy in policies if header.policy in (policy.name, policy.shown_name)), None)
-    rows, notes = [], dict[str, None]()
+    rows, notes = [], []
     for policy in policies:
         try:
             x = importance_estimate(traces, policy, profile, recorded=recorded, seed=seed)
         except TraceError as error:
-            notes[f"{policy.shown_name}: {error}"] = None
+            notes.append(f"{policy.shown_name}: {error}")
             continue
-        ratios = map(dataclasses.asdict, (x.to_recorded, x.tokens_per_s, x.tokens))
-        rows.append((policy.shown_name, *ratios, f"{x.effective_rounds:.0f} of {x.rounds}"))
-        notes |= dict.fromkeys(x.caveats)
+        effective = f"{x.effective_rounds:.0f}"
+        rows.append((policy.shown_name, dataclasses.asdict(x.to_recorded), x.tokens_per_s.text(1), effective))
+        notes += [
+            f"{policy.shown_name}: {caveat}" for caveat in x.caveats if caveat not in CAVEATS
+        ]  # those are the report's
     text = (
-        f"Estimates by self-normalised importance weighting from rounds recorded under {header.policy}, of which "
-        f"{header.explore:.0%} were drafted to full depth. Each interval holds by itself. {'. '.join(notes)}."
+        f"Estimates by self-normalised importance weighting from {len(traces.rows)} rounds recorded under {header.policy}, of "
+        f"which {header.explore:.0%} were drafted to full depth. Each interval holds by itself. The last column is the effective number of rounds."
     )
-    columns = ("policy", "vs recorded policy", "tokens/s", "tokens per target call", "effective rounds")
-    return {"title": "Estimate relative to the recorded policy", "text": text, "columns": columns, "rows": rows}
+    columns = ("policy", "vs recorded policy", "tokens/s", "rounds")
+    title = "Estimate relative to the recorded policy"
+    return {"title": title, "text": " ".join([text, *(f"{note}." for note in notes)]), "columns": columns, "rows": rows}
 
 
 @dataclass(frozen=True)

@@ -59,18 +59,18 @@ class ReportComparison:
 
     def section(self) -> Data:
         """Return the section of a report: title, text, columns and rows."""
-        ratios = (
-            f"Ratios are over {self.prompts} common prompts" if self.prompts else "The reports have no common prompts"
-        )
+        paired = f"Ratios are over {self.prompts} common prompts." if self.prompts else "There are no common prompts."
         facts = "; ".join(f"{what} ({before} before, {after} now)" for what, before, after in self.differs) or "nothing"
-        rows = [
-            (x.name, *("-" if rate is None else f"{rate:.1f}" for rate in (x.before, x.after)),
-             *("-" if ratio is None else dataclasses.asdict(ratio) for ratio in (x.speed, x.over_best)))
-            for x in self.changes
-        ]  # fmt: skip
-        columns = ("policy", "tokens/s before", "tokens/s now", "now / before", "vs best fixed, now / before")
-        text = " ".join([f"{ratios}.", *self.caveats, f"Also different: {facts}."])
-        return {"title": "Change from the earlier report", "text": text, "columns": columns, "rows": rows}
+        text, rows, single = [paired, *self.caveats, f"Also different: {facts}."], [], []
+        for x in self.changes:
+            if x.before is None or x.after is None:
+                single.append(f"{x.name} ({'before' if x.after is None else 'now'})")
+            else:
+                ratios = (None if ratio is None else dataclasses.asdict(ratio) for ratio in (x.speed, x.over_best))
+                rows.append((x.name, *(ratio or "-" for ratio in ratios)))
+        text += [f"Only in one report: {', '.join(single)}."] if single else []
+        columns = ("policy", "tokens/s: now / before", "vs best fixed: now / before")
+        return {"title": "Change from the earlier report", "text": " ".join(text), "columns": columns, "rows": rows}
 
 
 def read_report(path: str | Path) -> Data:
