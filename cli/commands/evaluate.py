@@ -195,7 +195,12 @@ def _evaluate_places(
 
     if out is not None:
         prepare_output_dir(out, overwrite=overwrite)
-    result = evaluate_places(policies, list(itertools.product(map(load_traces, traces), profiles)), **options)
+    opened = {str(path): load_traces(path) for path in traces}
+    costs = {f", {profile.source}" if len(profiles) > 1 else "": profile for profile in profiles}
+    if len(opened) < len(traces) or len(costs) < len(profiles):
+        raise InputError("--traces, --profile: expected each trace and each profile once")
+    places = {a + b: (trace, profile) for (a, trace), (b, profile) in itertools.product(opened.items(), costs.items())}
+    result = evaluate_places(policies, places, **options)
     if out is not None:
         with staged_folder(out) as stage:
             write_json(stage / "places.json", result.to_dict())
@@ -204,8 +209,8 @@ def _evaluate_places(
         print_json(result.to_dict())
         return
     for place in result.places:
-        table(place.title(), SHORT, place.rows())
-    for text in (*result.summary(), result.intervals):
+        table(place.title, SHORT, place.rows())
+    for text in result.summary():
         output().print(text)
 
 

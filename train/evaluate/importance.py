@@ -55,8 +55,6 @@ class ImportanceEstimate:
     """What rounds of a policy bring, estimated from the rounds of another policy.
 
     Attributes:
-        policy, recorded_policy: names.
-        rounds, prompts: of the trace.
         observed: share of rounds that observe the policy.
         by_exploration: number of rounds that observe it only because they explored.
         effective_rounds: Kish's effective sample size, (sum w)^2 / sum w^2.
@@ -65,10 +63,6 @@ class ImportanceEstimate:
         caveats: to be shown with the estimate.
     """
 
-    policy: str
-    recorded_policy: str
-    rounds: int
-    prompts: int
     observed: float
     by_exploration: int
     effective_rounds: float
@@ -107,9 +101,7 @@ def importance_estimate(
             f"{by_exploration.mean():.0%} of the rounds would show what {target.name} does only if they explored, and none "
             f"of those did (--explore {header.explore:g}); collect live traces with a larger --explore"
         )
-    boot = Resamples(
-        [name for name, n in zip(arrays.clusters, arrays.rows.tolist(), strict=True) for _ in range(n)], seed
-    )
+    boot = Resamples(np.repeat(arrays.clusters, arrays.rows.numpy()), seed)
     total, tokens, seconds = (boot.total(values) for values in (weight, weight * own.tokens, weight * own.seconds))
     base_tokens, base_seconds = map(boot.total, _recorded_totals(arrays, replayed, profile))
     explored_only = int(weight[by_exploration].astype(bool).sum())
@@ -117,16 +109,11 @@ def importance_estimate(
     if 0 < explored_only < FEW_ROUNDS:
         notes.append(f"only {explored_only} rounds are observed by exploration alone; intervals of so few are rough")
     with np.errstate(invalid="ignore", divide="ignore"):  # NaN in resamples without an observed round
-        statistics = (
-            tokens / total,
-            seconds / total,
-            tokens / seconds,
-            tokens / seconds / (base_tokens / base_seconds),
-        )
-    return ImportanceEstimate(
-        target.name, header.policy, len(weight), boot.clusters, float((weight > 0).mean()), explored_only,
-        float(weight.sum() ** 2 / (weight**2).sum()), *(boot.interval(values) for values in statistics), (*CAVEATS, *notes),
-    )  # fmt: skip
+        rate = tokens / seconds
+        statistics = (tokens / total, seconds / total, rate, rate / (base_tokens / base_seconds))
+    effective = float(weight.sum() ** 2 / (weight**2).sum())
+    ratios = (boot.interval(values) for values in statistics)
+    return ImportanceEstimate(float((weight > 0).mean()), explored_only, effective, *ratios, (*CAVEATS, *notes))
 
 
 def importance_section(
@@ -137,7 +124,8 @@ def importance_section(
     The recorded policy is one of `policies` if the header has its name, else a built-in one (`importance_estimate`).
     """
     header = traces.header
-    if header.collector != "live" or not header.policy or not 0 < header.explore < 1 or not header.tree.is_chain:
+    is_explored = header.collector == "live" and header.policy and 0 < header.explore < 1 and header.tree.is_chain
+    if not policies or not is_explored:
         return None
     recorded = next((policy for policy in policies if header.policy in (policy.name, policy.shown_name)), None)
     rows, notes = [], []
@@ -149,12 +137,11 @@ def importance_section(
             continue
         effective = f"{x.effective_rounds:.0f}"
         rows.append((policy.shown_name, dataclasses.asdict(x.to_recorded), x.tokens_per_s.text(1), effective))
-        notes += [
-            f"{policy.shown_name}: {caveat}" for caveat in x.caveats if caveat not in CAVEATS
-        ]  # those are the report's
+        # `CAVEATS` are those of the whole report.
+        notes += [f"{policy.shown_name}: {caveat}" for caveat in x.caveats if caveat not in CAVEATS]
     text = (
-        f"Estimates by self-normalised importance weighting from {len(traces.rows)} rounds recorded under {header.policy}, of "
-        f"which {header.explore:.0%} were drafted to full depth. Each interval holds by itself. The last column is the effective number of rounds."
+        f"Importance-weighted estimates from {len(traces.rows)} rounds recorded under {header.policy}, of which "
+        f"{header.explore:.0%} were drafted to full depth. Each interval holds by itself; rounds are effective numbers."
     )
     columns = ("policy", "vs recorded policy", "tokens/s", "rounds")
     title = "Estimate relative to the recorded policy"
