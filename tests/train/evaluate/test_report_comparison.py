@@ -1,4 +1,4 @@
-"""Two reports side by side: paired where they can be, honest where they cannot."""
+"""Two reports: paired over common prompts, without intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.comparing.compare import DIFFERENT, PAIRED, SAME, UNKNOWN, UNPAIRED, compare
-from specstop.train.report.comparing.read import per_prompt_figures, read_report
+from specstop.train.evaluate.report_comparison import Change, ReportComparison, compare_reports, read_report
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.pricing import Draws
 from specstop.train.report.records import REPORT_SCHEMA
 from timed import timed_profile
+
+
+def compare(one: Path, two: Path) -> ReportComparison:
+    return compare_reports(read_report(one), read_report(two))
+
+
+def change(found: ReportComparison, name: str) -> Change:
+    return next(x for x in found.changes if x.name == name)
+
 
 PROMPTS = [f"p{i}" for i in range(20)]
 LINES = ("plain decoding", "best fixed", "mine", "oracle bound")
@@ -76,34 +84,34 @@ def figures(
         if "bound" not in name
     }
     drawn = np.exp(pace * np.random.default_rng([len(profile), seed]).standard_normal(200)).tolist() if is_timed else []
-    made = per_prompt_figures(
-        prompts,
-        [60.0] * len(prompts),
-        seconds,
-        prompt_ids=prompts,
-        fingerprint=profile,
-        is_timed=is_timed,
-        pace_error=pace_error,
-        factors=dict.fromkeys(seconds, drawn),
-        units=units or prompts,
-    )
+    made = {
+        "clusters": prompts,
+        "units": units or prompts,
+        "prompts": prompts,
+        "tokens": [60.0] * len(prompts),
+        "seconds": seconds,
+        "profile": {
+            "fingerprint": profile,
+            "is_timed": is_timed,
+            "pace_error": pace_error,
+            "factors": dict.fromkeys(seconds, drawn),
+        },
+    }
     return {"per_prompt": made}
 
 
-def test_a_report_beside_itself_differs_in_nothing(tmp_path: Path) -> None:
+def test_a_report_and_itself_differ_in_nothing(tmp_path: Path) -> None:
     one = written(tmp_path / "a", details=figures(PROMPTS, 1))
     found = compare(one, one / "report.json")
-    assert (found.method, found.prompts, found.differs) == (PAIRED, 20, ())
-    assert [x.name for x in found.lines] == list(LINES)
-    for x in found.lines:
-        assert x.rate_a == x.rate_b
-        assert x.overlap
-        if x.kind != "bound":
-            assert x.gain is not None
-            assert (x.gain.value, x.gain.low, x.gain.high) == (1.0, 1.0, 1.0)
-            assert x.gain == x.gain_over_best
-    assert found.line("oracle bound").gain is None
-    assert (found.profiles, found.caveats) == (SAME, ())
+    assert (found.prompts, found.differs, found.caveats) == (20, (), ())
+    assert [x.name for x in found.changes] == list(LINES)
+    for x in found.changes:
+        assert x.before == x.after
+        if "bound" not in x.name:
+            assert x.speed is not None
+            assert (x.speed.value, x.speed.low, x.speed.high) == (1.0, 1.0, 1.0)
+            assert x.speed == x.over_best
+    assert change(found, "oracle bound").speed is None
 
 
 def test_groups_that_a_report_resampled_are_resampled_here(tmp_path: Path) -> None:
@@ -114,15 +122,15 @@ def test_groups_that_a_report_resampled_are_resampled_here(tmp_path: Path) -> No
             written(tmp_path / f"{name}{seed}", details=figures(PROMPTS, seed, units=units if seed == 2 else None))
             for seed in (1, 2)
         ]
-        gains.append(compare(*sides).line("best fixed").gain)
+        gains.append(change(compare(*sides), "best fixed").speed)
     assert gains[0].value == gains[1].value and gains[0] != gains[1]
 
 
 def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) -> None:
     mine, other = figures(PROMPTS[:15], 1), figures(PROMPTS[5:][::-1], 2, speed=1.1)
     found = compare(written(tmp_path / "a", details=mine), written(tmp_path / "b", details=other))
-    assert (found.method, found.prompts) == (PAIRED, 10)
-    gain = found.line("mine").gain
+    assert found.prompts == 10
+    gain = change(found, "mine").speed
     common = PROMPTS[5:15]
     spent = [
         sum(
@@ -136,30 +144,18 @@ def test_paired_over_common_prompts_is_the_ratio_of_rates_there(tmp_path: Path) 
     assert gain.value == pytest.approx(spent[0] / spent[1])
     assert 1.07 < gain.low < gain.value < gain.high < 1.13
     # Prompts differ threefold, which pairing takes out.
-    blind = compare(written(tmp_path / "c"), written(tmp_path / "d", 1.1)).line("mine").gain_over_best
-    assert blind is not None
-    assert blind.high - blind.low > 3 * (gain.high - gain.low)
+    assert gain.high - gain.low < 0.06
 
 
-def test_unpaired_says_why_and_combines_both_intervals(tmp_path: Path) -> None:
-    one, two = written(tmp_path / "a"), written(tmp_path / "b", 1.5, details=figures(PROMPTS, 1))
-    found = compare(one, two)
-    assert (found.method, found.prompts) == (UNPAIRED, 0)
-    assert found.why == f"{one / 'report.json'} holds no figures by prompt"
-    mine = found.line("mine")
-    assert mine.overlap is False
-    assert mine.gain is None and mine.gain_over_best is not None
-    assert (found.profiles, found.caveats) == (UNKNOWN, ())
-    low, high = np.hypot(np.log(0.9), np.log(1.1)), np.hypot(np.log(1.1), np.log(0.9))
-    expected = (1.5, 1.5 * np.exp(-low), 1.5 * np.exp(high))
-    combined = mine.gain_over_best
-    assert (combined.value, combined.low, combined.high) == pytest.approx(expected)
-    apart = (
-        written(tmp_path / "c", details=figures(PROMPTS[:10], 1)),
-        written(tmp_path / "d", details=figures(PROMPTS[11:], 1)),
-    )
-    assert compare(*apart).method == UNPAIRED
-    assert "0 prompts in common" in compare(*apart).why
+@pytest.mark.parametrize("details", [None, figures(PROMPTS[:10], 1)], ids=["no figures", "other prompts"])
+def test_without_common_prompts_there_is_no_interval(tmp_path: Path, details: Any) -> None:
+    one = written(tmp_path / "a", details=details)
+    found = compare(one, written(tmp_path / "b", 1.5, details=figures(PROMPTS[11:], 1)))
+    mine = change(found, "mine")
+    assert (found.prompts, mine.speed, found.caveats) == (0, None, ())
+    assert mine.over_best is not None
+    assert (mine.over_best.value, mine.over_best.low) == (pytest.approx(1.5), None)
+    assert "no common prompts" in found.section()["text"]
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
@@ -178,65 +174,31 @@ def test_lines_of_one_report_alone_are_shown(tmp_path: Path) -> None:
     raw["lines"][2]["name"] = "other"
     (two / "report.json").write_text(json.dumps(raw))
     found = compare(one, two)
-    assert [x.name for x in found.lines] == [*LINES, "other"]
-    assert (found.line("mine").rate_b, found.line("other").rate_a) == (None, None)
-    assert found.line("mine").gain is None
-    json.dumps(found.to_dict(), allow_nan=False)
-
-
-def spoiled(raw: dict[str, Any], change: str) -> Any:
-    if change == "list":
-        return []
-    if change == "kind":
-        raw["kind"] = "profile"
-    if change == "schema":
-        raw["schema"] = 9
-    if change == "lines":
-        del raw["lines"]
-    if change == "number":
-        raw["lines"][1]["tokens_per_s"] = "fast"
-    if change == "ratio":
-        del raw["lines"][1]["to_best_fixed"]["low"]
-    if change == "by prompt":
-        raw["details"] = {"per_prompt": {**figures(PROMPTS, 1)["per_prompt"], "tokens": [1.0]}}
-    if change == "profile":
-        made = figures(PROMPTS, 1)["per_prompt"]
-        del made["profile"]
-        raw["details"] = {"per_prompt": made}
-    if change == "draws":
-        made = figures(PROMPTS, 1)["per_prompt"]
-        made["profile"]["factors"]["mine"] = [1.0]
-        raw["details"] = {"per_prompt": made}
-    if change == "seconds":
-        made = figures(PROMPTS, 1)["per_prompt"]
-        made["seconds"]["mine"][3] = 0.0
-        raw["details"] = {"per_prompt": made}
-    return raw
+    assert {x.name for x in found.changes} == {*LINES, "other"}
+    assert (change(found, "mine").after, change(found, "other").before) == (None, None)
+    assert change(found, "mine").speed is None
+    section = found.section()
+    assert "mine (before)" in section["text"] and "other (now)" in section["text"]
+    json.dumps(section, allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("damage", "message"),
     [
-        ("list", "expected a report of `specstop evaluate`"),
-        ("kind", "expected a report of `specstop evaluate`"),
-        ("schema", "has schema 9, but this specstop reads schema 2"),
-        ("lines", r"is mangled \(entry 'lines'\)"),
-        ("number", "is mangled .'fast' in the line 'best fixed' is no number"),
-        ("ratio", r"is mangled \(entry 'low'\)"),
-        ("by prompt", "is mangled .figures by prompt of other lengths"),
-        ("seconds", "not above 0"),
-        ("profile", r"is mangled \(entry 'profile'\)"),
-        ("draws", "is mangled .lines with other numbers of draws"),
+        (lambda raw: [], "expected a report of `specstop evaluate`"),
+        (lambda raw: {**raw, "kind": "profile"}, "expected a report of `specstop evaluate`"),
+        (lambda raw: {**raw, "schema": 9}, "schema 2"),
+        (lambda raw: {k: v for k, v in raw.items() if k != "lines"}, r"damaged .KeyError.'lines'.."),
+        (lambda raw: {**raw, "lines": [{**raw["lines"][0], "tokens_per_s": "fast"}]}, "damaged .ValueError"),
     ],
 )
-def test_a_mangled_report_is_one_clear_line(tmp_path: Path, change: str, message: str) -> None:
+def test_a_damaged_report_is_one_clear_line(tmp_path: Path, damage: Any, message: str) -> None:
     good, bad = written(tmp_path / "a"), written(tmp_path / "b")
     raw = json.loads((bad / "report.json").read_text())
-    (bad / "report.json").write_text(json.dumps(spoiled(raw, change)))
+    (bad / "report.json").write_text(json.dumps(damage(raw)))
     with pytest.raises(InputError, match=message) as caught:
         compare(good, bad)
     assert "\n" not in str(caught.value)
-    assert "b/report.json" in str(caught.value)
 
 
 def test_a_missing_report_is_named(tmp_path: Path) -> None:
@@ -262,7 +224,7 @@ def test_the_error_of_one_profile_cancels_and_that_of_two_does_not(tmp_path: Pat
         noise = np.random.default_rng(5).uniform(0.98, 1.02, len(PROMPTS))
         seconds = details["per_prompt"]["seconds"]
         seconds["mine"] = (np.array(seconds["mine"]) * noise).tolist()
-        found = compare(one, written(tmp_path / name / "b", details=details)).line("mine").gain
+        found = change(compare(one, written(tmp_path / name / "b", details=details)), "mine").speed
         assert found is not None and found.low is not None and found.high is not None
         return found.low, found.high
 
@@ -276,10 +238,10 @@ def test_the_error_of_one_profile_cancels_and_that_of_two_does_not(tmp_path: Pat
 def test_a_pace_that_all_rounds_share_cancels_in_ratios_to_the_best_fixed_length(tmp_path: Path) -> None:
     one = written(tmp_path / "a", details=figures(PROMPTS, 1, pace=0.04))
     two = written(tmp_path / "b", details=figures(PROMPTS, 1, 1.04, profile="another", pace=0.04))
-    mine = compare(one, two).line("mine")
-    assert mine.gain is not None and mine.gain.value == pytest.approx(1.04)
-    assert mine.gain.low is not None and mine.gain.low < 1.0
-    over = mine.gain_over_best
+    mine = change(compare(one, two), "mine")
+    assert mine.speed is not None and mine.speed.value == pytest.approx(1.04)
+    assert mine.speed.low is not None and mine.speed.low < 1.0
+    over = mine.over_best
     assert over is not None
     assert (over.value, over.low, over.high) == pytest.approx((1.0, 1.0, 1.0))
 
@@ -288,23 +250,19 @@ def test_the_mean_paces_of_two_profiles_have_errors_of_their_own(tmp_path: Path)
     one = written(tmp_path / "a", details=figures(PROMPTS, 1, pace_error=0.03))
     for name, profile, expected in (("b", "another", 0.03 * 2**0.5), ("c", "one", 0.0)):
         details = figures(PROMPTS, 1, 1.01, profile=profile, pace_error=0.03)
-        gain = compare(one, written(tmp_path / name, details=details)).line("mine").gain
+        gain = change(compare(one, written(tmp_path / name, details=details)), "mine").speed
         assert gain is not None and gain.low is not None and gain.high is not None
         assert np.log(gain.high / gain.low) == pytest.approx(2 * 2.15 * expected, rel=0.1, abs=1e-9)
 
 
-@pytest.mark.parametrize(("paired", "profile"), [(True, "one"), (True, "another"), (False, "one")])
-def test_a_profile_without_timings_is_named(tmp_path: Path, paired: bool, profile: str) -> None:
+@pytest.mark.parametrize("profile", ["one", "another"])
+def test_a_profile_without_timings_is_named(tmp_path: Path, profile: str) -> None:
     one, two = figures(PROMPTS, 1), figures(PROMPTS, 2, profile=profile, is_timed=False)
     if profile == "one":
         one["per_prompt"]["profile"] = two["per_prompt"]["profile"]
-    names = PROMPTS if paired else [f"{p}, elsewhere" for p in PROMPTS]
-    two["per_prompt"]["clusters"] = names
     found = compare(written(tmp_path / "a", details=one), written(tmp_path / "b", details=two))
-    assert found.method == (PAIRED if paired else UNPAIRED)
-    expected = "profile of A and B kept no" if profile == "one" else "profile of B kept no"
-    assert expected in found.caveats[0]
-    assert found.profiles == (SAME if profile == "one" else DIFFERENT)
+    untimed = [caveat for caveat in found.caveats if "no repeated timings" in caveat]
+    assert len(untimed) == (2 if profile == "one" else 1) and "later" in untimed[-1]
 
 
 def test_prompts_are_paired_by_their_text(tmp_path: Path) -> None:
@@ -312,7 +270,7 @@ def test_prompts_are_paired_by_their_text(tmp_path: Path) -> None:
     two["per_prompt"]["prompts"] = PROMPTS[::-1]
     found = compare(written(tmp_path / "a", details=one), written(tmp_path / "b", details=two))
     again = compare(tmp_path / "a", written(tmp_path / "c", details=figures(PROMPTS, 2)))
-    assert found.lines == again.lines and found.prompts == len(PROMPTS)
+    assert found.changes == again.changes and found.prompts == len(PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -340,12 +298,11 @@ def reports(sides: tuple[Trace, Trace], machine: Profile, tmp_path_factory: pyte
 
 def test_two_timings_of_one_machine_do_not_differ(reports: Path) -> None:
     found = compare(reports / "one", reports / "two")
-    assert (found.method, found.profiles) == (PAIRED, DIFFERENT)
-    assert len(found.caveats) == 1 and "not changes of the machine" in found.caveats[0]
-    plain = found.line("plain decoding").gain
+    assert len(found.caveats) == 1 and "changes of the machine" in found.caveats[0]
+    plain = change(found, "plain decoding").speed
     assert plain is not None and abs(plain.value - 1.0) > 0.02
-    for line in found.lines:
-        for ratio in (line.gain, line.gain_over_best):
+    for line in found.changes:
+        for ratio in (line.speed, line.over_best):
             assert ratio is not None and ratio.low is not None and ratio.high is not None
             assert ratio.low <= 1.0 <= ratio.high, line.name
 
@@ -353,17 +310,18 @@ def test_two_timings_of_one_machine_do_not_differ(reports: Path) -> None:
 def test_one_profile_has_the_same_draws_in_every_report(reports: Path) -> None:
     """Whatever the seed: lines that are the same differ in nothing."""
     found = compare(reports / "one", reports / "again")
-    assert (found.profiles, found.caveats) == (SAME, ())
-    for line in found.lines:
-        assert line.gain is not None
-        assert (line.gain.value, line.gain.low, line.gain.high) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
+    assert found.caveats == ()
+    for line in found.changes:
+        assert line.speed is not None
+        assert (line.speed.value, line.speed.low, line.speed.high) == pytest.approx((1.0, 1.0, 1.0), abs=1e-8)
 
 
 def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sides: tuple[Trace, Trace]) -> None:
     """The seconds of the texts, round by round, under the draw over those under the profile as measured."""
     profile, arrays = Profile.load(reports / "one.json"), trace_arrays(sides[1])
-    factors, drawn = read_report(reports / "one").factors, Draws(profile).drawn
-    assert set(factors) == {line["name"] for line in read_report(reports / "one").lines.values()}
+    report, drawn = read_report(reports / "one"), Draws(profile).drawn
+    factors = report["details"]["per_prompt"]["profile"]["factors"]
+    assert set(factors) == {line["name"] for line in report["lines"]}
     for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):
         rounds = play(arrays, policy, profile).rounds
         measured, *under = (float(rounds.of_texts(costs, arrays.prompt_tokens).sum()) for costs in (profile, *drawn))
@@ -372,8 +330,7 @@ def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sid
 
 def test_costs_that_nobody_timed_are_no_certain_ones(reports: Path) -> None:
     found = compare(reports / "one", reports / "none")
-    assert found.profiles == DIFFERENT
-    assert "profile of B kept no" in found.caveats[0]
+    assert "later report's profile has no repeated" in found.caveats[0]
 
 
 def test_the_fingerprint_of_a_profile_is_that_of_its_model_calls(machine: Profile) -> None:

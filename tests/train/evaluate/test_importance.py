@@ -1,4 +1,4 @@
-"""What a live trace shows of another policy, and estimates of it: exact over every toss of the coin."""
+"""Importance weighting of rounds of another policy: exact over every outcome of exploration."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
-from specstop.train.off_policy.estimate import Offline, _named, estimate_offline
-from specstop.train.off_policy.estimators import ESTIMATORS
-from specstop.train.off_policy.feedback import logged_feedback
-from specstop.train.off_policy.rounds import COLUMNS, recorded_rounds, shown_rounds
+from specstop.train.evaluate.importance import (
+    COLUMNS,
+    ImportanceEstimate,
+    _builtin_policy,
+    _recorded_totals,
+    importance_estimate,
+    importance_weights,
+    observed_rounds,
+)
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.statistics import Resamples
+from specstop.train.report.evaluate import evaluate
 from torch import Tensor
 
 EXACT = 1e-9
@@ -58,14 +63,14 @@ def read(trace: Trace) -> TraceArrays:
 def test_the_logging_policy_asked_again_stops_where_it_did(live: Any, profile: Profile, name: str) -> None:
     policy = TEST_POLICIES[name]
     arrays = read(live(policy, explore=0.3))
-    shown = shown_rounds(arrays, policy, profile, recorded=True)
+    shown = observed_rounds(arrays, policy, profile, is_recorded=True)
     alone = ~arrays.extra["explored"].numpy()
     assert 20 < alone.sum() < len(alone)
-    assert shown.seen.all()
+    assert shown.observed.all()
     assert (shown.drafted == arrays.drawn.sum(1).numpy())[alone].all()
     assert (shown.verified == arrays.extra["sent"].sum(1).numpy())[alone].all()
     assert (shown.drafted <= arrays.drawn.sum(1).numpy()).all()
-    tokens, seconds = recorded_rounds(arrays, profile)
+    tokens, seconds = _recorded_totals(arrays, None, profile)
     assert shown.tokens[alone] == pytest.approx(tokens[alone], rel=EXACT)
     assert shown.seconds[alone] == pytest.approx(seconds[alone], rel=EXACT)
 
@@ -73,7 +78,7 @@ def test_the_logging_policy_asked_again_stops_where_it_did(live: Any, profile: P
 def test_tokens_of_a_round_are_those_committed(live: Any, profile: Profile) -> None:
     trace = live(TEST_POLICIES["fixed:4"])
     arrays = read(trace)
-    shown = shown_rounds(arrays, TEST_POLICIES["fixed:4"], profile, recorded=True)
+    shown = observed_rounds(arrays, TEST_POLICIES["fixed:4"], profile, is_recorded=True)
     committed = np.asarray(trace.rows.with_format("numpy")["committed"][:])
     order = np.lexsort([np.asarray(trace.rows.with_format("numpy")[c][:]) for c in ("anchor", "sequence")])
     assert shown.tokens.tolist() == committed[order].tolist()
@@ -84,16 +89,18 @@ def test_rounds_that_an_engine_drafted_past_the_limit_of_a_text_are_the_logging_
 ) -> None:
     arrays = read(live(TEST_POLICIES["fixed:4"]))
     header = dataclasses.replace(arrays.header, max_new_tokens=NEW // 2)
-    shown = shown_rounds(dataclasses.replace(arrays, header=header), TEST_POLICIES["fixed:4"], profile, recorded=True)
-    assert shown.seen.all() and (shown.drafted == arrays.drawn.sum(1).numpy()).all()
+    shown = observed_rounds(
+        dataclasses.replace(arrays, header=header), TEST_POLICIES["fixed:4"], profile, is_recorded=True
+    )
+    assert shown.observed.all() and (shown.drafted == arrays.drawn.sum(1).numpy()).all()
 
 
 def test_rounds_at_full_depth_agree_with_single_round_values(live: Any, profile: Profile) -> None:
     trace = live(verification="rejection")
     arrays, cut = read(trace), trace_arrays(trace, extra=ROUND_COLUMNS).cut.numpy()
     for policy in (FixedLength(2), Confidence(0.5, DEPTH)):
-        shown, values = shown_rounds(arrays, policy, profile), evaluate_rounds(arrays, policy, profile)
-        assert shown.seen.all()
+        shown, values = observed_rounds(arrays, policy, profile), evaluate_rounds(arrays, policy, profile)
+        assert shown.observed.all()
         assert np.sort(shown.tokens[~cut]) == pytest.approx(np.sort(values.committed.numpy()), rel=EXACT)
         assert np.sort(shown.seconds[~cut]) == pytest.approx(np.sort(values.seconds.numpy()), rel=EXACT)
 
@@ -123,10 +130,10 @@ def made(accepted: list[list[bool]], tokens: list[list[int]], verification: str 
 
 def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None:
     arrays = made([[True, True, False], [True, False, False]], [[1, 9, 2], [1, 9, 2]])
-    assert shown_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
-    assert shown_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]
-    assert shown_rounds(arrays, FixedLength(3), profile).drafted.tolist() == [2, 2]
-    assert shown_rounds(arrays, FixedLength(0), profile).tokens.tolist() == [1.0, 1.0]
+    assert observed_rounds(arrays, FixedLength(3), profile).tokens.tolist() == [2.0, 2.0]
+    assert observed_rounds(arrays, FixedLength(1), profile).tokens.tolist() == [2.0, 2.0]
+    assert observed_rounds(arrays, FixedLength(3), profile).drafted.tolist() == [2, 2]
+    assert observed_rounds(arrays, FixedLength(0), profile).tokens.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,7 @@ def test_an_accepted_end_of_text_has_no_token_after_it(profile: Profile) -> None
 def test_expected_tokens_of_rejection_and_block(profile: Profile, verification: str, survival: Any) -> None:
     arrays = made([[True, True, False]], [[1, 2, 3]], verification)
     for k in range(4):
-        found = shown_rounds(arrays, FixedLength(k), profile)
+        found = observed_rounds(arrays, FixedLength(k), profile)
         assert found.tokens.tolist() == pytest.approx([1 + sum(survival[:k])], rel=1e-6)
 
 
@@ -170,85 +177,72 @@ def few_rounds(full: TraceArrays, texts: int, rounds: int) -> TraceArrays:
 
 @pytest.mark.parametrize("knows_logging", [True, False])
 @pytest.mark.parametrize("policy", [Confidence(0.2, DEPTH), FixedLength(2)], ids=lambda p: p.name)
-def test_expected_over_all_tosses_of_the_coin_the_estimate_is_the_truth(
+def test_expected_over_all_outcomes_of_exploration_weighted_sums_are_the_truth(
     live: Any, profile: Profile, policy: StopPolicy, knows_logging: bool
 ) -> None:
-    """Inverse propensity and doubly robust are unbiased: no tolerance but that of sums."""
+    """Numerators and denominator of the self-normalised estimate are unbiased: no tolerance but that of sums."""
     full, share = few_rounds(read(live(verification="rejection")), 2, 3), 0.3
-    truth = shown_rounds(full, policy, profile)
-    base = shown_rounds(full, LOGGING, profile, recorded=True)
+    truth = observed_rounds(full, policy, profile)
+    base = observed_rounds(full, LOGGING, profile, is_recorded=True)
     own = torch.from_numpy(base.drafted)
-    assert not base.reaches(truth).all(), "some rounds must need exploration"
-    assert base.reaches(truth).any()
-    total = {name: np.zeros(2) for name in ESTIMATORS}
-    for tosses in itertools.product((False, True), repeat=len(own)):
-        explored = torch.tensor(tosses)
+    reaches = (base.drafted >= truth.drafted) & (base.verified >= truth.verified)
+    assert not reaches.all(), "some rounds must need exploration"
+    assert reaches.any()
+    sums, ratio = np.zeros(3), 0.0
+    for outcome in itertools.product((False, True), repeat=len(own)):
+        explored = torch.tensor(outcome)
         arrays = censored(full, own, explored, share)
-        shown = shown_rounds(arrays, policy, profile)
-        again = shown_rounds(arrays, LOGGING, profile, recorded=True) if knows_logging else None
-        feedback = logged_feedback(arrays, shown, again, profile)
-        chance = share ** sum(tosses) * (1 - share) ** (len(tosses) - sum(tosses))
-        for estimator in ESTIMATORS:
-            for at, name in enumerate(("tokens", "seconds")):
-                above, below = feedback.terms(estimator, name)
-                total[estimator][at] += chance * above.sum() / max(below.sum(), 1e-300)
-    exact = [truth.tokens.mean(), truth.seconds.mean()]
-    for name in ("ipw", "dr"):
-        assert total[name] == pytest.approx(exact, rel=EXACT), name
-    assert total["snipw"] != pytest.approx(exact, rel=1e-4), "the self-normalised one is not unbiased in few rounds"
+        rounds = observed_rounds(arrays, policy, profile)
+        again = observed_rounds(arrays, LOGGING, profile, is_recorded=True) if knows_logging else None
+        weight, _ = importance_weights(arrays, rounds, again)
+        chance = share ** sum(outcome) * (1 - share) ** (len(outcome) - sum(outcome))
+        sums += chance * np.array([weight.sum(), (weight * rounds.tokens).sum(), (weight * rounds.seconds).sum()])
+        ratio += chance * (weight * rounds.tokens).sum() / max(weight.sum(), 1e-300)
+    assert sums == pytest.approx([len(own), truth.tokens.sum(), truth.seconds.sum()], rel=EXACT)
+    assert ratio != pytest.approx(truth.tokens.mean(), rel=1e-4), "the ratio is not unbiased in few rounds"
 
 
 def test_a_trace_at_full_depth_needs_no_weights(live: Any, profile: Profile) -> None:
     trace = live()
-    found = estimate_offline(trace, Confidence(0.4, DEPTH), profile)
-    shown = shown_rounds(read(trace), Confidence(0.4, DEPTH), profile)
-    assert (found.shown, found.by_exploration) == (1.0, 0)
-    assert found.effective_rounds == pytest.approx(found.rounds)
-    for name in ("ipw", "snipw", "dr"):
-        assert found.line(name).tokens.value == pytest.approx(shown.tokens.mean(), rel=EXACT)
-        assert found.line(name).rate.value == pytest.approx(shown.tokens.sum() / shown.seconds.sum(), rel=EXACT)
+    found = importance_estimate(trace, Confidence(0.4, DEPTH), profile)
+    rounds = observed_rounds(read(trace), Confidence(0.4, DEPTH), profile)
+    assert (found.observed, found.by_exploration) == (1.0, 0)
+    assert found.effective_rounds == pytest.approx(len(rounds.tokens))
+    assert found.tokens.value == pytest.approx(rounds.tokens.mean(), rel=EXACT)
+    assert found.tokens_per_s.value == pytest.approx(rounds.tokens.sum() / rounds.seconds.sum(), rel=EXACT)
 
 
-def test_the_logging_policy_itself_is_its_own_rounds(live: Any, profile: Profile) -> None:
-    trace = live(LOGGING, explore=0.25)
-    found = estimate_offline(trace, LOGGING, profile)
-    for line in found.lines:
-        if line.name != "dm":
-            assert line.to_logging.value == pytest.approx(1.0, rel=EXACT)
-            assert (line.to_logging.low, line.to_logging.high) == pytest.approx((1.0, 1.0), rel=EXACT)
-            assert line.net.value == pytest.approx(0.0, abs=1e-9)
+def test_the_recorded_policy_is_its_own_rounds(live: Any, profile: Profile) -> None:
+    ratio = importance_estimate(live(LOGGING, explore=0.25), LOGGING, profile).to_recorded
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.0, 1.0, 1.0), rel=EXACT)
 
 
 @pytest.fixture(scope="module")
-def explored(live: Any, profile: Profile) -> Offline:
-    return estimate_offline(live(LOGGING, explore=0.25, verification="rejection"), FixedLength(4), profile)
+def explored(live: Any, profile: Profile) -> ImportanceEstimate:
+    return importance_estimate(live(LOGGING, explore=0.25, verification="rejection"), FixedLength(4), profile)
 
 
-def test_the_answer_says_what_it_rests_on(explored: Offline, live: Any, profile: Profile) -> None:
-    assert (explored.policy, explored.logging, explored.explore) == ("fixed:4", "confidence:0.6", 0.25)
-    assert 0 < explored.by_exploration < explored.rounds
-    assert explored.effective_rounds < explored.rounds
+def test_an_estimate_has_its_basis_and_intervals(explored: ImportanceEstimate, live: Any) -> None:
+    rounds = len(live(LOGGING, explore=0.25, verification="rejection").rows)
+    assert 0 < explored.by_exploration < rounds
+    assert explored.effective_rounds < rounds
     assert any("other anchors" in text for text in explored.caveats)
-    assert any("direct method" in text for text in explored.caveats)
-    for line in explored.lines:
-        for ratio in (line.tokens, line.seconds, line.rate, line.net, line.to_logging):
-            assert ratio.low <= ratio.value <= ratio.high
-        assert line.rate.value == pytest.approx(line.tokens.value / line.seconds.value)
-        assert line.net.value == pytest.approx(line.tokens.value - explored.rho * line.seconds.value)
-    assert [line.name for line in explored.lines] == ["ipw", "snipw", "dm", "dr"]
+    for ratio in (explored.tokens, explored.seconds, explored.tokens_per_s, explored.to_recorded):
+        assert ratio.low <= ratio.value <= ratio.high
+    assert explored.tokens_per_s.value == pytest.approx(explored.tokens.value / explored.seconds.value)
 
 
-def test_an_unknown_logging_policy_leaves_the_explored_rounds(live: Any, profile: Profile) -> None:
+def test_an_unknown_recorded_policy_leaves_the_explored_rounds(live: Any, profile: Profile) -> None:
     trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
-    blind = estimate_offline(trace, FixedLength(4), profile)
-    told = estimate_offline(trace, FixedLength(4), profile, logging=TEST_POLICIES["from-anchor"])
-    assert any("explored rounds alone" in text for text in blind.caveats)
-    assert not any("explored rounds alone" in text for text in told.caveats)
-    assert blind.shown < told.shown
+    without = importance_estimate(trace, FixedLength(4), profile)
+    informed = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
+    assert any("only rounds that explored" in text for text in without.caveats)
+    assert not any("only rounds that explored" in text for text in informed.caveats)
+    assert without.observed < informed.observed
     explored_only = read(trace).extra["explored"].numpy()
-    assert blind.by_exploration == explored_only.sum()
-    shown = shown_rounds(read(trace), FixedLength(4), profile)
-    assert blind.line("snipw").tokens.value == pytest.approx(shown.tokens[explored_only].mean())
+    assert without.by_exploration == explored_only.sum()
+    rounds = observed_rounds(read(trace), FixedLength(4), profile)
+    assert without.tokens.value == pytest.approx(rounds.tokens[explored_only].mean())
 
 
 @pytest.mark.parametrize(
@@ -257,38 +251,39 @@ def test_an_unknown_logging_policy_leaves_the_explored_rounds(live: Any, profile
 )
 def test_only_built_in_policies_come_from_a_name_in_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specstop.policies.registry.Registry.names", lambda self: pytest.fail("a name was looked for"))
-    found = _named(name)
+    found = _builtin_policy(name)
     assert (found.name if found else None) == (name if name in ("fixed:4", "confidence:0.6") else None)
 
 
-def test_the_wrong_logging_policy_is_refused(live: Any, profile: Profile) -> None:
-    with pytest.raises(TraceError, match=r"logging_policy: fixed:1 stops elsewhere than"):
-        estimate_offline(live(LOGGING, explore=0.25), FixedLength(4), profile, logging=FixedLength(1))
+def test_the_wrong_recorded_policy_is_not_used(live: Any, profile: Profile) -> None:
+    trace = live(LOGGING, explore=0.25)
+    wrong = importance_estimate(trace, FixedLength(4), profile, recorded=FixedLength(1))
+    assert any("fixed:1 stops elsewhere than" in text for text in wrong.caveats)
+    assert wrong.by_exploration == read(trace).extra["explored"].sum(), "as if it were unknown"
 
 
 def test_what_cannot_be_estimated_is_refused(
     live: Any, traces: dict[float, Trace], pair: Pair, prompts: list[Prompt], profile: Profile, tmp_path: Path
 ) -> None:
     with pytest.raises(TraceError, match=r"only if they explored, and none of those did \(`explore` 0\)"):
-        estimate_offline(live(LOGGING), FixedLength(4), profile)
-    with pytest.raises(TraceError, match="of live traces"):
-        estimate_offline(traces[0.7], FixedLength(2), profile)
+        importance_estimate(live(LOGGING), FixedLength(4), profile)
+    with pytest.raises(TraceError, match="for live traces"):
+        importance_estimate(traces[0.7], FixedLength(2), profile)
     with pytest.raises(TraceError, match="selects among drawn tokens"):
-        estimate_offline(live(LOGGING, explore=0.25), TEST_POLICIES["selecting"], profile)
+        importance_estimate(live(LOGGING, explore=0.25), TEST_POLICIES["selecting"], profile)
     tree = collect(pair, prompts[:2], tmp_path / "t", tree="2,1", max_new_tokens=6, collector="live", explore=0.5)
-    with pytest.raises(TraceError, match="estimates are of chains"):
-        estimate_offline(tree, FixedLength(1), profile)
+    with pytest.raises(TraceError, match="for chains"):
+        importance_estimate(tree, FixedLength(1), profile)
 
 
-def test_ipw_alone_is_what_the_answer_shows(live: Any, profile: Profile) -> None:
-    trace = live(LOGGING, explore=0.25)
-    arrays, policy = read(trace), FixedLength(4)
-    shown = shown_rounds(arrays, policy, profile)
-    base = shown_rounds(arrays, LOGGING, profile, recorded=True)
-    feedback = logged_feedback(arrays, shown, base, profile)
-    prompt = np.repeat(arrays.clusters, arrays.rows.numpy())
-    made, (above, below) = Resamples(prompt), feedback.terms("ipw", "tokens")
-    found = made.interval(made.total(above) / made.total(below))
-    line = estimate_offline(trace, policy, profile).line("ipw").tokens
-    assert (found.value, found.low, found.high) == pytest.approx((line.value, line.low, line.high))
-    assert EOS in arrays.header.eos
+def test_evaluate_estimates_on_a_trace_with_exploration(live: Any, profile: Profile) -> None:
+    trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
+    policies = [FixedLength(2), TEST_POLICIES["from-anchor"], FixedLength(4)]
+    section = evaluate(trace, profile, policies).details["importance"]
+    assert [row[0] for row in section["rows"]] == [policy.name for policy in policies]
+    for policy, row in zip(policies, section["rows"], strict=True):
+        expected = importance_estimate(trace, policy, profile, recorded=TEST_POLICIES["from-anchor"])
+        assert row[1] == dataclasses.asdict(expected.to_recorded)
+    assert section["rows"][1][1]["value"] == pytest.approx(1.0, rel=EXACT), "the recorded policy itself"
+    assert "from-anchor" in section["text"] and "25%" in section["text"]
+    assert "importance" not in evaluate(live(), profile, [FixedLength(2)]).details, "every round has full depth"
