@@ -79,7 +79,7 @@ COMMANDS = (
     Command("evaluate --traces @held --profile @profile.json --policy @policy --no-sweep", report),
     Command("evaluate --traces @held --train-traces @fit --profile @profile.json --no-sweep", report),
     Command("evaluate --traces @linked --profile @profile.json --policy fixed:2 --no-sweep", report),
-    Command("transfer --traces @held --profile @profile.json --policy @policy", report),
+    Command("evaluate --traces @held --traces @linked --profile @profile.json --policy fixed:2", report),
     Command("deploy --to vllm --traces @fit --profile @profile.json --policy @policy --max-batch 2", report),
     Command("deploy --to llama.cpp --traces @fit --held-out @held --profile @profile.json", report, ()),
     Command("deploy --to hf --policy @policy", card),
@@ -88,9 +88,9 @@ COMMANDS = (
     Command(f"profile {PAIR} --prompts @prompts.jsonl --depth 1 --repeats 1", Profile.load),
     Command("demo --pair @pair", report),
     Command("merge @fit", flags=("--json", "--repair")),
-    Command("compare @a @b", flags=("--json",)),
+    Command("evaluate --compare @a --compare @b", flags=("--json",)),
     Command("info @held", flags=("--json",)),
-    Command("estimate --traces @live --profile @profile.json --policy fixed:1", flags=("--json",)),
+    Command("evaluate --traces @live --profile @profile.json --policy fixed:1", flags=("--json",)),
     Command(f"decode w5 {PAIR} --policy @policy {SMALL}"),
 )  # fmt: skip
 

@@ -63,8 +63,10 @@ def sweep(
         points where it `pays` (the interval of `to_best_fixed` is above 1), these in words as `verdict`, and a `note`.
 
     Raises:
-        InputError: draft or target steps of the profile take no time.
+        InputError: there is no policy, or draft or target steps of the profile take no time.
     """
+    if not policies:
+        raise InputError("--policy: expected at least one policy to sweep")
     profile, context, boot = draws.profile, typical_context(tuning or arrays), Resamples(clusters.of, seed)
     depth = min(arrays.depth, profile.max_depth)
     lengths, columns = range(depth + 1), range(depth + 1, depth + 1 + len(policies))

@@ -13,9 +13,9 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.report_comparison import Change, ReportComparison, compare_reports, read_report
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.evaluate.report_comparison import Change, ReportComparison, compare_reports, read_report
 from specstop.train.report.evaluate import evaluate
 from specstop.train.report.pricing import Draws
 from specstop.train.report.records import REPORT_SCHEMA
