@@ -19,10 +19,10 @@ import typer
 from typer.core import TyperCommand
 
 from ..policies.arguments import check_limits
-from ..policies.errors import InputError, PolicyFailure, SpecstopError
+from ..policies.errors import InputError, PolicyFailure, SpecstopError, close_match
 from ..policies.files import check_separate, disk_text, is_text, uninterrupted
-from .options import COLLECT_KEYS, SAMPLING_KEYS, running, with_groups
-from .output import Interrupted, say, warn_in_one_line
+from .options import COLLECT_KEYS, SAMPLING_KEYS, VERIFICATIONS, running, with_groups
+from .output import Interrupted, prints_on_stderr, say, warn_in_one_line
 
 COMMANDS = (
     "demo", "collect", "profile", "train", "evaluate", "decode", "bench", "deploy", "train-drafter", "import", "info",
@@ -56,6 +56,9 @@ class Command(TyperCommand):
                     f"--{name.replace('_', '-')}: expected text in the encoding of this locale, not {value!a}"
                 )
         check_limits(**{name: value for name, value in ctx.params.items() if not isinstance(value, str)})
+        if (mode := ctx.params.get("verification", "auto")) not in VERIFICATIONS:
+            names = ", ".join(VERIFICATIONS)
+            raise InputError(f"--verification: expected one of {names}, not {mode!r}{close_match(mode, VERIFICATIONS)}")
         inputs = {name: value for name, value in ctx.params.items() if name not in ("out", "checkpoints", "config")}
         paths = [path for name, value in inputs.items() for path in _paths(name, value)]
         work, out = ctx.params.get("checkpoints"), ctx.params.get("out")
@@ -63,7 +66,8 @@ class Command(TyperCommand):
             check_separate(work, paths, "--checkpoints")
         if out is not None:
             check_separate(out, [*paths, work])
-        return super().invoke(ctx)
+        with prints_on_stderr():
+            return super().invoke(ctx)
 
 
 def _paths(name: str, value: Any) -> Iterator[str | Path]:
@@ -127,7 +131,8 @@ def run() -> NoReturn:
     if line:
         say(f"specstop: {' '.join(line.split())}")
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell
+            sys.stdout.flush()
     except OSError:  # a closed pipe or a full disk, which `_run` has reported; the interpreter would flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
@@ -148,7 +153,8 @@ def _run() -> tuple[int, str]:
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal cannot show
     try:
         code = app(standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except Interrupted as error:
         return 130, str(error)
     except PolicyFailure as error:
@@ -162,7 +168,9 @@ def _run() -> tuple[int, str]:
     except Exception as error:
         if not hasattr(error, "format_message"):  # of usage errors, which have no public class
             raise
-        return int(getattr(error, "exit_code", 2)), f"{error.format_message()} Try --help."
+        causes = getattr(error.__cause__, "errors", None)  # of pydantic, whose messages do not contain the value
+        value = f", not {str(causes()[0]['input'])[:40]!r}" if causes else ""
+        return int(getattr(error, "exit_code", 2)), f"{error.format_message().rstrip('.')}{value}. Try --help."
     if code == 130:  # typer converts a KeyboardInterrupt
         return 130, "interrupted"
     return (code if isinstance(code, int) else 0), ""

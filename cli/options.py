@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from ..policies.arguments import check_limits
-from ..policies.display import Progress, silent
+from ..policies.display import Progress
 from ..policies.errors import InputError, close_match
 from ..policies.files import RUN_FILE, write_atomic
 from .output import quiet_libraries, say
@@ -105,6 +105,54 @@ Overwrite = Annotated[bool, option(RESULT, "Replace an existing result.", "--ove
 Json = Annotated[bool, option(RESULT, "Print one line of JSON instead of tables.", "--json")]
 Wide = Annotated[bool, option(RESULT, "Print all columns of the tables.", "--wide")]
 Quiet = Annotated[bool, option(RESULT, "Print no progress.", "--quiet")]
+
+
+# Options of one command
+
+Library = Annotated[bool, option(ROUNDS, "Measure transformers' `generate` and its assisted settings too.")]
+Collector = Annotated[
+    str,
+    option(ROUNDS, "dense: draft from every position of the target's text. live: record the rounds of the decoding loop, "
+           "with timings. vllm: record rounds inside vLLM (docs/vllm.md)."),
+]  # fmt: skip
+LivePolicy = Annotated[
+    str | None, option(ROUNDS, "Policy of live rounds. Default: draft to the full depth.", "--policy")
+]
+Extra = Annotated[
+    list[str] | None,
+    option(RESULT, "Another parameter of the Python function `specstop.collect` as key=value; repeatable. Keys: "
+           f"{', '.join(COLLECT_KEYS)}."),
+]  # fmt: skip
+Drift = Annotated[
+    str,
+    option(ROUNDS, "If live acceptance leaves the band that a learned policy's calibration predicts: warn, fallback (use "
+           "the best fixed length), or off."),
+]  # fmt: skip
+Stop = Annotated[list[str], option(SAMPLING, "End a text after this string; repeatable.")]
+DemoFolder = Annotated[
+    Path | None, option(RESULT, "Folder for the results. Default: specstop-demo, with a number if it exists.", "--out")
+]
+PairFolder = Annotated[
+    Path | None,
+    option(MODELS, "Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair.", "--pair"),
+]
+Quick = Annotated[bool, option(RESULT, "Fewer prompts and policies: less than a minute.", "--quick")]
+ProfileOut = Annotated[Path | None, option(RESULT, "JSON file for the profile. Default: replace --profile.", "--out")]
+BaseProfile = Annotated[
+    Path | None,
+    option(ROUNDS, "Existing profile: only the decisions of --policy are timed and added to it.", "--profile"),
+]
+Through = Annotated[
+    str | None, option(ROUNDS, "vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).")
+]
+Budget = Annotated[float, option(RESULT, "Maximum seconds. A quiet machine needs a fraction of them.")]
+Repeats = Annotated[
+    int | None, option(RESULT, "Exact number of repetitions. Default: as the noise and --budget require.")
+]
+Check = Annotated[
+    bool, option(RESULT, "Read everything: all shards of a trace must exist and match their checksums.", "--check")
+]
+Drafters = Annotated[bool, option(RESULT, "List drafters instead of policies.", "--drafters")]
 
 
 # Groups of options
@@ -198,14 +246,16 @@ class Models:
                 "(--drafter suffix, medusa:PATH, ...)"
             )
 
-    def find(self, progress: Progress = silent) -> ModelPaths:
-        """Return the names of the models, by default those of the shipped pair, and compile the kernels.
+    def find(self, progress: Progress | None = None) -> ModelPaths:
+        """Return the names of the models, by default those of the shipped pair.
+
+        Args:
+            progress: if given, all kernels are compiled now instead of on first use, when rounds may be timed.
 
         Raises:
             InputError: the drafter is unknown, or it requires another combination of models.
         """
         from ..decode.drafters.spec import check_drafter, needs_draft
-        from ..policies import kernels
         from ..train.demo.pair import shipped_pair
 
         check_drafter(self.drafter)
@@ -213,7 +263,10 @@ class Models:
         if self.target is not None and needs_draft(self.drafter) != (self.draft is not None):
             needs = "requires a draft model" if self.draft is None else "uses no draft model; leave --draft out"
             raise InputError(f"--draft: the drafter {self.drafter} {needs}")
-        kernels.load(progress)  # not while something is timed
+        if progress is not None:
+            from ..policies import kernels
+
+            kernels.load(progress)
         if self.target is not None:
             return ModelPaths(self.target, self.draft)
         folder = shipped_pair()
@@ -242,6 +295,9 @@ class Sampling:
                "repetition_penalty, no_repeat_ngram, min_new_tokens, model_defaults (false ignores the target's "
                "generation_config), json_schema (a file), grammar (a file, EBNF of llama.cpp or Lark)."),
     ] = None  # fmt: skip
+
+    def __post_init__(self) -> None:
+        self.values()
 
     def values(self) -> dict[str, Any]:
         """Return the parameters by name, validated without importing torch."""
@@ -314,13 +370,6 @@ def batch_sizes(text: str | None) -> tuple[int, ...]:
     for size in sizes:
         check_limits(batch=size)
     return sizes
-
-
-def check_verification(name: str) -> None:
-    """Raise `InputError` for an unknown verification mode, without importing torch."""
-    if name not in VERIFICATIONS:
-        names = ", ".join(VERIFICATIONS)
-        raise InputError(f"--verification: expected one of {names}, not {name!r}{close_match(name, VERIFICATIONS)}")
 
 
 def print_model_defaults(pair: Pair, settings: Settings) -> None:

@@ -8,7 +8,8 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,25 @@ PHASE_NAMES = {"outside": "framework overhead"}
 
 class Interrupted(Exception):
     """Ctrl-C ended a command. The message states how to continue it."""
+
+
+_results: ContextVar[TextIO | None] = ContextVar("results", default=None)
+
+
+def results() -> TextIO:
+    """Return the stream for results, which is the standard output of the process."""
+    return _results.get() or sys.stdout
+
+
+@contextlib.contextmanager
+def prints_on_stderr() -> Iterator[None]:
+    """Redirect `sys.stdout` to standard error in the block, so that plugins and libraries do not print into `results()`."""
+    token = _results.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _results.reset(token)
 
 
 def say(text: str) -> None:
@@ -61,7 +81,7 @@ def progress_bars(quiet: bool = False) -> Iterator[Progress]:
 
     columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    with Bars(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bars:
+    with Bars(*columns, console=console) as bars:
         tasks: dict[str, TaskID] = {}
 
         def advance(task: str, done: int, total: int) -> None:
@@ -114,20 +134,36 @@ class _Output(Console):
         return super().render_str(printable(text), **options)
 
 
-def output() -> Console:
-    """Return the console of standard output. Outside a terminal it is 80 columns wide (or `COLUMNS`)."""
-    return _Output(highlight=False, markup=False)
+def output(width: int | None = None) -> Console:
+    """Return the console of standard output. Outside a terminal it has `width` columns; default: `COLUMNS` or 80."""
+    console = _Output(file=results(), highlight=False, markup=False)
+    return (
+        console
+        if console.is_terminal or width is None
+        else _Output(file=results(), highlight=False, markup=False, width=width)
+    )
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table below its title. Columns of numbers are aligned to the right; only text is wrapped."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], wide: bool = False) -> None:
+    """Print a table below its title. Columns of numbers are aligned to the right; long text is wrapped.
+
+    Args:
+        title: printed above the table.
+        columns: their names.
+        rows: cells of each row.
+        wide: use 200 columns outside a terminal.
+    """
     grid = Table(header_style="bold")
-    for name, cells in zip(columns, list(zip(*rows, strict=True)) or [()] * len(columns), strict=True):
+    for index, name in enumerate(columns):
+        cells = [row[index] for row in rows]
         numbers = all(cell[:1] in "0123456789.-+" for cell in cells)
-        grid.add_column(name, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
+        short = max(map(len, cells), default=0) <= 30
+        grid.add_column(
+            name, justify="right" if numbers else "left", no_wrap=short and (numbers or index == 0), overflow="fold"
+        )
     for row in rows:
         grid.add_row(*row)
-    console = output()
+    console = output(200 if wide else None)
     console.print(Text(printable(title), style="bold"), soft_wrap=True)
     console.print(grid)
 
@@ -139,7 +175,7 @@ def next_step(*words: object) -> None:
 
 def print_json(value: Any) -> None:
     """Print one line of JSON."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    results().write(json.dumps(value) + "\n")
 
 
 def flat(values: dict[str, Any]) -> list[tuple[str, str]]:

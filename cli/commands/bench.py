@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..options import (
-    ROUNDS,
-    Batch,
-    Json,
-    LiveProfile,
-    MaxNewTokens,
-    Models,
-    Policies,
-    PromptSource,
-    Quiet,
-    Sampling,
-    Seed,
-    Temperature,
-    Tree,
-    Verification,
-    Wide,
-    check_verification,
-    option,
-    print_model_defaults,
-)
+from .. import options
 from ..output import PHASE_NAMES, check_failures, print_json, progress_bars, say, table
 
 if TYPE_CHECKING:
@@ -39,21 +20,21 @@ PROMPT_LIMIT = 20
 
 def bench(
     *,
-    source: PromptSource,
-    models: Models,
-    policy: Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
-    profile: LiveProfile = None,
-    library: Annotated[bool, option(ROUNDS, "Measure transformers' `generate` and its assisted settings too.")] = True,
-    tree: Tree = None,
-    verification: Verification = "auto",
-    batch: Batch = 1,
-    temperature: Temperature = 0.0,
-    sampling: Sampling,
-    max_new_tokens: MaxNewTokens = 128,
-    seed: Seed = 0,
-    wide: Wide = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    source: options.PromptSource,
+    models: options.Models,
+    policy: options.Policies = ["fixed:2", "fixed:4", "fixed:6", "confidence:0.4"],  # noqa: B006
+    profile: options.LiveProfile = None,
+    library: options.Library = True,
+    tree: options.Tree = None,
+    verification: options.Verification = "auto",
+    batch: options.Batch = 1,
+    temperature: options.Temperature = 0.0,
+    sampling: options.Sampling,
+    max_new_tokens: options.MaxNewTokens = 128,
+    seed: options.Seed = 0,
+    wide: options.Wide = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure policies, plain decoding and transformers' loops live, in alternation on the same prompts (default: 20).
 
@@ -63,8 +44,6 @@ def bench(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sampling.values()
-    check_verification(verification)
     costs = None if profile is None else Profile.load(profile)
     rules = [load_policy(spec) for spec in policy]
     prompts = source.read(models, "test", PROMPT_LIMIT)
@@ -83,7 +62,7 @@ def bench(
         pair, stock = _load(models, library, progress)
         settings = replace(settings, shaping=sampling.params(sampling.grammar(pair)))
         if not quiet:
-            print_model_defaults(pair, settings)
+            options.print_model_defaults(pair, settings)
         settings = settings.for_pair(pair)
         prompts, tokens = source.encode(prompts, pair, max_new_tokens)
         requests = list(zip([prompt.stream_name for prompt in prompts], tokens, strict=True))
@@ -101,7 +80,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _load(models: Models, library: bool, progress: Progress) -> tuple[Pair, Pair | None]:
+def _load(models: options.Models, library: bool, progress: Progress) -> tuple[Pair, Pair | None]:
     """Return the pair, and for transformers' loops the pair with a draft model and the engine `plain`."""
     from ...decode.models.pair import with_engine
 
@@ -140,7 +119,7 @@ def show(lines: list[BenchLine], title: str, wide: bool = False) -> None:
         verdict = "" if line is lines[0] else comparison
         rows.append([line.name, f"{line.tokens_per_s:.1f}", line.ratio.text(2), *more, verdict])
     columns = ["policy", "tokens/s", "vs plain [95%]", *(["tokens per call", "time"] if wide else []), "verdict"]
-    table(title, columns, rows)
+    table(title, columns, rows, wide)
 
 
 def _print_remarks(lines: list[BenchLine], prompts: int, batch: int) -> None:

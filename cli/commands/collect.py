@@ -7,34 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError
 from ...policies.files import RUN_FILE, prepare_output_dir, staging_path
-from ..options import (
-    COLLECT_KEYS,
-    RESULT,
-    ROUNDS,
-    Depth,
-    MaxNewTokens,
-    Models,
-    Out,
-    Overwrite,
-    PromptSource,
-    Quiet,
-    Resume,
-    Sampling,
-    Seed,
-    Temperature,
-    Tree,
-    Verification,
-    check_verification,
-    key_values,
-    option,
-    print_model_defaults,
-    running_options,
-    save_config,
-)
+from .. import options
 from ..output import Interrupted, next_step, output, progress_bars, table
 from .info import describe_trace
 
@@ -50,31 +27,23 @@ COLLECTORS = ("dense", "live", "vllm")
 
 def collect(
     *,
-    out: Out,
-    source: PromptSource,
-    models: Models,
-    collector: Annotated[
-        str,
-        option(ROUNDS, "dense: draft from every position of the target's text. live: record the rounds of the decoding "
-               "loop, with timings. vllm: record rounds inside vLLM (docs/vllm.md)."),
-    ] = "dense",
-    policy: Annotated[str | None, option(ROUNDS, "Policy of live rounds. Default: draft to the full depth.")] = None,
-    depth: Depth = 10,
-    tree: Tree = None,
-    verification: Verification = "auto",
-    temperature: Temperature = 0.0,
-    sampling: Sampling,
-    max_new_tokens: MaxNewTokens = 128,
-    seed: Seed = 0,
-    extra: Annotated[
-        list[str] | None,
-        option(RESULT, "Another parameter of the Python function `specstop.collect` as key=value; repeatable. Keys: "
-               f"{', '.join(COLLECT_KEYS)}."),
-    ] = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    quiet: Quiet = False,
-) -> None:  # fmt: skip
+    out: options.Out,
+    source: options.PromptSource,
+    models: options.Models,
+    collector: options.Collector = "dense",
+    policy: options.LivePolicy = None,
+    depth: options.Depth = 10,
+    tree: options.Tree = None,
+    verification: options.Verification = "auto",
+    temperature: options.Temperature = 0.0,
+    sampling: options.Sampling,
+    max_new_tokens: options.MaxNewTokens = 128,
+    seed: options.Seed = 0,
+    extra: options.Extra = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Record what the draft proposes at every position of the target's text, and what the target accepts.
 
     Under torchrun or accelerate each process collects the shards assigned to it by RANK and WORLD_SIZE.
@@ -84,8 +53,6 @@ def collect(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sampling.values()
-    check_verification(verification)
     parameters = _read_extra(extra)
     if collector not in COLLECTORS:
         raise InputError(f"--collector: expected one of {', '.join(COLLECTORS)}, not {collector!r}")
@@ -105,12 +72,12 @@ def collect(
 
     Settings(temperature, max_new_tokens, depth, verification=verification, tree=tree)
     with progress_bars(quiet) as progress:
-        paths = models.find(progress)
+        paths = models.find(None if collector == "dense" else progress)
         pair = replace(models, device=place.device(models.device)).open(paths)
         if stored is None:
             prompts = source.apply_template(prompts, pair)
         if not quiet:
-            print_model_defaults(pair, Settings(temperature, max_new_tokens, shaping=sampling.params()))
+            options.print_model_defaults(pair, Settings(temperature, max_new_tokens, shaping=sampling.params()))
         create_plan = partial(
             plan_run, pair, target=paths.target,
             draft=(paths.draft or "") if models.drafter == "model" else models.drafter,
@@ -133,7 +100,7 @@ def _read_extra(items: list[str] | None) -> dict[str, Any]:
     from ...policies.arguments import check_limits
     from ...policies.profile import Profile
 
-    values = key_values("--extra", items, COLLECT_KEYS)
+    values = options.key_values("--extra", items, options.COLLECT_KEYS)
     check_limits(**{name: value for name, value in values.items() if name not in ("profile", "completions", "hidden")})
     if "profile" in values:
         values["profile"] = Profile.load(Path(values["profile"]))
@@ -171,11 +138,11 @@ def _record(plan: Plan, out: Path, place: Place, resume: bool, overwrite: bool, 
         folder = staging_path(out) if overwrite else out
         if not (folder / "header.json").exists():
             raise
-        save_config(folder / RUN_FILE)
+        options.save_config(folder / RUN_FILE)
         command = f"specstop collect --config {folder / RUN_FILE} --resume"
         raise Interrupted(f"interrupted; completed shards are kept; continue with: {command}") from None
     if not (resume and (trace.folder / RUN_FILE).exists()):
-        save_config(trace.folder / RUN_FILE)
+        options.save_config(trace.folder / RUN_FILE)
     return trace
 
 
@@ -193,13 +160,13 @@ def show(trace: Trace, place: Place) -> None:
     table(title, ("depth", "P(A >= depth)", "positions"), depths)
     if note := facts.get("note on acceptance"):
         console.print(f"Note: {note}", soft_wrap=True)
-    options = running_options()
-    source = options.get("prompts")
+    used = options.running_options()
+    source = used.get("prompts")
     next_step(
-        "profile", *pair_options(header), *(["--chat"] if options.get("chat") else []),
+        "profile", *pair_options(header), *(["--chat"] if used.get("chat") else []),
         *(["--temperature", header.temperature] if header.temperature else []),
-        *(word for item in options.get("sampling") or () for word in ("--sampling", item)),
-        *_round_options(header, options.get("collector") == "vllm"),
+        *(word for item in used.get("sampling") or () for word in ("--sampling", item)),
+        *_round_options(header, used.get("collector") == "vllm"),
         "--prompts", "PROMPTS" if source in (None, "-") else source, "--out", "profile.json",
     )  # fmt: skip
 

@@ -9,27 +9,8 @@ import typer
 
 from ...policies.display import printable
 from ...policies.errors import InputError
-from ..options import (
-    ROUNDS,
-    SAMPLING,
-    Batch,
-    Json,
-    LiveProfile,
-    MaxNewTokens,
-    Models,
-    Policy,
-    PromptSource,
-    Quiet,
-    Sampling,
-    Seed,
-    Temperature,
-    Tree,
-    Verification,
-    check_verification,
-    option,
-    print_model_defaults,
-)
-from ..output import PHASE_NAMES, print_json, progress_bars, say, table
+from .. import options
+from ..output import PHASE_NAMES, print_json, progress_bars, results, say, table
 
 if TYPE_CHECKING:
     from ...collect.prompts.read import Prompt
@@ -39,26 +20,22 @@ if TYPE_CHECKING:
 def decode(
     *,
     text: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: standard input, or --prompts.")] = None,
-    source: PromptSource,
-    models: Models,
-    policy: Policy = "fixed:4",
-    profile: LiveProfile = None,
-    tree: Tree = None,
-    verification: Verification = "auto",
-    drift: Annotated[
-        str,
-        option(ROUNDS, "If live acceptance leaves the band that a learned policy's calibration predicts: warn, fallback "
-               "(use the best fixed length), or off."),
-    ] = "warn",
-    batch: Batch = 1,
-    temperature: Temperature = 0.0,
-    sampling: Sampling,
-    stop: Annotated[list[str], option(SAMPLING, "End a text after this string; repeatable.")] = [],  # noqa: B006
-    max_new_tokens: MaxNewTokens = 128,
-    seed: Seed = 0,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:  # fmt: skip
+    source: options.PromptSource,
+    models: options.Models,
+    policy: options.Policy = "fixed:4",
+    profile: options.LiveProfile = None,
+    tree: options.Tree = None,
+    verification: options.Verification = "auto",
+    drift: options.Drift = "warn",
+    batch: options.Batch = 1,
+    temperature: options.Temperature = 0.0,
+    sampling: options.Sampling,
+    stop: options.Stop = [],  # noqa: B006
+    max_new_tokens: options.MaxNewTokens = 128,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
     """Generate texts with a policy. Under every lossless verification they are the target's own, whatever the policy.
 
     Example: specstop decode "def main():" --target T --draft D --policy policy
@@ -67,8 +44,6 @@ def decode(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sampling.values()
-    check_verification(verification)
     costs = None if profile is None else Profile.load(profile)
     rule = load_policy(policy)
     prompts = _read(text, source, models)
@@ -84,11 +59,12 @@ def decode(
 
     settings_with()
     with progress_bars(quiet or json) as progress:
-        pair = models.open(models.find(progress))
+        paths = models.find(progress)
+    pair = models.open(paths)
     structure = sampling.grammar(pair)
     settings = settings_with(shaping=sampling.params(structure), stops=stop_strings(pair, stop)).for_policy(rule)
     if not quiet:
-        print_model_defaults(pair, settings)
+        options.print_model_defaults(pair, settings)
     shown_prompts = {prompt.id: prompt.text for prompt in prompts}  # without the chat template
     prompts, tokens = source.encode(prompts, pair, max_new_tokens, long="refuse")
     names = [f"{prompt.id}, sample {prompt.sample}" if prompt.sample else prompt.id for prompt in prompts]
@@ -107,14 +83,14 @@ def decode(
         details |= {} if structure is None else {"incomplete": cut}
         print_json({**tally.summary(), **details, "texts": [one.text for one in generations]})
         return
-    sys.stdout.write("\n")
+    results().write("\n")
     if not quiet:
         failed = tally.failure and f"a fixed length instead of {rule.shown_name}, which FAILED ({tally.failure.text})"
-        sys.stdout.write("\n")
+        results().write("\n")
         show_tally(tally, f"{failed or rule.shown_name}; {mode}")
 
 
-def _read(text: list[str] | None, source: PromptSource, models: Models) -> list[Prompt]:
+def _read(text: list[str] | None, source: options.PromptSource, models: options.Models) -> list[Prompt]:
     """Return the prompts: arguments, a file, standard input, or one of the shipped pair."""
     if text and source.prompts:
         raise InputError("expected prompts as arguments or --prompts, not both")
@@ -171,13 +147,13 @@ class _TextWriter:
 
     def _write(self) -> None:
         while self._current < len(self._ended):
-            sys.stdout.write(self._waiting[self._current])
+            results().write(self._waiting[self._current])
             self._waiting[self._current] = ""
             if not self._ended[self._current]:
                 break
             self._current += 1
-            sys.stdout.write("\n\n" if self._current < len(self._ended) else "")
-        sys.stdout.flush()
+            results().write("\n\n" if self._current < len(self._ended) else "")
+        results().flush()
 
 
 def show_tally(tally: Tally, title: str) -> None:

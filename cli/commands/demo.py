@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from ..options import MODELS, RESULT, Json, Overwrite, Quiet, Seed, Temperature, Verification, config_saved, option
-from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, table
+from .. import options
+from ..output import Interrupted, output, print_json, progress_bars, quiet_libraries, results, say, table
 
 if TYPE_CHECKING:
     from ...train.demo.demo import Demo
 
 
 def demo(
-    out: Annotated[
-        Path | None, option(RESULT, "Folder for the results. Default: specstop-demo, with a number if it exists.")
-    ] = None,
-    pair: Annotated[
-        Path | None,
-        option(MODELS, "Folder of a pair with prompts (benchmarks/make_pair.py). Default: the shipped pair."),
-    ] = None,
-    temperature: Temperature = 0.0,
-    verification: Verification = "auto",
-    quick: Annotated[bool, option(RESULT, "Fewer prompts and policies: less than a minute.", "--quick")] = False,
-    seed: Seed = 0,
-    overwrite: Overwrite = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    out: options.DemoFolder = None,
+    pair: options.PairFolder = None,
+    temperature: options.Temperature = 0.0,
+    verification: options.Verification = "auto",
+    quick: options.Quick = False,
+    seed: options.Seed = 0,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Run all stages on the shipped pair: collect, profile, train, evaluate, decode live.
 
@@ -42,7 +37,7 @@ def demo(
     if pair is not None:
         check_pair(pair)
     try:
-        with progress_bars(quiet or json) as progress, config_saved(folder):
+        with progress_bars(quiet or json) as progress, options.config_saved(folder):
             progress("import libraries", 0, 1)
             quiet_libraries()
             from ...train.demo.demo import demo as run
@@ -64,8 +59,11 @@ def demo(
 
 
 def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    if results().isatty() and sys.stderr.isatty():
+        say(line)  # above the progress bars
+    else:
+        results().write(line + "\n")
+        results().flush()
 
 
 def _ignore(line: str) -> None:

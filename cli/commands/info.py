@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..options import RESULT, VERIFICATIONS, Json, option
+from .. import options
 from ..output import flat, print_json, table
 
 if TYPE_CHECKING:
@@ -24,10 +24,8 @@ _NO_NOISE = "nothing says how noisy the machine was: the timings of these costs 
 
 def info(
     path: Annotated[Path, typer.Argument(help="Folder of a trace, a policy, a drafter or a model, or a profile.")],
-    check: Annotated[
-        bool, option(RESULT, "Read everything: all shards of a trace must exist and match their checksums.", "--check")
-    ] = False,
-    json: Json = False,
+    check: options.Check = False,
+    json: options.Json = False,
 ) -> None:
     """Describe and check a trace, the folder of a policy, a trained drafter or a model, or a latency profile.
 
@@ -119,7 +117,7 @@ def describe_trace(trace: Trace) -> tuple[dict[str, Any], list[tuple[str, str, s
         "texts": header.texts,
         "target": header.target,
         "draft": header.draft,
-        "verification": f"{header.verification} ({VERIFICATIONS.get(header.verification, 'lossless')})",
+        "verification": f"{header.verification} ({options.VERIFICATIONS.get(header.verification, 'lossless')})",
         "replay": replay_text(header),
         "temperature": header.shown_temperature,
         "filter": shaping_text(header.shaping),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
 
-from ..options import RESULT, Json, Wide, option
+from .. import options
 from ..output import print_json, table
 
 
 def policies(
-    drafters: Annotated[bool, option(RESULT, "List drafters instead of policies.", "--drafters")] = False,
-    wide: Wide = False,
-    json: Json = False,
+    drafters: options.Drafters = False,
+    wide: options.Wide = False,
+    json: options.Json = False,
 ) -> None:
     """List built-in and installed policies or drafters, and whether they load.
 
@@ -31,7 +30,7 @@ def policies(
         print_json([{**dataclasses.asdict(one), "loads": not one.problem} for one in found])
     elif wide:
         rows = [(one.name, one.where, one.module, one.problem or "yes", one.what) for one in found]
-        table(title, ("name", "where", "module", "loads", "description"), rows)
+        table(title, ("name", "where", "module", "loads", "description"), rows, wide)
     else:
         rows = [(one.name, f"does not load: {one.problem}" if one.problem else one.what) for one in found]
         table(title, ("name", "description"), rows)

@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ...policies.errors import InputError, PolicyError
 from ...policies.files import uninterrupted
-from ..options import (
-    RESULT,
-    ROUNDS,
-    Batches,
-    Depth,
-    ModelPaths,
-    Models,
-    Overwrite,
-    Policies,
-    PromptSource,
-    Quiet,
-    Sampling,
-    Temperature,
-    Tree,
-    Verification,
-    batch_sizes,
-    check_verification,
-    option,
-    print_model_defaults,
-    save_config,
-)
+from .. import options
 from ..output import flat, next_step, progress_bars, say, table
 from .info import describe_profile
 
@@ -44,29 +23,22 @@ PROMPT_LIMIT, NEW_TOKENS = 32, 96
 
 def profile(
     *,
-    out: Annotated[Path | None, option(RESULT, "JSON file for the profile. Default: replace --profile.")] = None,
-    source: PromptSource,
-    models: Models,
-    policy: Policies = [],  # noqa: B006
-    profile: Annotated[
-        Path | None,
-        option(ROUNDS, "Existing profile: only the decisions of --policy are timed and added to it.", "--profile"),
-    ] = None,
-    depth: Depth = 10,
-    tree: Tree = None,
-    verification: Verification = "auto",
-    batch: Batches = None,
-    through: Annotated[
-        str | None, option(ROUNDS, "vllm: measure rounds inside vLLM, which decodes the prompts (docs/vllm.md).")
-    ] = None,
-    temperature: Temperature = 0.0,
-    sampling: Sampling,
-    budget: Annotated[float, option(RESULT, "Maximum seconds. A quiet machine needs a fraction of them.")] = 90.0,
-    repeats: Annotated[
-        int | None, option(RESULT, "Exact number of repetitions. Default: as the noise and --budget require.")
-    ] = None,
-    overwrite: Overwrite = False,
-    quiet: Quiet = False,
+    out: options.ProfileOut = None,
+    source: options.PromptSource,
+    models: options.Models,
+    policy: options.Policies = [],  # noqa: B006
+    profile: options.BaseProfile = None,
+    depth: options.Depth = 10,
+    tree: options.Tree = None,
+    verification: options.Verification = "auto",
+    batch: options.Batches = None,
+    through: options.Through = None,
+    temperature: options.Temperature = 0.0,
+    sampling: options.Sampling,
+    budget: options.Budget = 90.0,
+    repeats: options.Repeats = None,
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure the costs of draft steps, verifications and decisions on this machine, through the decoding loop.
 
@@ -77,11 +49,10 @@ def profile(
     from ...policies.registry import load_policy
 
     # Everything is validated before torch is imported and a model is loaded.
-    sizes, values = batch_sizes(batch), sampling.values()
-    check_verification(verification)
+    sizes = options.batch_sizes(batch)
     if through not in (None, "vllm"):
         raise InputError(f"--through: expected vllm, not {through!r}")
-    if through and (tree or values or verification != "auto"):
+    if through and (tree or sampling.values() or verification != "auto"):
         raise InputError("--through vllm: expected chains; leave out --tree, --verification and --sampling")
     if out is None and profile is None:
         raise InputError("--out: expected a JSON file for the profile")
@@ -109,7 +80,7 @@ def profile(
 
             settings = Settings(temperature, shaping=sampling.params())
             if not quiet:
-                print_model_defaults(pair, settings)
+                options.print_model_defaults(pair, settings)
             if through and (defaults := settings.for_pair(pair).shaping.to_dict()):
                 raise InputError(
                     f"--through vllm: expected no sampling defaults of the target, not {', '.join(defaults)}; give "
@@ -130,7 +101,7 @@ def profile(
                 )
             with uninterrupted:  # both files are written, or neither
                 measured.save(path)
-                save_config(saved)
+                options.save_config(saved)
             if measured.noise is not None and measured.noise.is_noisy:
                 say(f"warning: {measured.noise.text}")
     described = describe_profile(path)
@@ -142,7 +113,7 @@ def profile(
 
 
 def _add_decisions(
-    costs: Profile, pair: Pair, paths: ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+    costs: Profile, pair: Pair, paths: options.ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Profile:
     """Return a profile with the decisions of policies timed on this machine."""
     from ...decode.verify.conditions import warn_other_profile
@@ -159,7 +130,7 @@ def _add_decisions(
 
 
 def _time_decisions(
-    costs: Profile, pair: Pair, paths: ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
+    costs: Profile, pair: Pair, paths: options.ModelPaths, rules: Sequence[StopPolicy], tokens: Sequence[list[int]]
 ) -> Measurements:
     """Return the times of decisions where the profile was measured: inside vLLM, or in the decoding loop."""
     if str(costs.facts.get("engine", "")).startswith("vllm "):
