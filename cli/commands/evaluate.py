@@ -142,7 +142,7 @@ def show_report(report: Report, wide: bool = False) -> None:
     columns = (*SHORT, *MORE) if wide else SHORT
     rows += [(f"{failure.policy} FAILED", *["-"] * (len(columns) - 1)) for failure in report.failed]
     sampled = sampling_text(facts["temperature"], facts["shaping"])
-    table(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}", columns, rows)
+    table(f"{facts['prompts']} held-out prompts, {sampled}, {facts['intervals']}", columns, rows, wide)
     if wide:
         reached = ["1.00", *(f"{share:.2f}" for share in report.acceptance)]
         lengths = itertools.zip_longest(map(str, range(len(report.fixed))), (f"{x:.0f}" for x in report.fixed), reached)

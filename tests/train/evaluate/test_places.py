@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -65,7 +66,9 @@ def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_
     single, several = evaluate_places(policies, {"one": places["one"]}), evaluate_places(policies, places)
     report = evaluate(sides[1], full_profile, policies, primary="fixed:1")
     alone = evaluate_places(policies[1:], {"one": places["one"]}).line("fixed:1", "one")
-    assert alone.to_best_fixed == report.line("fixed:1").to_best_fixed
+    assert dataclasses.astuple(alone.to_best_fixed) == pytest.approx(
+        dataclasses.astuple(report.line("fixed:1").to_best_fixed), rel=EXACT
+    )
     for policy in policies:
         narrow, wide = (of.line(policy.name, "one").to_best_fixed for of in (single, several))
         assert wide.value == narrow.value
