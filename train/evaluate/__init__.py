@@ -1,1 +1,1 @@
-"""Evaluation of policies on traces: replay, intervals, verdicts and reports."""
+"""Evaluation of policies on traces."""

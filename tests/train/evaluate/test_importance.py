@@ -235,10 +235,10 @@ def test_an_estimate_has_its_basis_and_intervals(explored: ImportanceEstimate, l
 def test_an_unknown_recorded_policy_leaves_the_explored_rounds(live: Any, profile: Profile) -> None:
     trace = live(TEST_POLICIES["from-anchor"], explore=0.25)
     without = importance_estimate(trace, FixedLength(4), profile)
-    informed = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
+    known = importance_estimate(trace, FixedLength(4), profile, recorded=TEST_POLICIES["from-anchor"])
     assert any("only rounds that explored" in text for text in without.caveats)
-    assert not any("only rounds that explored" in text for text in informed.caveats)
-    assert without.observed < informed.observed
+    assert not any("only rounds that explored" in text for text in known.caveats)
+    assert without.observed < known.observed
     explored_only = read(trace).extra["explored"].numpy()
     assert without.by_exploration == explored_only.sum()
     rounds = observed_rounds(read(trace), FixedLength(4), profile)
