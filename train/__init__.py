@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
+    from .evaluate.records import Line as Line, Report as Report
     from .export.deploy import deploy as deploy
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
     from .report.comparing.compare import compare as compare
     from .report.comparing.drafters import BothChoice as BothChoice, choose_both as choose_both
-    from .report.evaluate import evaluate as evaluate
-    from .report.records import Line as Line, Report as Report
     from .report.whatif.sweep import sweep as sweep
     from .report.whatif.transfer import transfer as transfer
 
@@ -47,8 +46,7 @@ __getattr__, __all__ = attach(
         "replay.run": "Replayed",
         "report.comparing.compare": "compare",
         "report.comparing.drafters": "BothChoice choose_both",
-        "report.evaluate": "evaluate",
-        "report.records": "Line Ratio Report",
+        "evaluate.records": "Line Ratio Report",
         "report.whatif.transfer": "transfer",
         "report.whatif.sweep": "sweep",
     },

@@ -17,8 +17,8 @@ import torch
 from bars import Bars
 from specstop.decode.benchmark import Ratio
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.report.comparing.compare import compare
-from specstop.train.report.evaluate import evaluate
 
 from .machines import NOISY, QUIET, Disturbance
 from .worlds import timed_profile

@@ -120,7 +120,7 @@ def show(result: Demo) -> None:
             measured = f"{one.measured / best.measured:.3f} ({one.predicted / best.predicted:.3f})" if one else ""
             speed, to_plain = f"{line.tokens_per_s:.0f}", f"{line.to_plain.value:.2f}"
             rows.append((line.name, speed, to_plain, line.to_best_fixed.text(), measured))
-    fixed = report.line("best fixed").note.partition(",")[0]
+    fixed = report["best fixed"].note.partition(",")[0]
     table(
         f"{report.facts['prompts']} held-out prompts by replay, {result.live[0].tally.texts} of them live. Best fixed: "
         f"{fixed}, live {best.name}",

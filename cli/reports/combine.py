@@ -44,8 +44,7 @@ def combine(
     from ...decode.drafters.spec import needs_draft
     from ...policies.registry import load_policy
     from ...train.replay.traces.arrays import TraceArrays, trace_arrays
-    from ...train.replay.traces.checking import tell_other_rounds
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces, tell_other_rounds
     from ...train.report.comparing.drafters import choose_both
 
     def read(one: Path, another: Path) -> tuple[TraceArrays, TraceArrays]:

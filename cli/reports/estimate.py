@@ -39,7 +39,7 @@ def estimate(
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
     from ...policies.registry import load_policy
     from ...train.off_policy.estimate import estimate_offline
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
 
     found = estimate_offline(
         load_traces(traces),

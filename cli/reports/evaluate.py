@@ -12,11 +12,10 @@ from ...policies.errors import InputError
 from ..common import batch_sizes, check_failures
 from ..console.output import output, print_json, progress_bars, table
 from ..options.config import config_saved
-from ..options.sampling import Filters
 from ..options.shared import Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Traces
 
 if TYPE_CHECKING:
-    from ...train.report.records import Report
+    from ...train.evaluate.records import Report
 
 
 def evaluate(
@@ -30,9 +29,9 @@ def evaluate(
         typer.Option(help="Training traces, on which thresholds and rates are tuned for this profile."),
     ] = None,
     sweep: Annotated[
-        bool | None,
-        typer.Option(help="Show from which cost of a draft step each policy pays. Default: where it takes seconds."),
-    ] = None,
+        bool,
+        typer.Option("--sweep", help="Show from which cost of a draft step each policy pays."),
+    ] = False,
     achievable: Annotated[
         bool, typer.Option("--achievable", help="Add what a policy could reach that knows all features. Takes minutes.")
     ] = False,
@@ -52,10 +51,10 @@ def evaluate(
     cluster: Annotated[
         str,
         typer.Option(
-            help="What intervals resample: prompt (with all its samples), group, or auto: groups if the prompts of a group "
-            "resemble each other."
+            help="What intervals resample: prompt (with all its samples), or group, if the prompts of a group resemble each "
+            "other."
         ),
-    ] = "auto",
+    ] = "prompt",
     primary: Annotated[
         str,
         typer.Option(
@@ -69,23 +68,19 @@ def evaluate(
             "--allow-overlap", help="Warn about prompts that policies were trained on instead of refusing them."
         ),
     ] = False,
-    filters: Filters,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say offline, exactly, what each policy would gain on held-out prompts with this latency.
-
-    Filters are those that the traces were sampled with; traces sampled otherwise than --top-p and the like say are refused.
-    """
+    """Say offline, exactly, what each policy would gain on held-out prompts with this latency."""
     from ...policies.profile import Profile
 
     sizes, coming = batch_sizes(batch), _arrivals(arrivals, batch, seed)
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
     from ...policies.registry import load_policy
-    from ...train.report.checks import load_traces
-    from ...train.report.evaluate import evaluate as run
+    from ...train.evaluate.evaluate import evaluate as run
+    from ...train.replay.traces.checking import load_traces
 
     with progress_bars(quiet or json) as progress, config_saved(out):
         report = run(
@@ -96,7 +91,6 @@ def evaluate(
             out=out,
             sweep=sweep,
             achievable=achievable,
-            shaping=shaping if (shaping := filters.shaping()).to_dict() else None,
             batch=sizes,
             arrivals=coming,
             cluster=cluster,
@@ -154,8 +148,6 @@ def show_report(report: Report) -> None:
     ]
     table("By length", ("k", *map(str, range(len(report.fixed)))), by_length)
     console = output()
-    if facts.get("cluster choice"):
-        console.print(f"Clusters: {facts['cluster choice']}.")
     if (sides := report.details.get("batch")) is not None:
         _show_batches(sides)
     for text in (*report.caveats, *report.findings):

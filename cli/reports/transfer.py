@@ -42,7 +42,7 @@ def transfer(
 
     costs = [Profile.load(path) for path in profile]  # report invalid profiles before torch is imported
     from ...policies.registry import load_policy
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
     from ...train.report.whatif.records import write_whatif
     from ...train.report.whatif.transfer import transfer as run
 

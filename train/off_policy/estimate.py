@@ -22,10 +22,10 @@ from ...policies.host import with_costs
 from ...policies.learned import warn_other_conditions
 from ...policies.profile import Profile
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
+from ..evaluate.decision_costs import with_prices
+from ..evaluate.statistics import LEVEL, REPLICATES, Resamples, Values
 from ..replay.rounds import CAVEATS
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..report.decision_costs import with_prices
-from ..statistics import LEVEL, REPLICATES, Resamples, Values
 from .estimators import ESTIMATORS
 from .feedback import Feedback, logged_feedback
 from .rounds import COLUMNS, Shown, shown_rounds

@@ -18,8 +18,8 @@ from specstop.policies.learned import LearnedPolicy
 from specstop.policies.measurements import DECISIONS
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
-from specstop.train.report import evaluate as report_of
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate import evaluate as report_of
+from specstop.train.evaluate.evaluate import evaluate
 from timed import timed_profile
 
 pytestmark = pytest.mark.usefixtures("few_draws")

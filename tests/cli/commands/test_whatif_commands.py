@@ -20,7 +20,7 @@ from specstop.policies.fixed import Confidence
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
-from specstop.train.report.evaluate import evaluate
+from specstop.train.evaluate.evaluate import evaluate
 from timed import timed_profile
 
 

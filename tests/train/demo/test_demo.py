@@ -27,7 +27,7 @@ from specstop.policies.storage import load_policy_folder
 from specstop.train.demo.demo import Demo, demo
 from specstop.train.demo.resume import Sizes
 from specstop.train.demo.texts import explain
-from specstop.train.report.records import Answer, Line, Report, verdict
+from specstop.train.evaluate.records import Answer, Line, Report, verdict
 
 EFFORT = Effort(repetitions=1)
 SIZES = Sizes(

@@ -20,13 +20,13 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.off_policy.estimate import Offline, _named, estimate_offline
 from specstop.train.off_policy.estimators import ESTIMATORS
 from specstop.train.off_policy.feedback import logged_feedback
 from specstop.train.off_policy.rounds import COLUMNS, recorded_rounds, shown_rounds
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.statistics import Resamples
 from torch import Tensor
 
 EXACT = 1e-9

@@ -15,11 +15,10 @@ from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.measurements import Noise
 from specstop.policies.profile import Profile
-from specstop.train.report.answer import answer, doubts, findings, remedy, why
-from specstop.train.report.clusters import Clusters, choose_clusters, dominant_cluster
-from specstop.train.report.insight import StopCost
-from specstop.train.report.records import AGAIN, DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line, verdict
-from specstop.train.statistics import Resamples
+from specstop.train.evaluate.analysis import StopCost
+from specstop.train.evaluate.records import AGAIN, DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line, verdict
+from specstop.train.evaluate.statistics import Clusters, Resamples, choose_clusters, dominant_cluster
+from specstop.train.evaluate.verdict import answer, doubts, findings, remedy, why
 from synthetic import synthetic_trace
 
 

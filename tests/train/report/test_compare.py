@@ -13,13 +13,13 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.comparing.compare import DIFFERENT, PAIRED, SAME, UNKNOWN, UNPAIRED, compare
 from specstop.train.report.comparing.read import per_prompt_figures, read_report
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.pricing import Draws
-from specstop.train.report.records import REPORT_SCHEMA
 from timed import timed_profile
 
 PROMPTS = [f"p{i}" for i in range(20)]
@@ -362,7 +362,7 @@ def test_one_profile_has_the_same_draws_in_every_report(reports: Path) -> None:
 def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sides: tuple[Trace, Trace]) -> None:
     """The seconds of the texts, round by round, under the draw over those under the profile as measured."""
     profile, arrays = Profile.load(reports / "one.json"), trace_arrays(sides[1])
-    factors, drawn = read_report(reports / "one").factors, Draws(profile).drawn
+    factors, drawn = read_report(reports / "one").factors, ProfileBootstrap(profile).drawn
     assert set(factors) == {line["name"] for line in read_report(reports / "one").lines.values()}
     for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):
         rounds = play(arrays, policy, profile).rounds

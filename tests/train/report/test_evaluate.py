@@ -25,13 +25,13 @@ from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
+from specstop.train.evaluate.evaluate import _policies, evaluate
+from specstop.train.evaluate.records import DEPLOY, Line, Report
 from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.checks import check_together, load_traces
-from specstop.train.report.evaluate import _policies, evaluate
-from specstop.train.report.records import DEPLOY, Line, Report
+from specstop.train.replay.traces.checking import check_together, load_traces
 from specstop.train.report.whatif.sweep import sweep
 from specstop.train.report.writing.files import FILES, to_markdown, write_report
 

@@ -20,6 +20,25 @@ from specstop.policies.errors import SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.analysis import (
+    UNKNOWN,
+    Entry,
+    _at_depth,
+    acceptance_bands,
+    by_group,
+    by_prompt,
+    decoder,
+    largest_losses,
+    lengths,
+    reliability,
+    sensitivity,
+    stop_cost,
+    survival,
+    time_share,
+)
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.run import train
 from specstop.train.replay import run
 from specstop.train.replay.bounds.oracle import oracle_plan, oracle_seconds
@@ -27,21 +46,6 @@ from specstop.train.replay.bounds.regret import judge
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.insight import (
-    Entry,
-    acceptance_bands,
-    by_group,
-    by_prompt,
-    lengths,
-    sensitivity,
-    stop_cost,
-    time_share,
-)
-from specstop.train.report.losses import UNKNOWN, decoder, largest_losses
-from specstop.train.report.pricing import Draws
-from specstop.train.report.reliability import _at_depth, reliability, survival
-from specstop.train.statistics import Resamples
 from synthetic import synthetic_trace
 from trees import make_tree_policy
 
@@ -195,7 +199,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
     fixed = [play(chains, FixedLength(k), profile) for k in range(DEPTH + 1)]
     entry = Entry("mine", "rule", "", play(chains, Confidence(0.4, DEPTH), profile))
     best = max(fixed, key=lambda one: one.result.rate)
-    groups = by_group(chains, [entry], fixed, best, Draws(profile), 0)
+    groups = by_group(chains, [entry], fixed, best, ProfileBootstrap(profile), 0)
     assert sorted(g.name for g in groups) == ["g0", "g1"]
     for group in groups:
         at = [i for i, name in enumerate(chains.groups) if name == group.name]
@@ -206,7 +210,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
     points = by_prompt(chains, entry.played, fixed[0], best, 0)
     assert [p.prompt for p in points] == chains.prompt_ids
     assert points[2].policy == pytest.approx(float(fixed[0].result.seconds[2] / entry.played.result.seconds[2]))
-    rows = sensitivity(chains, [entry], fixed, Draws(profile), Resamples(chains.prompt_ids, 0))
+    rows = sensitivity(chains, [entry], fixed, ProfileBootstrap(profile), Resamples(chains.prompt_ids, 0))
     centre = next(row for row in rows if row.factor == 1.0)
     assert centre.ratios["mine"].value == pytest.approx(best.result.seconds.sum() / entry.played.result.seconds.sum())
     free = next(row for row in rows if (row.what, row.factor) == ("decisions", 0.0))
@@ -219,7 +223,7 @@ def test_groups_prompts_and_latencies_are_ratios_of_sums(chains: TraceArrays, pr
 def test_one_group_is_no_section(profile: Profile) -> None:
     arrays = synthetic_trace([[1, 0, 2, 0, 0, 0, 0]] * 3, 4)
     played = play(arrays, FixedLength(1), steep(0.1))
-    assert by_group(arrays, [Entry("x", "rule", "", played)], [played], played, Draws(profile), 0) == ()
+    assert by_group(arrays, [Entry("x", "rule", "", played)], [played], played, ProfileBootstrap(profile), 0) == ()
 
 
 def test_bands_hold_the_share(chains: TraceArrays) -> None:

@@ -23,13 +23,13 @@ from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.fit.continuation.values import Achievable, achievable_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.report.comparing.compare import compare
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import TOO_FEW, Report
 from specstop.train.report.writing.files import plain, to_csv, to_markdown, write_report
 from specstop.train.report.writing.page import to_html
 from specstop.train.report.writing.sections import sections

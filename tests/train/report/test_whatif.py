@@ -15,14 +15,14 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW, verdict
+from specstop.train.evaluate.statistics import FEWEST
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
-from specstop.train.report.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW, verdict
 from specstop.train.report.whatif.records import SweepLine, write_whatif
 from specstop.train.report.whatif.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.report.whatif.transfer import transfer
-from specstop.train.statistics import FEWEST
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ....decode.benchmark import Ratio
-from ...statistics import Resamples, Values
+from ...evaluate.statistics import Resamples, Values
 from .read import Read, read_report
 
 PAIRED, UNPAIRED = "paired", "unpaired"

@@ -17,12 +17,12 @@ from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
 from ....policies.profile import Profile
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
+from ...evaluate.decision_costs import with_prices
+from ...evaluate.pricing import ProfileBootstrap
+from ...evaluate.statistics import LEVEL, REPLICATES, Resamples, Values
 from ...fit.tuning.settled import settle_for
 from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.checking import require_disjoint, require_disjoint_policies
-from ...statistics import LEVEL, REPLICATES, Resamples, Values
-from ..decision_costs import with_prices
-from ..pricing import Draws
 from ..whatif.records import unique_names
 
 ALIKE = ("topology", "temperature", "shaping", "verification", "pair")
@@ -137,7 +137,7 @@ def _tested(
         spec = f"{names[0]}{'&' if '?' in names[0] else '?'}sure={found.sure:g}+{names[1]}"
         chosen = play_texts(*both(*tested, found.sure), policy, profiles, True)
     is_same = profiles[0].fingerprint == profiles[1].fingerprint
-    draws = Draws(profiles[0]), Draws(profiles[1], 0 if is_same else 1)
+    draws = ProfileBootstrap(profiles[0]), ProfileBootstrap(profiles[1], 0 if is_same else 1)
     samples, prices = Resamples(tested[1].clusters), _prices(draws, is_same)
     speed, *alone = (_speeds(samples, rounds, prices) for rounds in (chosen, *played))
     over = samples.interval(speed / np.max(alone, axis=0))  # the better one is chosen again in every resample
@@ -154,7 +154,7 @@ class _Price(NamedTuple):
     paces: tuple[float, float] = (1.0, 1.0)
 
 
-def _prices(draws: tuple[Draws, Draws], is_same: bool) -> list[_Price]:
+def _prices(draws: tuple[ProfileBootstrap, ProfileBootstrap], is_same: bool) -> list[_Price]:
     """Return the profiles as measured, then draws: of one measurement together, of two measurements independent ones.
 
     The mean paces of two measurements have errors of their own, see `compare`.
@@ -180,7 +180,7 @@ def _speeds(samples: Resamples, rounds: TextRounds, prices: Sequence[_Price]) ->
     return speeds
 
 
-def _interval_text(names: Sequence[str], draws: tuple[Draws, Draws], is_same: bool) -> str:
+def _interval_text(names: Sequence[str], draws: tuple[ProfileBootstrap, ProfileBootstrap], is_same: bool) -> str:
     """Return what the interval of a choice includes, and what it leaves out."""
     lacking = [name for name, one in zip(names, draws, strict=True) if not one.is_timed]
     over = f"{LEVEL:.0%} bootstrap over prompts and the timings of both profiles, {REPLICATES} replicates"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ....policies.errors import InputError
 from ....policies.files import read_json
-from ..records import REPORT_SCHEMA
+from ...evaluate.records import REPORT_SCHEMA
 
 REPORT_FILE = "report.json"
 _NUMBERS = ("value", "low", "high")
@@ -32,7 +32,7 @@ class Read:
         tokens: by sequence.
         seconds: by line, by sequence.
         fingerprint: of the profile; "" where it is not known.
-        is_timed: whether intervals include the error of model calls (`Draws.is_timed`); None = not known.
+        is_timed: whether intervals include the error of model calls (`ProfileBootstrap.is_timed`); None = not known.
         pace_error: of the machine's mean pace in the profile (`Noise.pace_error`).
         factors: by line, seconds of the whole sample under each draw of the profile's timings, relative to the measured
             ones; empty without draws.

@@ -14,7 +14,7 @@ from ....policies.display import markdown, markdown_cell
 from ....policies.errors import InputError
 from ....policies.files import write_atomic, write_json
 from ....policies.learned import LearnedPolicy
-from ..records import DEPLOY, INCONCLUSIVE, REFUSE
+from ...evaluate.records import DEPLOY, INCONCLUSIVE, REFUSE
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,14 @@ from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy
 from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
+from ...evaluate.decision_costs import with_prices
+from ...evaluate.pricing import Change, Priced, ProfileBootstrap
+from ...evaluate.statistics import FEWEST, Clusters, Resamples, Values
 from ...fit.tuning.rates import is_priced, solve_rate
 from ...fit.tuning.settled import settle_for, unfitted_prompts
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 from ...replay.traces.checking import require_disjoint_prompts
-from ...statistics import FEWEST, Resamples, Values
-from ..clusters import Clusters
-from ..decision_costs import with_prices
-from ..pricing import Change, Draws, Priced
 from .records import Sweep, SweepLine, unique_names
 
 RATIOS = tuple(float(f"{r:.3g}") for r in np.geomspace(0.01, 0.5, 9))
@@ -63,7 +62,7 @@ def sweep(
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
     progress: Progress = shown,
-    draws: Draws | None = None,
+    draws: ProfileBootstrap | None = None,
     clusters: Clusters | None = None,
     allow_overlap: bool = False,
     primary: str = "",
@@ -102,7 +101,7 @@ def sweep(
         profile, _ = with_prices(profile, policies, traces.header)
     context = typical_context(tuning or arrays)
     clusters = clusters or Clusters(tuple(arrays.clusters))
-    boot, draws = Resamples(clusters.of, seed), draws or Draws(profile, seed)
+    boot, draws = Resamples(clusters.of, seed), draws or ProfileBootstrap(profile, seed)
     names, depth = unique_names(policies), min(arrays.depth, profile.max_depth)
     fixed = [play(arrays, FixedLength(k), profile) for k in range(depth + 1)]
     replays = _Replays(arrays, fixed, [policy.limited(depth) for policy in policies], draws, boot, tuning)
@@ -141,7 +140,7 @@ class _Replays:
         arrays: TraceArrays,
         fixed: Sequence[Played],
         policies: Sequence[StopPolicy],
-        draws: Draws,
+        draws: ProfileBootstrap,
         boot: Resamples,
         tuning: TraceArrays | None,
     ) -> None:
@@ -211,12 +210,12 @@ def _runs(ratios: Sequence[float], found: Sequence[Ratio]) -> tuple[tuple[float,
     return tuple(runs)
 
 
-def _facts(traces: Trace, arrays: TraceArrays, draws: Draws, clusters: Clusters) -> dict[str, Any]:
+def _facts(traces: Trace, arrays: TraceArrays, draws: ProfileBootstrap, clusters: Clusters) -> dict[str, Any]:
     return {
         "traces": str(traces.folder),
         "prompts": len(set(arrays.clusters)),
         **clusters.facts,
         "temperature": traces.header.temperature,
         "profile": dict(draws.profile.facts),
-        "intervals": draws.text_over(clusters.unit),
+        "intervals": draws.describe(clusters.unit),
     }

@@ -18,13 +18,14 @@ from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy, other_conditions
 from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
+from ...evaluate.comparison import Comparison
+from ...evaluate.decision_costs import with_prices
+from ...evaluate.pricing import Priced, ProfileBootstrap
+from ...evaluate.records import POLICIES
+from ...evaluate.statistics import Resamples
 from ...replay.log import play
 from ...replay.traces.arrays import TraceArrays, trace_arrays
 from ...replay.traces.checking import require_disjoint_policies
-from ...statistics import Resamples
-from ..decision_costs import with_prices
-from ..pricing import Draws, Priced
-from ..speeds import POLICIES, Comparison
 from .records import Cell, Transfer, temperature_text, unique_names
 
 
@@ -70,7 +71,7 @@ def transfer(
     columns: list[_Column] = []
     for at, (trace, label) in enumerate(zip(traces, _labels(traces), strict=True)):
         costs, _ = with_prices(profiles[at if len(profiles) > 1 else 0], policies, trace.header)
-        arrays, draws = trace_arrays(trace), Draws(costs, seed)  # groups of one trace share them
+        arrays, draws = trace_arrays(trace), ProfileBootstrap(costs, seed)  # groups of one trace share them
         require_disjoint_policies("--traces", arrays, policies, allow=allow_overlap)
         for group, part in (_groups(arrays) if by_group else {"": arrays}).items():
             name = (group or label) if len(traces) == 1 else "/".join(filter(None, (label, group)))
@@ -80,10 +81,10 @@ def transfer(
     for done, column in enumerate(columns):
         progress("transfer", done, len(columns))
         beside = _compared(column, dict(zip(rows, policies, strict=True)), seed)
-        best.append(int(np.argmax(beside.speeds.fixed)))
+        best.append(int(np.argmax(beside.fixed)))
         counts.append(len(set(column.arrays.clusters)))
         for row, name, policy in zip(cells, rows, policies, strict=True):
-            line = beside.line(name, POLICIES[0], beside.speeds.of[name], None, "")
+            line = beside.line(name, POLICIES[0], beside.rate(name), None, "")
             row.append(Cell(line.to_best_fixed, line.verdict, _is_own(policy, column.trace)))
     progress("transfer", len(columns), len(columns))
     return Transfer(
@@ -93,7 +94,7 @@ def transfer(
         tuple(counts),
         tuple(best),
         tuple(map(tuple, cells)),
-        {"intervals": columns[0].draws.text, "profiles": [dict(p.facts) for p in profiles]},
+        {"intervals": columns[0].draws.describe(), "profiles": [dict(p.facts) for p in profiles]},
     )
 
 
@@ -104,7 +105,7 @@ class _Column:
     name: str
     trace: Trace
     arrays: TraceArrays
-    draws: Draws
+    draws: ProfileBootstrap
 
 
 def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) -> Comparison:
@@ -118,7 +119,7 @@ def _compared(column: _Column, policies: Mapping[str, StopPolicy], seed: int) ->
     tokens = arrays.text_tokens.double().numpy()
     largest = float(boot.by_cluster(tokens).max() / tokens.sum()) if boot.clusters > 1 else 0.0
     kinds = dict.fromkeys(policies, POLICIES[0])
-    return Comparison(boot, draws, tokens, priced, kinds, depth + 1, largest=largest)
+    return Comparison(boot, draws, tokens, priced, kinds, largest=largest)
 
 
 def _labels(traces: Sequence[Trace]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....decode.benchmark import Ratio
-from ...statistics import FEWEST
+from ...evaluate.statistics import FEWEST
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
 from .whatif import sensitivity, sweep, transfer
