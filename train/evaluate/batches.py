@@ -67,6 +67,8 @@ def by_batch(
     check_batches(arrays, profile, sizes, arrivals, seed)
     lengths = [(arrays, FixedLength(k)) for k in range(min(arrays.depth, profile.max_depth) + 1)]
     jobs = [*lengths, *((arrays, policy) for _, policy in policies), *([] if estimate is None else [estimate])]
+    names = [name for name, _ in policies]
+    titles = ["best fixed", *names, *([] if estimate is None else [estimate[1].name]), "oracle bound of the batch"]
     clusters = clusters or Clusters(tuple(arrays.clusters))
     tables = []
     for at, size in enumerate(sizes):
@@ -77,14 +79,12 @@ def by_batch(
         bound = batch_bound(arrays, profile, size).numpy()[order]
         tables.append(_Table(replays, len(lengths), bound, clusters, order, seed))
     progress("batches", len(sizes) * len(jobs), len(sizes) * len(jobs))
-    names = [name for name, _ in policies]
     if policies:
         columns = range(len(lengths), len(lengths) + len(policies))
         families = [t.boot.log_ratios(t.tokens, t.seconds, columns, range(len(lengths))) for t in tables]
         intervals = tables[0].boot.simultaneous(families, names.index(primary) if primary in names else None)
         for table, ratios in zip(tables, intervals, strict=True):
             table.to_best = ratios
-    titles = ["best fixed", *names, *([] if estimate is None else [estimate[1].name]), "oracle bound of the batch"]
     figures = [[table.figures(at) for table in tables] for at in range(len(titles))]
     use = [table.use(names) for table in tables]
     return {

@@ -1,4 +1,4 @@
-"""Speeds of fixed lengths and policies with intervals, from the same resamples of the clusters and of the profile's timings."""
+"""Speeds of fixed lengths and policies, with intervals from the same resamples of clusters and of the profile's timings."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class Compared:
     """The lines of a report, and what its answer, findings and sections need besides.
 
     Attributes:
-        lines, fixed, bands, caveats: see `Report`.
+        lines, fixed, caveats: see `Report`.
         best_name: of the best fixed length.
-        clusters, boot: that intervals resample.
-        prompt_ids: [S] of the sequences.
+        clusters, boot: of the sequences that were compared.
+        replays: of whole texts; None of single rounds, of which there are `rounds`.
         below_bound: policies that need less time than the oracle on a text, which is impossible.
         to_achievable: speed of each policy over the achievable estimate.
-        replays: of whole texts; None of single rounds, of which there are `rounds`.
     """
 
     lines: list[Line]
@@ -49,13 +48,11 @@ class Compared:
     best_name: str
     clusters: Clusters
     boot: Resamples
-    prompt_ids: Sequence[str]
-    bands: tuple[Ratio, ...]
+    replays: Replays | None = None
     below_bound: Sequence[str] = ()
     to_achievable: Mapping[str, Ratio] = field(default_factory=dict)
-    caveats: tuple[str, ...] = ()
-    replays: Replays | None = None
     rounds: int = 0
+    caveats: tuple[str, ...] = ()
 
 
 class Comparison:

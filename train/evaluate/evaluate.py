@@ -44,7 +44,7 @@ from .decision_costs import unpriced_finding, with_prices
 from .pricing import Priced, ProfileBootstrap
 from .records import HF_DEFAULT, NOISY, TOO_FEW, TUNED, Report
 from .single_rounds import compare_rounds
-from .statistics import Resamples, form_clusters, validate_cluster
+from .statistics import Clusters, Resamples, form_clusters
 from .verdict import answer, doubts, findings, remedy
 
 HUGGING_FACE = 0.4
@@ -105,11 +105,14 @@ def evaluate(
             few `arrivals`; no policy is called `primary`; there are no groups to resample.
         PolicyFailure: the primary policy raises an error. Other policies that do are left out (`Report.failed`).
     """
-    validate_cluster(cluster)
     trace, profile = load_traces(traces), Profile.load(profile) if isinstance(profile, str | Path) else profile
     training = None if train_traces is None else load_traces(train_traces)
-    candidates = as_policies(policies)
-    candidates, primary = _with_names(candidates), _primary_name(primary, candidates)
+    candidates = _with_names(as_policies(policies))
+    names = [policy.shown_name for policy in candidates]
+    if primary and primary not in names:
+        raise InputError(
+            f"--primary: expected the name of one of the policies ({', '.join(names) or 'none was given'}), not {primary!r}"
+        )
     for policy in candidates:
         validate_policy(policy)
         check_fit(policy, trace)
@@ -125,6 +128,7 @@ def evaluate(
     arrays = trace_arrays(trace, extra=ROUND_COLUMNS if is_live else ())
     require_disjoint_prompts(arrays, tuning, candidates, allow=allow_overlap)
     check_batches(arrays, profile, batch, arrivals, seed)
+    clusters = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist(), cluster)
     failed = {policy.shown_name: error for policy in candidates if (error := _failure(policy, arrays, profile))}
     if primary in failed:
         raise PolicyFailure(f"policy {primary} failed ({failed[primary].text}); it is the primary policy")
@@ -133,23 +137,27 @@ def evaluate(
     profile, unpriced = with_prices(profile, [*usual, *candidates], trace.header)
     jobs = _jobs(candidates, tuning, profile, min(arrays.depth, profile.max_depth), bool(usual))
     costs = ProfileBootstrap(profile, seed)
-    compare = compare_rounds if is_live else _compare_texts
-    options: dict[str, Any] = {"cluster": cluster, "primary": primary, "seed": seed, "progress": progress}
-    if achievable:
-        options["achievable"] = _achievable_seconds(arrays, profile, seed, progress)
-    compared = compare(arrays, jobs, costs, **options)
-    report = _report(trace, arrays, costs, compared, primary, seed, progress)
+    if is_live:
+        compared = compare_rounds(arrays, jobs, costs, clusters, primary=primary, seed=seed, progress=progress)
+    else:
+        compared = _compare_texts(arrays, jobs, costs, clusters, primary, seed, progress, achievable)
+    report = _report(trace, arrays, costs, clusters, compared, primary, seed, progress)
     if sweep and not is_live:
         swept = run_sweep(
             trace, profile, candidates, train_traces=training, seed=seed, progress=progress, draws=costs,
-            clusters=compared.clusters, allow_overlap=True, primary=primary,
+            clusters=clusters, allow_overlap=True, primary=primary,
         )  # fmt: skip
         report.details["sweep"] = swept.to_dict()
     if batch:
+        estimate = None
+        if achievable:
+            from ..fit.achievable_batch import achievable_in_batches  # imports xgboost
+
+            progress("achievable estimate of batches", 0, 1)
+            estimate = achievable_in_batches(arrays, profile, seed)
         report.details["batch"] = by_batch(
-            arrays, [(job.name, job.policy) for job in jobs], profile, batch, arrivals=arrivals,
-            estimate=_batch_estimate(arrays, profile, seed, progress) if achievable else None,
-            clusters=compared.clusters, primary=primary, seed=seed, progress=progress,
+            arrays, [(job.name, job.policy) for job in jobs], profile, batch, arrivals=arrivals, estimate=estimate,
+            clusters=clusters, primary=primary, seed=seed, progress=progress,
         )  # fmt: skip
     failures = [f"policy {name} FAILED ({error.text}); it is left out" for name, error in failed.items()]
     warnings_ = (*failures, *report.findings, *unpriced_finding(unpriced, profile, trace.header))
@@ -160,41 +168,22 @@ def evaluate(
 
 
 def _with_names(policies: Sequence[StopPolicy]) -> list[StopPolicy]:
-    """Return copies of the policies, labelled by what they are: their spec, or the name of a policy that has a folder.
+    """Return copies of the policies, labelled with their spec, or with the name of a policy that has a folder.
 
-    A name that several have is followed by the folder.
+    A name that several policies have is followed by the folder.
 
     Raises:
         InputError: two policies are the same.
     """
-    names = [policy.name if policy.source else policy.shown_name for policy in policies]
-    shared = [HF_DEFAULT, TUNED, *names]
-    labels = [
-        f"{name} ({policy.source})" if policy.source and shared.count(name) > 1 else name
-        for name, policy in zip(names, policies, strict=True)
-    ]
-    if again := next((label for label in labels if [HF_DEFAULT, TUNED, *labels].count(label) > 1), None):
-        raise InputError(f"--policy: two policies are called {again!r}; give each once, or rename one")
-    named = [copy.copy(policy) for policy in policies]
-    for policy, label in zip(named, labels, strict=True):
-        object.__setattr__(policy, "label", label)  # a plugin may be a frozen dataclass
+    names = [HF_DEFAULT, TUNED, *(policy.name if policy.source else policy.shown_name for policy in policies)]
+    named = []
+    for policy, name in zip(policies, names[2:], strict=True):
+        label = f"{name} ({policy.source})" if policy.source and names.count(name) > 1 else name
+        if label in (HF_DEFAULT, TUNED, *(other.shown_name for other in named)):
+            raise InputError(f"--policy: two policies are called {label!r}; give each once, or rename one")
+        named.append(copy.copy(policy))
+        object.__setattr__(named[-1], "label", label)  # a plugin may be a frozen dataclass
     return named
-
-
-def _primary_name(primary: str, policies: Sequence[StopPolicy]) -> str:
-    """Return the name by which reports show the primary policy, that has this name, spec or folder; "" if there is none."""
-    if not primary:
-        return ""
-    named = _with_names(policies)
-    matches = [
-        label.shown_name
-        for label, policy in zip(named, policies, strict=True)
-        if primary in (label.shown_name, policy.shown_name, policy.name)
-    ]
-    if len(matches) != 1:
-        known = ", ".join(policy.shown_name for policy in named) or "none was given"
-        raise InputError(f"--primary: expected the name of one of the policies ({known}), not {primary!r}")
-    return matches[0]
 
 
 def _check_training_traces(training: Trace, trace: Trace) -> None:
@@ -245,40 +234,17 @@ def _jobs(
     return jobs
 
 
-def _achievable_seconds(arrays: TraceArrays, profile: Profile, seed: int, progress: Progress) -> torch.Tensor:
-    """Return [S] seconds of the achievable estimate of single texts."""
-    from ..fit.continuation.values import achievable_estimate  # imports xgboost
-
-    progress("achievable estimate", 0, 1)
-    seconds = achievable_estimate(arrays, profile, seed=seed).seconds
-    progress("achievable estimate", 1, 1)
-    return seconds
-
-
-def _batch_estimate(
-    arrays: TraceArrays, profile: Profile, seed: int, progress: Progress
-) -> tuple[TraceArrays, StopPolicy] | None:
-    """Return the achievable estimate of batches, and the trace that it reads."""
-    from ..fit.achievable_batch import achievable_in_batches  # imports xgboost
-
-    progress("achievable estimate of batches", 0, 1)
-    estimate = achievable_in_batches(arrays, profile, seed)
-    progress("achievable estimate of batches", 1, 1)
-    return estimate
-
-
 def _compare_texts(
     arrays: TraceArrays,
     jobs: Sequence[Job],
     costs: ProfileBootstrap,
-    *,
-    cluster: str,
+    clusters: Clusters,
     primary: str,
     seed: int,
     progress: Progress,
-    achievable: torch.Tensor | None = None,
+    achievable: bool,
 ) -> Compared:
-    """Return the lines of policies on whole texts; `achievable` are the seconds [S] of the achievable estimate."""
+    """Return the lines of policies on whole texts; arguments as of `evaluate` and `compare_rounds`."""
     profile, entries = costs.profile, []
     depth = min(arrays.depth, profile.max_depth)
     total = depth + 1 + len(jobs)
@@ -296,7 +262,6 @@ def _compare_texts(
         note = f"{shape}; chosen on these prompts"
         entries.append(Entry("best static tree", "static", note, play(*drafted_alone(arrays, static.nodes), profile)))
     tokens = arrays.text_tokens.double().numpy()
-    clusters = form_clusters(arrays.clusters, arrays.groups, tokens, cluster)
     boot, plan = Resamples(clusters.of, seed), oracle_plan(arrays, profile)
     played = [*fixed, *(entry.played for entry in entries)]
     spent = torch.stack([*(one.result.seconds for one in played), plan.seconds], 1)
@@ -309,19 +274,21 @@ def _compare_texts(
     counts, notes = [_counts(entry.played.result) for entry in entries], [entry.note for entry in entries]
     lines = comparison.lines(_counts(fixed[0].result), _counts(best.result), best.result.name, counts, notes)
     to_achievable = {}
-    if achievable is not None:
+    if achievable:
+        from ..fit.continuation.values import achievable_estimate  # imports xgboost
+
+        progress("achievable estimate", 0, 1)
+        seconds = achievable_estimate(arrays, profile, seed=seed).seconds
         # The estimate is not a replay: its price varies with the profile as that of the oracle's plan.
-        rate = boot.total(tokens) / (boot.total(achievable) * comparison.pace[:, -1])
+        rate = boot.total(tokens) / (boot.total(seconds) * comparison.pace[:, -1])
         note = "best cross-fitted continuation value on all scalars, decisions free"
         lines.append(comparison.line("achievable estimate", "achievable", rate, note=note))
         to_achievable = {job.name: boot.interval(comparison.rate(job.name) / rate) for job in jobs}
     assert comparison.bound is not None
     lines.append(comparison.line("oracle bound", "bound", comparison.bound, note="knows every accepted length"))
     below = [e.name for e in entries if bool((e.played.result.seconds < plan.seconds - _EXACT_S).any())]
-    return Compared(
-        lines, comparison.fixed, best.result.name, clusters, boot, arrays.prompt_ids, acceptance_bands(arrays, boot), below,
-        to_achievable, replays=Replays(arrays, costs, entries, fixed, best, plan),
-    )  # fmt: skip
+    replays = Replays(arrays, costs, entries, fixed, best, plan)
+    return Compared(lines, comparison.fixed, best.result.name, clusters, boot, replays, below, to_achievable)
 
 
 def _counts(played: Replayed) -> Counts:
@@ -336,12 +303,13 @@ def _report(
     trace: Trace,
     arrays: TraceArrays,
     costs: ProfileBootstrap,
+    clusters: Clusters,
     compared: Compared,
     primary: str,
     seed: int,
     progress: Progress,
 ) -> Report:
-    """Return the report on compared policies."""
+    """Return the report on compared policies; arguments as of `evaluate` and `compare_rounds`."""
     lines, profile, replays = compared.lines, costs.profile, compared.replays
     reasons = doubts(lines, compared.below_bound, profile)
     if reasons:
@@ -358,8 +326,9 @@ def _report(
     if replays is None:
         facts["rounds"] = compared.rounds
     sections = details(replays, result.candidate, compared.boot, seed, progress) if replays and result else {}
-    warnings_ = findings(profile, compared.clusters, compared.prompt_ids, reasons, compared.to_achievable)
-    return Report(tuple(lines), compared.fixed, facts, compared.bands, result, warnings_, compared.caveats, sections)
+    warnings_ = findings(profile, clusters, arrays.prompt_ids, reasons, compared.to_achievable)
+    bands = acceptance_bands(arrays, Resamples(clusters.of, seed))
+    return Report(tuple(lines), compared.fixed, facts, bands, result, warnings_, compared.caveats, sections)
 
 
 def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[str, Any]:

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...policies.display import Progress, silent
 from ...policies.fixed import FixedLength
 from ..replay.rounds import RoundValues, check_identified, evaluate_rounds, identified_limit
 from ..replay.traces.arrays import TraceArrays
-from .analysis import acceptance_bands, trace_outcomes
+from .analysis import trace_outcomes
 from .comparison import Compared, Comparison, Counts, Job
 from .pricing import Priced, ProfileBootstrap
-from .statistics import Resamples, Values, form_clusters
+from .statistics import Clusters, Resamples
 
 _CONVERGED, _MOST_ITERATIONS = 1e-12, 50
 
@@ -25,8 +24,8 @@ def compare_rounds(
     arrays: TraceArrays,
     jobs: Sequence[Job],
     costs: ProfileBootstrap,
+    clusters: Clusters,
     *,
-    cluster: str = "prompt",
     primary: str = "",
     seed: int = 0,
     progress: Progress = silent,
@@ -41,7 +40,8 @@ def compare_rounds(
         arrays: with `extra=ROUND_COLUMNS`.
         jobs: policies to compare with the fixed lengths.
         costs: of rounds.
-        cluster, primary: see `evaluate`.
+        clusters: to resample.
+        primary: see `evaluate`.
         seed: of the bootstrap.
         progress: called at every policy.
 
@@ -61,18 +61,16 @@ def compare_rounds(
     columns = [*values, *([_round_bound(fixed)] if arrays.tree.is_chain else [])]
     # All policies are valued at the same rounds in the same order, so that one of them has the text of each.
     present, text = torch.unique(values[0].taken.sequence, return_inverse=True)
-    sequences = present.tolist()
-    tokens = _by_text([one.committed for one in columns], text, len(sequences))
-    seconds = _by_text([one.seconds for one in columns], text, len(sequences))
-    prompts, groups = ([names[at] for at in sequences] for names in (arrays.clusters, arrays.groups))
-    clusters = form_clusters(prompts, groups, tokens, cluster)
+    tokens = torch.zeros(len(present), len(columns), dtype=torch.float64)  # [S, P]
+    tokens.index_add_(0, text, torch.stack([one.committed.double() for one in columns], 1))
+    clusters = dataclasses.replace(clusters, of=tuple(clusters.of[at] for at in present.tolist()))
     boot = Resamples(clusters.of, seed)
     rounds = [dataclasses.replace(one.taken, sequence=text) for one in columns]
-    priced = Priced(boot, costs, rounds, torch.zeros(len(sequences), dtype=torch.int64))
+    priced = Priced(boot, costs, rounds, torch.zeros(len(present), dtype=torch.int64))
+    kinds, is_chain = {job.name: job.kind for job in jobs}, arrays.tree.is_chain
     comparison = Comparison(
-        boot, costs, tokens, priced, {job.name: job.kind for job in jobs}, has_bound=arrays.tree.is_chain, primary=primary,
-        largest=clusters.largest,
-    )  # fmt: skip
+        boot, costs, tokens.numpy(), priced, kinds, has_bound=is_chain, primary=primary, largest=clusters.largest
+    )
     winner = max(fixed, key=lambda one: one.rate)
     notes = [job.note for job in jobs]
     lines = comparison.lines(_counts(fixed[0]), _counts(winner), winner.name, list(map(_counts, others)), notes)
@@ -81,17 +79,9 @@ def compare_rounds(
         lines.append(comparison.line("oracle bound", "bound", comparison.bound, note=note))
     caveats = [*(caveat for one in values for caveat in one.caveats), *trace_outcomes(arrays).caveats]
     return Compared(
-        lines, comparison.fixed, winner.name, clusters, boot, [arrays.prompt_ids[at] for at in sequences],
-        acceptance_bands(arrays, Resamples(arrays.clusters, seed)), caveats=tuple(dict.fromkeys(caveats)),
-        rounds=len(winner.committed),
+        lines, comparison.fixed, winner.name, clusters, boot, rounds=len(winner.committed),
+        caveats=tuple(dict.fromkeys(caveats)),
     )  # fmt: skip
-
-
-def _by_text(values: Sequence[Tensor], text: Tensor, count: int) -> Values:
-    """Return [S, P], the sums over the rounds of each text."""
-    sums = torch.zeros(count, len(values), dtype=torch.float64)
-    out: Values = sums.index_add_(0, text, torch.stack([one.double() for one in values], 1)).numpy()
-    return out
 
 
 def _counts(values: RoundValues) -> Counts:

@@ -47,8 +47,6 @@ anyway, and it would only widen those of the others."""
 SAME = 1e-9
 """Relative difference of two speeds up to which they are equal."""
 
-CLUSTERS = ("prompt", "group")
-
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -59,7 +57,7 @@ class Clusters:
     Attributes:
         of: [S].
         unit: "prompts" or "groups".
-        largest: share of all tokens in the largest cluster, and `name` of that cluster.
+        largest: share of all tokens in the largest cluster, and `name` of that cluster; 0 if there is one only.
     """
 
     of: tuple[str, ...]
@@ -88,51 +86,33 @@ class Clusters:
         return f"{self.count} {self.unit}" if self.count > 1 else f"a single {self.unit[:-1]}"
 
 
-def validate_cluster(by: str) -> None:
-    """Raise InputError unless `by` is one of `CLUSTERS`."""
-    if by not in CLUSTERS:
-        raise InputError(f"--cluster: expected one of {', '.join(CLUSTERS)}, not {by!r}{close_match(by, CLUSTERS)}")
-
-
-def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Any, by: str = "prompt") -> Clusters:
+def form_clusters(prompts: Sequence[str], groups: Sequence[str], tokens: Sequence[int], by: str = "prompt") -> Clusters:
     """Return the clusters to resample.
 
     Args:
-        prompts, groups: [S] prompt (`TraceArrays.clusters`) and group of each sequence.
-        tokens: [S] or [S, M].
-        by: one of `CLUSTERS`. A prompt without a group is a cluster of its own.
+        prompts, groups, tokens: [S] prompt (`TraceArrays.clusters`), group and length of each sequence.
+        by: "prompt", or "group": a prompt of two groups counts for the first one, a prompt without a group is a cluster.
 
     Raises:
         InputError: `by` is unknown, or "group" and the prompts are not of two groups or more.
     """
-    validate_cluster(by)
-    of, unit = tuple(prompts), "prompts"
+    if by not in ("prompt", "group"):
+        raise InputError(f"--cluster: expected prompt or group, not {by!r}{close_match(by, ('prompt', 'group'))}")
+    of = {prompt: prompt for prompt in prompts}
     if by == "group":
         if len(set(groups)) < 2:
             raise InputError(
                 f"--cluster group: expected prompts of 2 or more groups, not of {len(set(groups) - {''})}; collect with a "
                 "column `group`, or use --cluster prompt"
             )
-        names = [group or f"prompt {prompt}" for prompt, group in zip(prompts, groups, strict=True)]
-        of, unit = _join_groups(prompts, names), "groups"
+        for prompt, group in reversed(list(zip(prompts, groups, strict=True))):
+            of[prompt] = group or f"prompt {prompt}"
     counts: Counter[str] = Counter()
-    for name, count in zip(of, np.reshape(tokens, (len(of), -1)).mean(1).tolist(), strict=True):
-        counts[name] += count
-    ((name, count),) = counts.most_common(1)
-    return Clusters(of, unit, count / max(counts.total(), 1) if len(counts) > 1 else 0.0, name)
-
-
-def _join_groups(prompts: Sequence[str], groups: Sequence[str]) -> tuple[str, ...]:
-    """Return [S] groups. Groups that share a prompt become one, because clusters have to be disjoint."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    (names, group), (_, prompt) = (np.unique(np.asarray(of), return_inverse=True) for of in (groups, prompts))
-    size = len(names) + int(prompt.max()) + 1
-    edges = coo_array((np.ones(len(group)), (group, len(names) + prompt)), shape=(size, size))
-    _, part = connected_components(edges, directed=False)
-    first = {int(part[at]): str(name) for at, name in reversed(list(enumerate(names)))}
-    return tuple(first[int(part[at])] for at in group)
+    for prompt, count in zip(prompts, tokens, strict=True):
+        counts[of[prompt]] += int(count)
+    ((name, most),) = counts.most_common(1)
+    share = most / max(counts.total(), 1) if len(counts) > 1 else 0.0
+    return Clusters(tuple(of[prompt] for prompt in prompts), f"{by}s", share, name)
 
 
 @dataclass(frozen=True)
