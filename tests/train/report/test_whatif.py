@@ -15,8 +15,9 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
-from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW, verdict
+from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW
 from specstop.train.evaluate.statistics import FEWEST
+from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context

@@ -20,12 +20,14 @@ from .arrays import TraceArrays
 
 
 def load_traces(traces: Trace | str | Path) -> Trace:
-    """Return a complete trace from an object or a folder.
+    """Return a trace, opened if it is a folder.
 
     Raises:
-        TraceError: it is incomplete, or as of `open_trace`.
+        TraceError: the folder is incomplete, or as of `open_trace`.
     """
-    trace = open_trace(traces) if isinstance(traces, str | Path) else traces
+    if isinstance(traces, Trace):
+        return traces
+    trace = open_trace(traces)
     if not trace.complete:
         raise TraceError(f"traces: {trace.folder} is not complete; run collect with --resume first")
     return trace
