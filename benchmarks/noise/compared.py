@@ -93,7 +93,7 @@ def _world(seed: int, folder: Path) -> list[Compared]:
 
 def _reported(trace: worlds.Trace, profile: Profile, seed: int, path: Path) -> Path:
     """Return the file of a report on a profile."""
-    report = evaluate(trace, profile, [worlds.LOGGING], seed=seed)
+    report = evaluate(trace, profile, [worlds.LOGGING], seed=seed, detailed=True)
     path.write_text(json.dumps(report.to_dict()), encoding="utf-8")
     return path
 

@@ -61,6 +61,7 @@ def evaluate(
     out: str | Path | None = None,
     seed: int = 0,
     achievable: bool = False,
+    detailed: bool | None = None,
     sweep: bool = False,
     batch: Sequence[int] = (),
     arrivals: Arrivals = at_once,
@@ -87,6 +88,7 @@ def evaluate(
         seed: of the bootstrap.
         achievable: add the achievable estimate (`continuation.values.achievable_estimate`; it takes minutes). A policy
             above it beyond its interval is a finding.
+        detailed: compute `Report.details`; by default if there is an `out`.
         sweep: add from which cost of a draft step each policy pays.
         batch: also compare the policies with so many texts side by side, at each of these sizes.
         arrivals: returns the arrival times of so many requests in these batches (`replay.arrivals`).
@@ -141,7 +143,8 @@ def evaluate(
         compared = compare_rounds(arrays, jobs, costs, clusters, primary=primary, seed=seed, progress=progress)
     else:
         compared = _compare_texts(arrays, jobs, costs, clusters, primary, seed, progress, achievable)
-    report = _report(trace, arrays, costs, clusters, compared, primary, seed, progress)
+    detailed = out is not None if detailed is None else detailed
+    report = _report(trace, arrays, costs, clusters, compared, primary, seed, progress, detailed)
     if sweep and not is_live:
         swept = run_sweep(
             trace, profile, candidates, train_traces=training, seed=seed, progress=progress, draws=costs,
@@ -308,9 +311,10 @@ def _report(
     primary: str,
     seed: int,
     progress: Progress,
+    detailed: bool,
 ) -> Report:
     """Return the report on compared policies; arguments as of `evaluate` and `compare_rounds`."""
-    lines, profile, replays = compared.lines, costs.profile, compared.replays
+    lines, profile, replays = compared.lines, costs.profile, compared.replays if detailed else None
     reasons = doubts(lines, compared.below_bound, profile)
     if reasons:
         lines = [dataclasses.replace(x, verdict=NOISY) if x.verdict not in ("", TOO_FEW) else x for x in lines]
@@ -323,7 +327,7 @@ def _report(
         **compared.clusters.facts,
         "intervals": costs.describe(compared.clusters.unit),
     }
-    if replays is None:
+    if compared.replays is None:
         facts["rounds"] = compared.rounds
     sections = details(replays, result.candidate, compared.boot, seed, progress) if replays and result else {}
     warnings_ = findings(profile, clusters, arrays.prompt_ids, reasons, compared.to_achievable)

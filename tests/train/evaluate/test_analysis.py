@@ -359,7 +359,7 @@ def test_tokens_are_decoded_by_the_recorded_tokenizer_only(pair: Pair, pair_fold
 
 def test_a_policy_of_values_has_a_report_without_reliability(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     policy = train(sides[0], full_profile, rule="continuation", head="xgboost", passes=1).policy
-    report = evaluate(sides[1], full_profile, [policy])
+    report = evaluate(sides[1], full_profile, [policy], detailed=True)
     assert report.details["reliability"] == []
     assert report.details["subject"] == policy.name and report.details["losses"]
 
@@ -369,7 +369,7 @@ def test_a_policy_of_values_has_a_report_without_reliability(sides: tuple[Trace,
 
 def test_a_policy_of_trees_has_a_report_without_reliability(tree_trace: Trace, profile: Profile) -> None:
     policy = make_tree_policy()
-    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy])
+    report = evaluate(tree_trace, profile.with_decisions({policy.cost_name: 1e-5}), [policy], detailed=True)
     assert report.details["reliability"] == []
     assert report.details["subject"] == policy.name and report.details["losses"]
 
@@ -389,7 +389,7 @@ def test_heads_of_chains_are_not_fitted_to_trees(rule: str | None, tree_trace: T
 
 
 def test_a_report_on_trees_has_their_best_static_tree(tree_trace: Trace, profile: Profile) -> None:
-    report = evaluate(tree_trace, profile, [Confidence(0.4, DEPTH)])
+    report = evaluate(tree_trace, profile, [Confidence(0.4, DEPTH)], detailed=True)
     static = next(line for line in report.lines if line.kind == "static")
     assert static.name == "best static tree"
     assert static.to_best_fixed.value >= 1.0

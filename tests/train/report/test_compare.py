@@ -362,7 +362,7 @@ def test_one_profile_has_the_same_draws_in_every_report(reports: Path) -> None:
 def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sides: tuple[Trace, Trace]) -> None:
     """The seconds of the texts, round by round, under the draw over those under the profile as measured."""
     profile, arrays = Profile.load(reports / "one.json"), trace_arrays(sides[1])
-    factors, drawn = read_report(reports / "one").factors, ProfileBootstrap(profile).drawn
+    factors, drawn = read_report(reports / "one").factors, ProfileBootstrap(profile).profiles
     assert set(factors) == {line["name"] for line in read_report(reports / "one").lines.values()}
     for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):
         rounds = play(arrays, policy, profile).rounds

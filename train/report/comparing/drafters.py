@@ -159,11 +159,11 @@ def _prices(draws: tuple[ProfileBootstrap, ProfileBootstrap], is_same: bool) -> 
 
     The mean paces of two measurements have errors of their own, see `compare`.
     """
-    count = max(len(one.drawn) for one in draws)
+    count = max(len(one.profiles) for one in draws)
     noises = [None if is_same else one.profile.noise for one in draws]
     errors = [noise.pace_error if noise else 0.0 for noise in noises]
     paces = np.exp(errors * np.random.default_rng(2).standard_normal((count, 2)))
-    drawn = zip(*(one.drawn or (one.profile,) * count for one in draws), strict=True)
+    drawn = zip(*(one.profiles or (one.profile,) * count for one in draws), strict=True)
     return [
         _Price((draws[0].profile, draws[1].profile)),
         *(_Price(pair, (mine, theirs)) for pair, (mine, theirs) in zip(drawn, paces.tolist(), strict=True)),
