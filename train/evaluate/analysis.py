@@ -99,36 +99,25 @@ def details(replays: Replays, subject: str, boot: Resamples, seed: int, progress
         subject: name of the entry that sections on one policy are about.
         boot: resamples of the clusters.
         seed: of random samples of large sections.
-        progress: called at every section.
+        progress: called before and after.
     """
-    arrays, profile, best = replays.arrays, replays.costs.profile, replays.best
+    arrays, profile = replays.arrays, replays.costs.profile
     played = next(entry.played for entry in replays.entries if entry.name == subject)
-    regret = replays.regret(played)
-    depth, decode = arrays.depth, token_decoder(arrays.header)
-    steps: dict[str, Callable[[], Any]] = {
-        "subject": lambda: subject,
-        "per_prompt": lambda: per_prompt(replays, boot),
-        "stops": lambda: stop_costs(replays),
-        "time": lambda: [time_share(e.name, arrays, e.played, profile) for e in replays.compared],
-        "lengths": lambda: [
-            lengths(subject, played, regret, depth),
-            lengths("best fixed", best, replays.regret(best), depth),
-        ],
-        "reliability": lambda: [
-            reliability(e.name, e.played.policy, arrays, e.played, seed)
-            for e in replays.entries
-            if has_survival(e.played.policy)
-        ],
-        "groups": lambda: by_group(replays, seed),
-        "prompts": lambda: by_prompt(replays, played, seed),
-        "sensitivity": lambda: sensitivity(replays, boot),
-        "losses": lambda: largest_losses(arrays, played, best, regret, decode),
+    learned = [entry for entry in replays.entries if has_survival(entry.played.policy)]
+    progress("report", 0, 1)
+    sections = {
+        "subject": subject,
+        "per_prompt": per_prompt(replays, boot),
+        "stops": stop_costs(replays),
+        "time": [time_share(entry.name, arrays, entry.played, profile) for entry in replays.compared],
+        "lengths": [lengths(name, replays, one) for name, one in ((subject, played), ("best fixed", replays.best))],
+        "reliability": [reliability(entry.name, arrays, entry.played, seed) for entry in learned],
+        "groups": by_group(replays, seed),
+        "prompts": by_prompt(replays, played, seed),
+        "sensitivity": sensitivity(replays, boot),
+        "losses": largest_losses(replays, played, token_decoder(arrays.header)),
     }
-    sections = {}
-    for done, (name, compute) in enumerate(steps.items()):
-        progress("report", done, len(steps))
-        sections[name] = compute()
-    progress("report", len(steps), len(steps))
+    progress("report", 1, 1)
     return sections
 
 
@@ -196,30 +185,20 @@ def stop_cost(name: str, regret: Regret, tokens: int) -> Json:
     """Return the cost of a policy's stops against the oracle.
 
     Returns:
-        `rounds`; `early_rounds` and `late_rounds` that stopped wrongly; `early_ms` and `late_ms` per round; `early_s` and
-        `late_s`, lost by committing less than the ideal round, and by drafting or sending more for nothing; `decision_s`;
-        `other_s`, reading what the draft had not read, and ties; `total_s`, the sum of these four parts; `ms_per_token`, the
-        four parts per token of text.
+        `rounds`; `early_rounds` and `late_rounds` that stopped wrongly; `early_s` and `late_s`, lost by committing less than
+        the ideal round, and by drafting or sending more for nothing; `decision_s`; `other_s`, reading what the draft had not
+        read, and ties; `total_s`, the sum of these four parts; `ms_per_token`, the four parts per token of text.
     """
     early, late = regret.early, regret.late
-    rounds = max(len(early), 1)
     parts = {
         "early_s": float(regret.choice_s[early].sum()),
         "late_s": float(regret.choice_s[late].sum()),
         "decision_s": float(regret.decision_s.sum()),
         "other_s": float(regret.choice_s[~early & ~late].sum() + regret.backlog_s.sum()),
     }
-    return {
-        "name": name,
-        "rounds": len(early),
-        "early_rounds": int(early.sum()),
-        "late_rounds": int(late.sum()),
-        "early_ms": 1e3 * parts["early_s"] / rounds,
-        "late_ms": 1e3 * parts["late_s"] / rounds,
-        **parts,
-        "total_s": sum(parts.values()),
-        "ms_per_token": [1e3 * part / max(tokens, 1) for part in parts.values()],
-    }
+    per_token = [1e3 * part / max(tokens, 1) for part in parts.values()]
+    counts = {"rounds": len(early), "early_rounds": int(early.sum()), "late_rounds": int(late.sum())}
+    return {"name": name, **counts, **parts, "total_s": sum(parts.values()), "ms_per_token": per_token}
 
 
 def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile) -> Json:
@@ -237,11 +216,11 @@ def time_share(name: str, arrays: TraceArrays, played: Played, profile: Profile)
     return {"name": name, **{key: scale * part for key, part in zip(names, parts, strict=True)}}
 
 
-def lengths(name: str, played: Played, regret: Regret, depth: int) -> Json:
-    """Count rounds by depth: `chosen` and `ideal` [K + 1], and `table` [K + 1, K + 1] by chosen, then ideal depth."""
-    cell = played.rounds.steps * (depth + 1) + regret.ideal  # [R] below (K + 1)^2
-    table = torch.bincount(cell, minlength=(depth + 1) ** 2).view(depth + 1, depth + 1)
-    return {"name": name, "chosen": table.sum(1).tolist(), "ideal": table.sum(0).tolist(), "table": table.tolist()}
+def lengths(name: str, replays: Replays, played: Played) -> Json:
+    """Return the number of rounds by draft depth 0..K: `chosen` by the policy, and `ideal` from the same anchors."""
+    depths = {"chosen": played.rounds.steps, "ideal": replays.regret(played).ideal}
+    counts = {key: torch.bincount(steps, minlength=replays.arrays.depth + 1).tolist() for key, steps in depths.items()}
+    return {"name": name, **counts}
 
 
 def by_group(replays: Replays, seed: int) -> list[Json]:
@@ -287,7 +266,6 @@ def by_prompt(replays: Replays, played: Played, seed: int) -> list[Json]:
         {
             "prompt": arrays.prompt_ids[at],
             "group": arrays.groups[at],
-            "tokens": int(arrays.text_tokens[at]),
             "fixed": float(plain[at] / replays.best.result.seconds[at]),
             "policy": float(plain[at] / played.result.seconds[at]),
         }
@@ -355,7 +333,7 @@ def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: T
     return torch.from_numpy(out)
 
 
-def reliability(name: str, policy: StopPolicy, arrays: TraceArrays, played: Played, seed: int) -> Json:
+def reliability(name: str, arrays: TraceArrays, played: Played, seed: int) -> Json:
     """Compare survival with what was accepted, by depth, in the rounds of the policy; of many, in a random sample.
 
     If the first decision is at a depth above 1, survival begins there, given that everything above was accepted.
@@ -363,8 +341,8 @@ def reliability(name: str, policy: StopPolicy, arrays: TraceArrays, played: Play
     Returns:
         `rounds`, `ece` and `ece_perfect` (means over depths, weighted by counts) and `depths`, see `calibration`.
     """
+    policy, rounds = played.policy, played.rounds
     assert has_survival(policy)
-    rounds = played.rounds
     row = arrays.offset[rounds.sequence] + rounds.anchor - arrays.first_anchor[rounds.sequence]
     use = torch.nonzero(~arrays.cut[row])[:, 0]
     if len(use) > MOST_ROUNDS:
@@ -436,38 +414,31 @@ def token_decoder(header: Header) -> Callable[[int], str]:
     return str
 
 
-def largest_losses(
-    arrays: TraceArrays, played: Played, best: Played, regret: Regret, decode: Callable[[int], str]
-) -> list[Json]:
+def largest_losses(replays: Replays, played: Played, decode: Callable[[int], str] = str) -> list[Json]:
     """Return the texts that lose most by wrong stops of a policy, each with its worst rounds (`_loss_round`).
 
     Returns:
-        `prompt`, `group`, `tokens`, `early_ms` and `late_ms` of wrong stops, speed `to_best_fixed`, and `rounds`.
+        `prompt`, `group`, `early_ms` and `late_ms` of wrong stops, speed `to_best_fixed`, and `rounds`.
     """
-    rounds, wrong = played.rounds, torch.where(regret.early | regret.late, regret.choice_s, 0.0)
-    kinds = (regret.early, regret.late)
+    arrays, rounds, regret = replays.arrays, played.rounds, replays.regret(played)
+    kinds, ratio = (regret.early, regret.late), replays.best.result.seconds / played.result.seconds
     early, late = (1e3 * rounds.by_sequence(regret.choice_s * kind, arrays.sequences) for kind in kinds)
-    ratio = best.result.seconds / played.result.seconds
+    wrong = torch.where(regret.early | regret.late, regret.choice_s, 0.0)
     out = []
     for text in torch.argsort(early + late, descending=True)[:WORST_PROMPTS].tolist():
-        mine = torch.nonzero(rounds.sequence == text)[:, 0]
-        worst = mine[torch.argsort(wrong[mine], descending=True)]
-        worst = worst[wrong[worst] > 0]
+        worst = torch.nonzero((rounds.sequence == text) & (wrong > 0))[:, 0]
+        worst = worst[torch.argsort(wrong[worst], descending=True, stable=True)]
         if len(worst):
             # The last one shows the other kind of mistake, if there is one.
             other = worst[regret.early[worst] != regret.early[worst[0]]].tolist()[:1]
             shown = [at for at in worst.tolist() if at not in other][: WORST_ROUNDS - len(other)] + other
-            names = {
-                "prompt": arrays.prompt_ids[text],
-                "group": arrays.groups[text],
-                "tokens": int(arrays.text_tokens[text]),
-            }
             figures = {
                 "early_ms": float(early[text]),
                 "late_ms": float(late[text]),
                 "to_best_fixed": float(ratio[text]),
             }
-            out.append(names | figures | {"rounds": [_loss_round(arrays, played, regret, at, decode) for at in shown]})
+            sample = [_loss_round(arrays, played, regret, at, decode) for at in shown]
+            out.append({"prompt": arrays.prompt_ids[text], "group": arrays.groups[text], **figures, "rounds": sample})
     return out
 
 
@@ -475,8 +446,8 @@ def _loss_round(arrays: TraceArrays, played: Played, regret: Regret, at: int, de
     """Return a round that stopped wrongly.
 
     Returns:
-        `anchor`, tokens generated before it; `kind`, too early or too late; `chosen`, `ideal` and `accepted` depth; `ms` lost;
-        `context`, the tokens before it; `pieces`, its tokens (in a tree those of the accepted path, then the first
+        `anchor`, tokens generated before it; `kind`, too early or too late; `chosen`, `ideal` and `accepted` depth; lost
+        `ms`; `context`, the tokens before it; `pieces`, its tokens (in a tree those of the accepted path, then the first
         candidates) with `text`, `survival` as the policy computed it or None, and `state`: accepted, rejected, or missed,
         which was not drafted and would have been accepted.
     """

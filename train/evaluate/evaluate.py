@@ -350,5 +350,7 @@ def _facts(trace: Trace, arrays: TraceArrays, costs: ProfileBootstrap) -> dict[s
         "depth": arrays.depth,
         "topology": arrays.tree.name,
         "pair": dict(header.pair),
+        "models": {"target": header.target, "draft": header.draft},
         "profile": dict(costs.profile.facts),
+        "profile file": str(costs.profile.source or ""),
     }
