@@ -43,8 +43,8 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.costs import CostTable
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
-from specstop.train.report.evaluate import evaluate
 
 PARTS = ("worlds", "families", "labels", "engines")
 LEAST, MOST = 0.92, 0.98
@@ -261,7 +261,7 @@ def dense_world(seed: int) -> list[Found]:
     fixed = [true_seconds(world, FixedLength(k)) for k in range(DEPTH + 1)]
     found = []
     for name, rule in rules.items():
-        line, spent = report.line(name), true_seconds(world, rule)
+        line, spent = report[name], true_seconds(world, rule)
         for what, ratio, truth in (
             ("to plain", line.to_plain, fixed[0] / spent),
             ("to best fixed", line.to_best_fixed, min(fixed) / spent),

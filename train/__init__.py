@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
     from .drafters.run import train_drafter as train_drafter
     from .evaluate.places import Place as Place, PlaceTable as PlaceTable, evaluate_places as evaluate_places
+    from .evaluate.records import Line as Line, Report as Report
     from .evaluate.report_comparison import compare_reports as compare_reports, read_report as read_report
     from .export.deploy import deploy as deploy
     from .fit.run import train as train
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from .replay.bounds.oracle import oracle_seconds as oracle_seconds
     from .replay.run import Replayed as Replayed
     from .replay.traces.arrays import TraceArrays as TraceArrays, trace_arrays as trace_arrays
-    from .report.evaluate import evaluate as evaluate
-    from .report.records import Line as Line, Report as Report
 
 __getattr__, __all__ = attach(
     __name__,
@@ -43,7 +42,6 @@ __getattr__, __all__ = attach(
         "replay.traces.arrays": "TraceArrays trace_arrays",
         "replay.bounds.oracle": "oracle_seconds",
         "replay.run": "Replayed",
-        "report.evaluate": "evaluate",
-        "report.records": "Line Ratio Report",
+        "evaluate.records": "Line Ratio Report",
     },
 )

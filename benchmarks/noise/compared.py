@@ -17,8 +17,8 @@ import torch
 from bars import Bars
 from specstop.decode.benchmark import Ratio
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.report_comparison import compare_reports, read_report
-from specstop.train.report.evaluate import evaluate
 
 from .machines import NOISY, QUIET, Disturbance
 from .worlds import timed_profile

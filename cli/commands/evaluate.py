@@ -18,7 +18,6 @@ from ..options import (
     Overwrite,
     Policies,
     Quiet,
-    Sampling,
     Seed,
     Wide,
     batch_sizes,
@@ -30,7 +29,7 @@ from ..output import check_failures, output, print_json, progress_bars, table
 if TYPE_CHECKING:
     from ...policies.contract import StopPolicy
     from ...policies.profile import Profile
-    from ...train.report.records import Report
+    from ...train.evaluate.records import Report
 
 SHORT = ("policy", "tokens/s", "vs best fixed", "verdict")
 MORE = ("vs plain", "oracle share", "tokens/call", "drafted", "accepted", "note")
@@ -42,17 +41,13 @@ OptionalOut = Annotated[Path | None, option(RESULT, "Folder for the report. Defa
 TrainTraces = Annotated[
     Path | None, option(PROMPTS, "Training traces to tune thresholds and rates on for this profile.")
 ]
-SweepOption = Annotated[
-    bool | None, option(ROUNDS, "Show from which cost of a draft step each policy pays. Default: if it takes seconds.")
-]
+SweepOption = Annotated[bool, option(ROUNDS, "Add from which cost of a draft step each policy pays.", "--sweep")]
 Achievable = Annotated[bool, option(ROUNDS, "Add what a policy with all features reaches (minutes).", "--achievable")]
 Arrivals = Annotated[
     str | None,
     option(ROUNDS, "With --batch: requests per second at random times, or a JSON file of times. Default: all at once."),
 ]
-Cluster = Annotated[
-    str, option(RESULT, "Unit of the intervals: prompt, group, or auto (groups if their prompts are similar).")
-]
+Cluster = Annotated[str, option(RESULT, "Unit of the intervals: prompt, or group if its prompts are similar.")]
 Primary = Annotated[
     str, option(RESULT, "Policy chosen before this evaluation: its interval is not widened for the other policies.")
 ]
@@ -67,14 +62,13 @@ def evaluate(
     compare: Earlier = [],  # noqa: B006
     out: OptionalOut = None,
     train_traces: TrainTraces = None,
-    sweep: SweepOption = None,
+    sweep: SweepOption = False,
     achievable: Achievable = False,
     batch: Batches = None,
     arrivals: Arrivals = None,
-    cluster: Cluster = "auto",
+    cluster: Cluster = "prompt",
     primary: Primary = "",
     allow_overlap: Overlap = False,
-    sampling: Sampling,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     wide: Wide = False,
@@ -83,8 +77,7 @@ def evaluate(
 ) -> None:
     """Compute what each policy gains on held-out prompts, by exact replay with the latency of a machine.
 
-    Several traces or profiles are several places: the result says where to deploy each policy. Traces that were not sampled
-    with the parameters of --sampling are refused.
+    Several traces or profiles are several places: the result says where to deploy each policy.
 
     Example: specstop evaluate --traces held-out --profile profile.json --policy policy --out report
     """
@@ -105,8 +98,8 @@ def evaluate(
             f"--{name}: expected one --traces and one --profile; in several, policies are used as they are"
         )
     from ...policies.registry import load_policy
-    from ...train.report.checks import load_traces
-    from ...train.report.evaluate import evaluate as run
+    from ...train.evaluate.evaluate import evaluate as run
+    from ...train.replay.traces.checking import load_traces
 
     policies, saved = [load_policy(spec) for spec in policy], config_saved(out) if out else contextlib.nullcontext()
     with progress_bars(quiet or json) as progress, saved:
@@ -117,8 +110,7 @@ def evaluate(
         report = run(
             load_traces(traces[0]), profiles[0], policies, out=out, sweep=sweep, achievable=achievable, batch=sizes,
             train_traces=load_traces(train_traces) if train_traces else None, compare=compare[0] if compare else None,
-            shaping=params if (params := sampling.params()).to_dict() else None, arrivals=times, cluster=cluster,
-            primary=primary, overwrite=overwrite, **options,
+            arrivals=times, cluster=cluster, primary=primary, overwrite=overwrite, **options,
         )  # fmt: skip
     if json:
         print_json(report.to_dict())
@@ -191,7 +183,7 @@ def _evaluate_places(
     """Evaluate every trace with every profile, write places.json and places.md, and print them."""
     from ...policies.files import prepare_output_dir, staged_folder, write_atomic, write_json
     from ...train.evaluate.places import evaluate_places
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
 
     if out is not None:
         prepare_output_dir(out, overwrite=overwrite)

@@ -1,1 +1,1 @@
-"""Evaluation of policies on traces."""
+"""Replay held-out traces, compare policies, and report which one to deploy."""

@@ -37,8 +37,8 @@ from ...policies.profile import Profile
 from ...policies.registry import BUILTINS, PolicySpec, as_policy, load_policy
 from ..replay.rounds import CAVEATS, RecordedRounds, likelihood_ratios
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..report.decision_costs import with_prices
-from ..statistics import Resamples, Values
+from .decision_costs import with_prices
+from .statistics import Resamples, Values
 
 COLUMNS = ("draft_prob", "target_prob", "sent", "backlog", "explored", "decisions")
 """The `extra` columns of `trace_arrays` that `observed_rounds` reads."""

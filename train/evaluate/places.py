@@ -22,12 +22,13 @@ from ...policies.registry import PolicySpec, as_policies
 from ..replay.log import play
 from ..replay.traces.arrays import trace_arrays
 from ..replay.traces.checking import require_disjoint_policies
-from ..report.checks import require_different_names
-from ..report.decision_costs import with_prices
-from ..report.pricing import Draws, Priced
-from ..report.records import Line, verdict
-from ..report.speeds import Comparison
-from ..statistics import LogRatios, Resamples
+from .comparison import Comparison
+from .decision_costs import with_prices
+from .evaluate import label_policies
+from .pricing import Priced, ProfileBootstrap
+from .records import Line
+from .statistics import LogRatios, Resamples
+from .verdict import verdict
 
 COLUMNS = ("policy", "tokens/s", "vs best fixed", "verdict")
 
@@ -119,10 +120,9 @@ def evaluate_places(
         InputError: there is no policy or place, two policies have one name, or a place has a single prompt.
         TraceError: a policy does not fit a trace, or was trained on its prompts.
     """
-    policies = as_policies(policies)
+    policies = label_policies(as_policies(policies))
     if not policies or not places:
         raise InputError("expected at least one --policy and one --traces")
-    require_different_names([policy.shown_name for policy in policies])
     results: list[tuple[Place, LogRatios, Resamples]] = []
     for done, (name, (trace, profile)) in enumerate(places.items()):
         progress("places", done, len(places))
@@ -144,24 +144,25 @@ def _evaluate_place(
     """Return a place whose intervals hold for its policies only, and what simultaneous intervals are computed from."""
     arrays, profile = trace_arrays(trace), with_prices(profile, policies, trace.header)[0]
     require_disjoint_policies("--traces", arrays, policies, allow=allow_overlap)
-    draws, boot, depth = Draws(profile, seed), Resamples(arrays.clusters, seed), min(arrays.depth, profile.max_depth)
+    costs, boot = ProfileBootstrap(profile, seed), Resamples(arrays.clusters, seed)
+    depth = min(arrays.depth, profile.max_depth)
     if boot.clusters < 2:
         raise InputError(f"{name}: expected two prompts or more, got {boot.clusters}")
     limited = [with_costs(policy, profile).limited(depth) for policy in policies]
     replayed = [play(arrays, policy, profile) for policy in (*map(FixedLength, range(depth + 1)), *limited)]
-    priced = Priced(boot, draws, [one.rounds for one in replayed], arrays.prompt_tokens)
+    priced = Priced(boot, costs, [one.rounds for one in replayed], arrays.prompt_tokens)
     tokens, by_prompt = arrays.text_tokens.double().numpy(), boot.by_cluster(arrays.text_tokens)
     largest = float(by_prompt.max() / by_prompt.sum())
     kinds = {policy.shown_name: "learned" if isinstance(policy, LearnedPolicy) else "rule" for policy in policies}
-    compared = Comparison(boot, draws, tokens, priced, kinds, depth + 1, largest=largest)
+    compared = Comparison(boot, costs, tokens, priced, kinds, largest=largest)
     lines = tuple(
-        compared.line(name, kind, compared.speeds.of[name], None, _training_note(policy, trace))
+        compared.line(name, kind, compared.rate(name), note=_training_note(policy, trace))
         for policy, (name, kind) in zip(policies, kinds.items(), strict=True)
     )
     columns = range(depth + 1, depth + 1 + len(policies))
     logs = boot.log_ratios(tokens, priced.by_text(), columns, range(depth + 1), -np.log(priced.factors()))
-    best = int(np.argmax(compared.speeds.fixed))
-    return Place(name, boot.clusters, largest, best, draws.text, lines), logs, boot
+    best = int(np.argmax(compared.fixed))
+    return Place(name, boot.clusters, largest, best, costs.describe(), lines), logs, boot
 
 
 def _training_note(policy: StopPolicy, trace: Trace) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 from ...decode.benchmark import Ratio
 from ...policies.errors import InputError
 from ...policies.files import read_json
-from ..report.records import REPORT_SCHEMA
-from ..statistics import Resamples, Values
+from .records import REPORT_SCHEMA
+from .statistics import Resamples, Values
 
 PLAIN, BEST = "plain decoding", "best fixed"
 FACTS = ("traces", "prompts", "temperature", "shaping", "verification", "depth", "topology", "clusters", "cluster unit")
@@ -125,13 +125,13 @@ def _paired_changes(one: Data, two: Data, common: Sequence[str], seed: int) -> d
     # Groups are resampled if one of the reports resampled them.
     unit = next((unit for unit in units if any(unit[cluster] != cluster for cluster in common)), units[0])
     boot = Resamples([unit[cluster] for cluster in common], seed)
-    rng = np.random.default_rng([seed, 2])  # independent of the draws of prompts
+    rng = np.random.default_rng([seed, 2])  # independent of the costs of prompts
     drawn, other = rng.integers(2**32, size=(2, boot.replicates))
     is_same = one["profile"]["fingerprint"] == two["profile"]["fingerprint"]
     # Draws treat the paces of repetitions as independent, which they are not if the machine has slow phases.
     error = 0.0 if is_same else math.hypot(one["profile"]["pace_error"], two["profile"]["pace_error"])
     pace = np.concatenate([[1.0], np.exp(error * rng.standard_normal(boot.replicates))])
-    # One profile has the same draws in both reports; those of two profiles are independent.
+    # One profile has the same costs in both reports; those of two profiles are independent.
     old, new = _rates(one, common, boot, drawn), _rates(two, common, boot, drawn if is_same else other)
     return {
         name: (

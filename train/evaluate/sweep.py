@@ -21,9 +21,8 @@ from ..fit.tuning.rates import is_priced, solve_rate
 from ..fit.tuning.settled import settle_for, unfitted_prompts
 from ..replay.log import play, scaled
 from ..replay.traces.arrays import TraceArrays, typical_context
-from ..report.clusters import Clusters
-from ..report.pricing import Draws, Priced
-from ..statistics import FEWEST, Resamples
+from .pricing import Priced, ProfileBootstrap
+from .statistics import FEWEST, Clusters, Resamples
 
 RATIOS = tuple(float(f"{r:.3g}") for r in np.geomspace(0.01, 0.5, 9))
 """Cost of a draft step relative to a one-token target step: from an n-gram table to half the target's cost."""
@@ -32,7 +31,7 @@ RATIOS = tuple(float(f"{r:.3g}") for r in np.geomspace(0.01, 0.5, 9))
 def sweep(
     arrays: TraceArrays,
     policies: Sequence[StopPolicy],
-    draws: Draws,
+    costs: ProfileBootstrap,
     clusters: Clusters,
     *,
     tuning: TraceArrays | None = None,
@@ -49,7 +48,7 @@ def sweep(
     Args:
         arrays: held-out prompts.
         policies: to compare.
-        draws: of a profile with the decisions of the policies; its other costs are kept.
+        costs: of a profile with the decisions of the policies; its other costs are kept.
         clusters: to resample.
         tuning: training traces to solve rates on; without them the saved rates are used.
         ratios: cost of a draft step relative to a one-token target step, ascending.
@@ -67,14 +66,14 @@ def sweep(
     """
     if not policies:
         raise InputError("--policy: expected at least one policy to sweep")
-    profile, context, boot = draws.profile, typical_context(tuning or arrays), Resamples(clusters.of, seed)
+    profile, context, boot = costs.profile, typical_context(tuning or arrays), Resamples(clusters.of, seed)
     depth = min(arrays.depth, profile.max_depth)
     lengths, columns = range(depth + 1), range(depth + 1, depth + 1 + len(policies))
     # A policy that stops in the same places at every cost is replayed once; only its rounds are priced at each point.
     limited, tokens = [policy.limited(depth) for policy in policies], arrays.text_tokens.double().numpy()
     is_static = [not _depends_on_cost(policy, profile, tuning) for policy in limited]
     replays = [play(arrays, policy, profile) for policy in (*map(FixedLength, lengths), *limited)]
-    priced = Priced(boot, draws, [one.rounds for one in replays], arrays.prompt_tokens)
+    priced = Priced(boot, costs, [one.rounds for one in replays], arrays.prompt_tokens)
     rates, to_best, to_plain = [], [], []
     for at, ratio in enumerate(ratios):
         progress("sweep", at, len(ratios))
@@ -84,7 +83,7 @@ def sweep(
             if not static:
                 replays[column] = play(arrays, _solve(policy, costs, tuning), costs)
         if not all(is_static):
-            priced = Priced(boot, draws, [one.rounds for one in replays], arrays.prompt_tokens)
+            priced = Priced(boot, costs, [one.rounds for one in replays], arrays.prompt_tokens)
         seconds, price = priced.by_text(change), -np.log(priced.factors(change=change))
         rates.append(tokens.sum() / seconds.sum(0)[: depth + 1])
         to_best.append(boot.log_ratios(tokens, seconds, columns, lengths, price))

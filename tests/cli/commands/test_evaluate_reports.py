@@ -20,8 +20,8 @@ from specstop.policies.fixed import Confidence
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.storage import save_policy
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.replay.log import scaled
-from specstop.train.report.evaluate import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def place(
     full_profile.save(folder / "profile.json")
     scaled(full_profile, draft=2.0).save(folder / "slow.json")
     save_policy(learned, folder / "policy")
-    evaluate(sides[1], full_profile, [Confidence(0.6, DEPTH)], out=folder / "report", sweep=False)
-    evaluate(sides[1], full_profile, [Confidence(0.3, DEPTH)], out=folder / "other", seed=1, sweep=False)
+    evaluate(sides[1], full_profile, [Confidence(0.6, DEPTH)], out=folder / "report")
+    evaluate(sides[1], full_profile, [Confidence(0.3, DEPTH)], out=folder / "other", seed=1)
     (folder / "damaged").mkdir()
     (folder / "damaged" / "report.json").write_text('{"kind": "report", "schema": 2, "facts": {}}')
     live = {"depth": DEPTH, "temperature": 0.7, "max_new_tokens": NEW, "collector": "live", "verification": "rejection"}
@@ -94,7 +94,7 @@ def test_two_reports_are_compared(place: Path) -> None:
 
 def test_a_new_report_is_compared_with_an_earlier_one(place: Path, sides: tuple[Trace, Trace], tmp_path: Path) -> None:
     run = ["evaluate", "--traces", sides[1].folder, "--profile", place / "profile.json", "--policy", "confidence:0.6"]
-    answer = cli(*run, "--compare", place / "report", "--out", tmp_path / "r", "--no-sweep", "--quiet")
+    answer = cli(*run, "--compare", place / "report", "--out", tmp_path / "r", "--quiet")
     assert answer.code == 0, answer.err
     assert fits(answer.out) and "Change from the earlier report" in answer.out
     section = json.loads((tmp_path / "r" / "report.json").read_text())["details"]["comparison"]
@@ -126,7 +126,7 @@ def test_wide_tables_have_all_columns(place: Path, sides: tuple[Trace, Trace]) -
         "fixed:2",
         "--quiet",
     ]
-    short, wide = (cli(*run, "--no-sweep", *more) for more in ([], ["--wide"]))
+    short, wide = (cli(*run, *more) for more in ([], ["--wide"]))
     assert (short.code, wide.code) == (0, 0)
     assert fits(short.out) and "P(A >= k)" not in short.out
     for word in ("oracle", "drafted", "P(A >= k)"):

@@ -28,10 +28,10 @@ from specstop.policies.features import CHAIN_FEATURES
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
 from specstop.train.replay.traces.arrays import trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
-from specstop.train.report.evaluate import evaluate
 from trace_rows import numpy_rows
 from transformers.generation.logits_process import (
     LogitsProcessor,

@@ -18,12 +18,12 @@ from specstop.policies.errors import InputError, SpecstopWarning, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.analysis import trace_outcomes
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import importance_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.checks import check_fit, check_together
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.insight import trace_outcomes
+from specstop.train.replay.traces.checking import check_fit, check_together
 
 
 def response(accepted: list[int], drafted: list[int] | None = None, name: str = "a") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from specstop.policies.contract import StopPolicy
 from specstop.policies.errors import TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.importance import (
     COLUMNS,
     ImportanceEstimate,
@@ -31,7 +32,6 @@ from specstop.train.evaluate.importance import (
 )
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.evaluate import evaluate
 from torch import Tensor
 
 EXACT = 1e-9

@@ -14,15 +14,16 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.evaluate.places import evaluate_places
+from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW
+from specstop.train.evaluate.statistics import FEWEST
 from specstop.train.evaluate.sweep import with_cost_ratio
+from specstop.train.evaluate.verdict import verdict
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.log import scaled
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW, verdict
-from specstop.train.statistics import FEWEST
 
 EXACT = 1e-12
 
@@ -67,7 +68,7 @@ def test_intervals_hold_for_all_places_at_once(sides: tuple[Trace, Trace], full_
     report = evaluate(sides[1], full_profile, policies, primary="fixed:1")
     alone = evaluate_places(policies[1:], {"one": places["one"]}).line("fixed:1", "one")
     assert dataclasses.astuple(alone.to_best_fixed) == pytest.approx(
-        dataclasses.astuple(report.line("fixed:1").to_best_fixed), rel=EXACT
+        dataclasses.astuple(report["fixed:1"].to_best_fixed), rel=EXACT
     )
     for policy in policies:
         narrow, wide = (of.line(policy.name, "one").to_best_fixed for of in (single, several))

@@ -13,12 +13,12 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.records import REPORT_SCHEMA
 from specstop.train.evaluate.report_comparison import Change, ReportComparison, compare_reports, read_report
 from specstop.train.replay.log import play, scaled
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.pricing import Draws
-from specstop.train.report.records import REPORT_SCHEMA
 from timed import timed_profile
 
 
@@ -319,7 +319,7 @@ def test_one_profile_has_the_same_draws_in_every_report(reports: Path) -> None:
 def test_a_report_holds_what_each_draw_of_the_timings_changes(reports: Path, sides: tuple[Trace, Trace]) -> None:
     """The seconds of the texts, round by round, under the draw over those under the profile as measured."""
     profile, arrays = Profile.load(reports / "one.json"), trace_arrays(sides[1])
-    report, drawn = read_report(reports / "one"), Draws(profile).drawn
+    report, drawn = read_report(reports / "one"), ProfileBootstrap(profile).profiles
     factors = report["details"]["per_prompt"]["profile"]["factors"]
     assert set(factors) == {line["name"] for line in report["lines"]}
     for name, policy in (("plain decoding", FixedLength(0)), ("confidence:0.6", Confidence(0.6, DEPTH))):

@@ -17,14 +17,14 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.policies.published.smartspec import SmartSpec
+from specstop.train.evaluate.decision_costs import with_prices
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import ProfileBootstrap
+from specstop.train.evaluate.statistics import Clusters
 from specstop.train.evaluate.sweep import RATIOS, cost_ratio, sweep, with_cost_ratio
 from specstop.train.fit.tuning.rates import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
-from specstop.train.report.clusters import Clusters
-from specstop.train.report.decision_costs import with_prices
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.pricing import Draws
 
 EXACT = 1e-12
 POINTS = (0.02, 0.2, 2.0)
@@ -38,9 +38,9 @@ def swept(
     ratios: Sequence[float] = POINTS,
 ) -> dict[str, Any]:
     """Return the sweep with intervals over prompts, its lines by name."""
-    arrays, draws = trace_arrays(trace), Draws(with_prices(profile, policies, trace.header)[0])
+    arrays, costs = trace_arrays(trace), ProfileBootstrap(with_prices(profile, policies, trace.header)[0])
     tuning = None if train is None else trace_arrays(train)
-    found = sweep(arrays, policies, draws, Clusters(tuple(arrays.clusters)), tuning=tuning, ratios=ratios)
+    found = sweep(arrays, policies, costs, Clusters(tuple(arrays.clusters)), tuning=tuning, ratios=ratios)
     json.dumps(found, allow_nan=False)
     return {**found, "lines": {line["name"]: line for line in found["lines"]}}
 

@@ -21,12 +21,12 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.records import TOO_FEW, Report
 from specstop.train.fit.continuation.values import Achievable, achievable_estimate
 from specstop.train.replay.rounds import ROUND_COLUMNS, evaluate_rounds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.records import TOO_FEW, Report
 from specstop.train.report.writing.files import plain, to_csv, to_markdown, write_report
 from specstop.train.report.writing.page import to_html
 from specstop.train.report.writing.sections import sections
@@ -259,10 +259,10 @@ def test_an_achievable_estimate_is_a_line_of_the_report(sides: tuple[Trace, Trac
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True, batch=[1])
     names = [line["name"] for line in report.details["batch"]["lines"]]
     assert names[-2:] == ["achievable estimate", "oracle bound of the batch"]
-    line = report.line("achievable estimate")
+    line = report["achievable estimate"]
     expected = achievable_estimate(trace_arrays(sides[1]), full_profile)
     assert line.kind == "achievable" and line.tokens_per_s == pytest.approx(expected.rate)
-    assert line.tokens_per_s <= report.line("oracle bound").tokens_per_s
+    assert line.tokens_per_s <= report["oracle bound"].tokens_per_s
     Page(to_html(plain(report)))
 
 
@@ -273,7 +273,7 @@ def test_a_policy_above_the_achievable_estimate_is_a_finding(
     known = Achievable(poor.seconds, poor.rate, torch.zeros(0))
     monkeypatch.setattr("specstop.train.fit.continuation.values.achievable_estimate", lambda *_, **__: known)
     report = evaluate(sides[1], full_profile, [FixedLength(2)], achievable=True)
-    to_plain = report.line("achievable estimate").to_plain
+    to_plain = report["achievable estimate"].to_plain
     assert (to_plain.value, to_plain.low, to_plain.high) == pytest.approx((1.0, 1.0, 1.0))
     assert any(text.startswith("fixed:2 is above the achievable estimate") for text in report.findings)
     Page(to_html(plain(report)))
@@ -298,11 +298,11 @@ def test_a_live_trace_is_answered_round_by_round_with_its_caveats(
     arrays = trace_arrays(live, extra=ROUND_COLUMNS)
     values = evaluate_rounds(arrays, Confidence(0.7, DEPTH), profile)
     assert len(values.taken.sequence) == len(values.committed) == report.facts["rounds"]
-    found = report.line("confidence:0.7")
+    found = report["confidence:0.7"]
     assert found.tokens_per_s == pytest.approx(values.rate)
     assert found.block_efficiency == pytest.approx(float(values.committed.mean()))
     assert report.caveats == values.caveats
-    bound = report.line("oracle bound")
+    bound = report["oracle bound"]
     assert bound.tokens_per_s >= max(x.tokens_per_s for x in report.lines)
     page = Page((tmp_path / "out" / "report.html").read_text())
     words = "".join(page.words)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ....decode.benchmark import Ratio
-from ...statistics import FEWEST
+from ...evaluate.statistics import FEWEST
 from .batches import batches
 from .model import Cell, Data, Mark, Num, Path, Section, Spread, Table, nums
 from .whatif import prepared, sensitivity, sweep
@@ -118,11 +118,6 @@ def lengths(found: Any, data: Data) -> Section:
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (str(k), *(Num((*where, i, name, k), ".0f") for i, name in columns)) for k in depth
     )
-    most = max(max(row) for row in mine["table"]) or 1
-    table: tuple[tuple[Cell, ...], ...] = tuple(
-        (str(k), *(Num((*where, 0, "table", k, i), ".0f") for i in depth)) for k in depth
-    )
-    shades = tuple((0.0, *(count / most for count in row)) for row in mine["table"])
     return Section(
         "lengths",
         "Chosen against ideal length",
@@ -130,10 +125,7 @@ def lengths(found: Any, data: Data) -> Section:
             f"Rounds of {mine['name']} by the depth it drafted to, beside what the oracle would have drafted at the "
             "same positions.",
         ),
-        (
-            Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),
-            Table("Rounds by chosen (down) and ideal depth (across)", ("", *map(str, depth)), table, shades),
-        ),
+        (Table("Rounds by depth", ("depth", f"{mine['name']}: chosen", "ideal", "best fixed: chosen"), rows),),
     )
 
 
@@ -200,13 +192,12 @@ def stops(found: Any, data: Data) -> Section:
     for at, one in enumerate(found):
         path: Path = ("details", "stops", at)
         formats = (
-            ("rounds", ",.0f"), ("early_rounds", ",.0f"), ("early_ms", ".3f"), ("early_s", ".3f"), ("late_rounds", ",.0f"),
-            ("late_ms", ".3f"), ("late_s", ".3f"), ("decision_s", ".3f"), ("other_s", ".3f"), ("total_s", ".3f"),
+            ("rounds", ",.0f"), ("early_rounds", ",.0f"), ("early_s", ".3f"), ("late_rounds", ",.0f"),
+            ("late_s", ".3f"), ("decision_s", ".3f"), ("other_s", ".3f"), ("total_s", ".3f"),
         )  # fmt: skip
         rows.append((one["name"], *(Num((*path, name), form) for name, form in formats)))
     columns = (
-        "policy", "rounds", "too early", "ms/round", "s", "too late", "ms/round", "s", "decisions, s", "catching up, s",
-        "all, s",
+        "policy", "rounds", "too early", "s", "too late", "s", "decisions, s", "catching up, s", "all, s",
     )  # fmt: skip
     return Section(
         "stops",

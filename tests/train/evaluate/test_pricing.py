@@ -16,13 +16,13 @@ from specstop.decode.models.pair import Pair
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Key, collected
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
+from specstop.train.evaluate.pricing import Priced, ProfileBootstrap, ResampleSource
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.replay.bounds.oracle import oracle_plan
 from specstop.train.replay.bounds.regret import planned_rounds
 from specstop.train.replay.log import Played, play, scaled
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.pricing import Draws, Priced, Vary
-from specstop.train.statistics import Resamples
 from timed import timed_profile
 
 EXACT = 1e-12  # the same sums, in another order
@@ -45,9 +45,11 @@ def tree(pair: Pair, prompts: list[Prompt], tmp_path_factory: pytest.TempPathFac
     return trace_arrays(collect(pair, prompts, folder, tree="2,2,1", temperature=0.7, max_new_tokens=16))
 
 
-def brute(boot: Resamples, draws: Draws, arrays: TraceArrays, replays: list[Played], row: int) -> list[float]:
+def brute(
+    boot: Resamples, draws: ProfileBootstrap, arrays: TraceArrays, replays: list[Played], row: int
+) -> list[float]:
     """Return what the texts of a resample take under its draw, round by round."""
-    profile = draws.drawn[(row - 1) % len(draws.drawn)]
+    profile = draws.profiles[(row - 1) % len(draws.profiles)]
     return [float(boot.total(one.rounds.of_texts(profile, arrays.prompt_tokens))[row]) for one in replays]
 
 
@@ -59,7 +61,7 @@ def test_every_resample_is_priced_by_its_own_profile(
     depth = min(arrays.depth, noisy.max_depth)
     policies = [FixedLength(0), FixedLength(2), Confidence(0.4, depth), TEST_POLICIES["trimming"].limited(depth)]
     replays = [play(arrays, policy, noisy) for policy in policies]
-    boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
+    boot, draws = Resamples(arrays.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
     spent = Priced(boot, draws, [one.rounds for one in replays], arrays.prompt_tokens).seconds()
     assert spent.shape == (1 + REPLICATES, len(policies))
     assert spent[0] == pytest.approx([float(one.result.seconds.sum()) for one in replays], rel=EXACT)
@@ -69,12 +71,14 @@ def test_every_resample_is_priced_by_its_own_profile(
 
 def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> None:
     replays = [play(chains, policy, noisy) for policy in (FixedLength(2), Confidence(0.4, DEPTH))]
-    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
+    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
     priced = Priced(boot, draws, [one.rounds for one in replays], chains.prompt_tokens)
-    prompts, profile, decisions = (priced.seconds(vary) for vary in (Vary.PROMPTS, Vary.PROFILE, Vary.DECISIONS))
+    prompts, profile, decisions = (
+        priced.seconds(vary) for vary in (ResampleSource.PROMPTS, ResampleSource.PROFILE, ResampleSource.DECISIONS)
+    )
     for at, one in enumerate(replays):
         assert prompts[:, at] == pytest.approx(boot.total(one.result.seconds), rel=EXACT)
-        for number, drawn in enumerate(draws.drawn, 1):
+        for number, drawn in enumerate(draws.profiles, 1):
             own = noisy.decision_s["confidence"], drawn.decision_s["confidence"]
             calls, decided = drawn.with_decisions({"confidence": own[0]}), noisy.with_decisions({"confidence": own[1]})
             assert profile[number, at] == pytest.approx(
@@ -88,37 +92,34 @@ def test_parts_are_drawn_one_at_a_time(chains: TraceArrays, noisy: Profile) -> N
 
 def test_draws_of_model_calls_are_the_same_whatever_decisions_were_timed(noisy: Profile) -> None:
     more = collected([{Key(DECISIONS, "mine", (1,)): [1e-4]}] * 40)
-    mine, theirs = Draws(noisy, 3, DRAWS).drawn, Draws(noisy.with_measured_decisions(more), 3, DRAWS).drawn
+    mine, theirs = (
+        ProfileBootstrap(noisy, 3, DRAWS).profiles,
+        ProfileBootstrap(noisy.with_measured_decisions(more), 3, DRAWS).profiles,
+    )
     for one, other in zip(mine, theirs, strict=True):
         assert one.same_costs(other.to_dict()) and one.decision("confidence") == other.decision("confidence")
 
 
-def test_changes_are_made_to_every_draw_and_some_texts_can_be_taken(chains: TraceArrays, noisy: Profile) -> None:
+def test_changes_are_made_to_every_draw(chains: TraceArrays, noisy: Profile) -> None:
     replays = [play(chains, FixedLength(3), noisy)]
-    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), Draws(noisy, 3, DRAWS)
+    boot, draws = Resamples(chains.prompt_ids, 0, REPLICATES), ProfileBootstrap(noisy, 3, DRAWS)
     priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens)
     twice = partial(scaled, draft=2.0)
     spent = priced.seconds(change=twice)
     for row in (1, 5):
-        under = twice(draws.drawn[(row - 1) % DRAWS])
+        under = twice(draws.profiles[(row - 1) % DRAWS])
         assert spent[row, 0] == pytest.approx(
             float(boot.total(replays[0].rounds.of_texts(under, chains.prompt_tokens))[row]), rel=EXACT
         )
-    at = torch.tensor([0, 2, 3, 7])
-    few = Resamples([chains.prompt_ids[i] for i in at.tolist()], 0, REPLICATES)
-    part = priced.among(few, at).seconds()
-    texts = replays[0].rounds.of_texts(draws.drawn[1], chains.prompt_tokens)[at]
-    assert part[2, 0] == pytest.approx(float(few.total(texts)[2]), rel=EXACT)
-    assert priced.seconds(change=twice)[1, 0] == spent[1, 0], "the replays of all texts are as they were"
 
 
 def test_without_timings_nothing_but_prompts_is_drawn(chains: TraceArrays, full_profile: Profile) -> None:
     replays = [play(chains, Confidence(0.4, DEPTH), full_profile)]
-    boot, draws = Resamples(chains.prompt_ids), Draws(full_profile)
+    boot, draws = Resamples(chains.prompt_ids), ProfileBootstrap(full_profile)
     priced = Priced(boot, draws, [replays[0].rounds], chains.prompt_tokens, replays[0].result.seconds[:, None])
-    assert draws.drawn == () and "kept no repeated timings" in draws.text
+    assert draws.profiles == () and "kept no repeated timings" in draws.describe()
     assert np.array_equal(priced.seconds()[:, 0], boot.total(replays[0].result.seconds))
-    assert priced.seconds(Vary.PROFILE).shape == (1, 1)
+    assert priced.seconds(ResampleSource.PROFILE).shape == (1, 1)
 
 
 def test_the_plans_rounds_take_what_the_bound_says(chains: TraceArrays, tree: TraceArrays, profile: Profile) -> None:
@@ -139,10 +140,9 @@ def test_noise_of_the_profile_widens_intervals_and_is_shown(
         timed_profile(full_profile, ["confidence"], pace=noise, jitter=noise, seed=2) for noise in (0.001, 0.6)
     )
     reports = [
-        evaluate(sides[1], profile, policies, out=tmp_path / str(at), sweep=False)
-        for at, profile in enumerate((quiet, busy))
+        evaluate(sides[1], profile, policies, out=tmp_path / str(at)) for at, profile in enumerate((quiet, busy))
     ]
-    lines = [report.line("confidence:0.7") for report in reports]
+    lines = [report["confidence:0.7"] for report in reports]
     widths = [{part: ratio.high - ratio.low for part, ratio in line.parts.items()} for line in lines]
     assert set(widths[0]) == {"all", "prompts", "profile", "decisions"}
     assert lines[0].parts["all"] == lines[0].to_best_fixed

@@ -8,18 +8,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from specstop.decode.benchmark import Ratio
 from specstop.policies.costs import CostTable
 from specstop.policies.errors import InputError
 from specstop.policies.measurements import Noise
 from specstop.policies.profile import Profile
-from specstop.train.report.answer import answer, doubts, findings, remedy, why
-from specstop.train.report.clusters import Clusters, choose_clusters, dominant_cluster
-from specstop.train.report.insight import StopCost
-from specstop.train.report.records import AGAIN, DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line, verdict
-from specstop.train.statistics import Resamples
+from specstop.train.evaluate.records import DEPLOY, INCONCLUSIVE, NOISY, REFUSE, TOO_FEW, Line
+from specstop.train.evaluate.statistics import Clusters, form_clusters
+from specstop.train.evaluate.verdict import answer, doubts, findings, remedy, verdict, why
 from synthetic import synthetic_trace
 
 
@@ -28,14 +25,6 @@ def line(name: str, kind: str, rate: float) -> Line:
     return Line(name, kind, 100.0 * rate, one, one, one)
 
 
-def spread(boot: Resamples, low: float, high: float) -> Any:
-    count = 1 + boot.replicates
-    values = np.linspace(low, high, count)
-    values[0] = (low + high) / 2
-    return values
-
-
-BOOT = Resamples([str(i) for i in range(8)], 0)
 FIXED = [line("plain decoding", "fixed", 1.0), line("best fixed", "fixed", 1.5)]
 
 
@@ -97,9 +86,9 @@ def test_a_report_that_contradicts_itself_deploys_nothing() -> None:
     ):
         lines = [*FIXED, replace(top, oracle_share=Ratio(share, share, share))]
         reasons = doubts(lines, below, SimpleNamespace(noise=noise))  # type: ignore[arg-type]
-        result = answer(lines, "fixed:3", clusters(40), (), reasons, "", "specstop profile --out p.json")
+        result = answer(lines, "fixed:3", clusters(40), doubts=reasons, remedy="specstop profile --out p.json")
         assert result is not None
-        assert (result.verdict == AGAIN) == bool(word) and word in result.headline
+        assert (result.verdict == NOISY) == bool(word) and word in result.headline
         assert result.deploy != bool(word)
         assert ("specstop profile --out p.json" in result.headline) == bool(word)
 
@@ -129,34 +118,25 @@ def test_if_none_pays_the_answer_is_about_a_policy_that_was_given() -> None:
     assert (result.verdict, result.candidate) == (REFUSE, "mine")
 
 
-def test_groups_are_the_clusters_if_their_prompts_resemble_each_other() -> None:
-    rng = np.random.default_rng(0)
+def test_clusters_are_prompts_or_groups() -> None:
     prompts, groups = [f"p{i}" for i in range(100)], [f"g{i // 20}" for i in range(100)]
-    tokens = np.full(100, 50.0)
-    effect = np.repeat(rng.normal(0.0, 0.1, 5), 20)
-    for factor, unit in ((effect, "groups"), (np.zeros(100), "prompts")):
-        seconds = np.stack([np.ones(100), 1.0 + factor + rng.normal(0.0, 0.05, 100)], 1)
-        chosen = choose_clusters(prompts, groups, tokens, seconds, [1], [0])
-        assert chosen.unit == unit and "p = " in chosen.why
-        assert chosen.count == (5 if unit == "groups" else 100)
-        assert choose_clusters(prompts, groups, tokens, seconds, [1], [0], "prompt").count == 100
-        assert choose_clusters(prompts, groups, tokens, seconds, [1], [0], "group").count == 5
-    alone = choose_clusters(prompts, prompts, tokens, seconds, [1], [0])
-    assert alone.unit == "prompts", "groups of a single prompt say nothing"
-    # Two groups that share a prompt are one cluster.
-    shared = choose_clusters([*prompts[:99], "p0"], groups, tokens, seconds, [1], [0], "group")
-    assert shared.count == 4
-    for option, names in (("groups", groups), ("group", [""] * 100)):
+    tokens = [50] * 100
+    for by, count in (("prompt", 100), ("group", 5)):
+        chosen = form_clusters(prompts, groups, tokens, by)
+        assert (chosen.count, chosen.unit, chosen.largest) == (count, f"{by}s", 1 / count)
+    # A prompt of two groups counts for one of them: clusters are disjoint.
+    shared = form_clusters([*prompts[:99], "p0"], groups, tokens, "group")
+    assert shared.of[0] == shared.of[99] == "g0" and shared.count == 5
+    for by, names in (("groups", groups), ("group", [""] * 100)):
         with pytest.raises(InputError, match="cluster"):
-            choose_clusters(prompts, names, tokens, seconds, [1], [0], option)
+            form_clusters(prompts, names, tokens, by)
 
 
 def test_a_prompt_with_most_of_the_tokens_is_named() -> None:
     for longest, share in ((9, 0), (60, 23), (200, 50)):
         arrays = synthetic_trace([[0] * longest, *[[1] * 9] * 20], 3)
-        tokens = arrays.text_tokens.numpy()
-        chosen = choose_clusters(arrays.clusters, arrays.groups, tokens, np.ones((21, 2)), [1], [0])
-        warnings = dominant_cluster(arrays, chosen)
+        chosen = form_clusters(arrays.clusters, arrays.groups, arrays.text_tokens.tolist())
+        warnings = findings(SimpleNamespace(noise=None), chosen, arrays.prompt_ids)  # type: ignore[arg-type]
         assert len(warnings) == bool(share) and all(
             f"prompt '0' has {share}% of all tokens" in text for text in warnings
         )
@@ -172,8 +152,8 @@ def test_without_a_policy_there_is_no_answer() -> None:
     assert answer(FIXED, "fixed:3", clusters(40)) is None
 
 
-def stop(name: str, *ms: float) -> StopCost:
-    return StopCost(name, 10, 1, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (ms[0], ms[1], ms[2], 0.0))
+def stop(name: str, *ms: float) -> dict[str, Any]:
+    return {"name": name, "ms_per_token": [*ms, 0.0]}
 
 
 @pytest.mark.parametrize(
@@ -192,14 +172,15 @@ def test_why_says_what_stops_and_decisions_cost(mine: tuple[float, ...], words: 
     assert all(word in text for word in words), text
 
 
-def test_findings_name_what_cannot_or_should_not_be() -> None:
-    lines = [*FIXED, line("x", "learned", 1.6), line("y", "rule", 1.4)]
-    above, below = spread(BOOT, 1.01, 1.05), spread(BOOT, 0.9, 0.95)
-    found = findings(lines, BOOT, ["x"], {"x": above, "y": below, "best fixed": above}, {"x": above, "y": below})
+def test_findings_name_what_cannot_be() -> None:
+    ratios = {"x": Ratio(1.03, 1.01, 1.05), "y": Ratio(0.93, 0.9, 0.95)}
+    noise = SimpleNamespace(is_noisy=True, text="this machine was busy")
+    profile = SimpleNamespace(noise=noise)
+    found = findings(profile, clusters(40), [], ["x is faster than the oracle bound"], ratios)  # type: ignore[arg-type]
     assert len(found) == 3
-    assert "x is faster than the oracle bound" in found[0]
-    assert found[1].startswith("x is above the achievable estimate beyond its interval (1.030 times")
-    assert found[2].startswith("y is slower than the best static tree")
+    assert "this machine was busy" in found[0]
+    assert "x is faster than the oracle bound" in found[1]
+    assert found[2].startswith("x is above the achievable estimate beyond its interval (1.030 times")
 
 
 def test_the_remedy_is_a_command_for_the_rounds_of_the_trace() -> None:

@@ -25,13 +25,13 @@ from specstop.policies.published.smartspec import SmartSpec
 from specstop.policies.rules import Threshold
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train.demo.live import compare_live
+from specstop.train.evaluate.evaluate import _jobs, evaluate
+from specstop.train.evaluate.records import DEPLOY, Line, Report
 from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.bounds.oracle import oracle_seconds
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays
-from specstop.train.report.checks import check_together, load_traces
-from specstop.train.report.evaluate import _policies, evaluate
-from specstop.train.report.records import DEPLOY, Line, Report
+from specstop.train.replay.traces.checking import load_traces
 from specstop.train.report.writing.files import FILES, to_markdown, write_report
 
 EXACT = 1e-12  # the same sums, in another order
@@ -45,7 +45,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def report(sides: tuple[Trace, Trace], full_profile: Profile, learned: LearnedPolicy, written: Path) -> Report:
     policies = [learned, FixedLength(2), Confidence(0.7, DEPTH)]
-    return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written, sweep=False)
+    return evaluate(sides[1], full_profile, policies, train_traces=sides[0], out=written)
 
 
 SIDES = ("low", "high")
@@ -71,30 +71,30 @@ def test_the_lines_are_those_promised(report: Report) -> None:
 def test_a_tuned_rule_goes_no_deeper_than_the_evaluated_trace(
     sides: tuple[Trace, Trace], full_profile: Profile
 ) -> None:
-    jobs = _policies([], trace_arrays(sides[0]), full_profile, 1, False)
+    jobs = _jobs([], trace_arrays(sides[0]), full_profile, 1, False)
     assert [(name, policy.max_depth) for name, _, policy, _ in jobs] == [("confidence, tuned", 1)]
 
 
-def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace]) -> None:
+def test_training_traces_of_other_rounds_are_told_of(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     hotter = copy.copy(sides[0])
     hotter.header = dataclasses.replace(sides[0].header, temperature=0.9)
     with pytest.warns(SpecstopWarning, match="train_traces: .* differs from `traces` in temperature \\(.*\\): "):
-        check_together(sides[1], hotter, [], None, False)
+        evaluate(sides[1], full_profile, train_traces=hotter)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_together(sides[1], sides[0], [], None, False)
+        evaluate(sides[1], full_profile, train_traces=sides[0])
 
 
 def test_plain_is_1_and_so_is_the_best_fixed_length(report: Report) -> None:
     one = Ratio(1.0, 1.0, 1.0)
-    assert report.line("plain decoding").to_plain == one
-    assert report.line("best fixed").to_best_fixed == one
-    assert report.line("best fixed").tokens_per_s == max(report.fixed)
-    assert report.line("plain decoding").tokens_per_s == pytest.approx(report.fixed[0], rel=EXACT)
+    assert report["plain decoding"].to_plain == one
+    assert report["best fixed"].to_best_fixed == one
+    assert report["best fixed"].tokens_per_s == max(report.fixed)
+    assert report["plain decoding"].tokens_per_s == pytest.approx(report.fixed[0], rel=EXACT)
     assert len(report.fixed) == DEPTH + 1
-    assert report.line("best fixed").oracle_share.value == 0.0
-    assert report.line("oracle bound").oracle_share == one
-    assert report.line("oracle bound").tokens_per_s >= max(line.tokens_per_s for line in report.lines)
+    assert report["best fixed"].oracle_share.value == 0.0
+    assert report["oracle bound"].oracle_share == one
+    assert report["oracle bound"].tokens_per_s >= max(line.tokens_per_s for line in report.lines)
 
 
 def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
@@ -102,7 +102,7 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
 ) -> None:
     arrays = trace_arrays(sides[1])
     rate = replay(arrays, learned, full_profile).rate
-    line = report.line("logistic")
+    line = report["logistic"]
     assert line.tokens_per_s == pytest.approx(rate, rel=EXACT)
     assert line.to_plain.value == pytest.approx(rate / report.fixed[0], rel=EXACT)
     assert line.to_best_fixed.value == pytest.approx(rate / max(report.fixed), rel=EXACT)
@@ -115,13 +115,13 @@ def test_values_are_ratios_of_sums_and_lie_within_their_intervals(
         # The best length is chosen again in each replicate, so the ratio to it leans down.
         assert line.to_best_fixed.low <= line.to_best_fixed.high
         assert line.to_best_fixed.low <= line.to_best_fixed.value
-    spread = report.line("logistic").to_plain
+    spread = report["logistic"].to_plain
     assert 0.001 < spread.high - spread.low < 1
 
 
 def test_counts_are_those_of_the_replay(report: Report, sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     played = replay(trace_arrays(sides[1]), FixedLength(2), full_profile)
-    line = report.line("fixed:2")
+    line = report["fixed:2"]
     rounds = len(played.log)
     assert line.drafted == pytest.approx(float(played.log[:, 2].sum()) / rounds)
     assert line.verified == pytest.approx(float(played.log[:, 3].sum()) / rounds)
@@ -144,23 +144,23 @@ def test_a_policy_beside_itself_is_exactly_1(sides: tuple[Trace, Trace], full_pr
     for line in report.lines:
         if line.name != "oracle bound":
             assert line.oracle_share == Ratio(0.0, 0.0, 0.0), "the oracle gains nothing, of which no line has a share"
-    for ratio in (report.line("fixed:0").to_plain, report.line("fixed:0").to_best_fixed):
+    for ratio in (report["fixed:0"].to_plain, report["fixed:0"].to_best_fixed):
         assert ratio == Ratio(1.0, 1.0, 1.0)
-    line, best = report.line("fixed:0"), report.line("best fixed")
+    line, best = report["fixed:0"], report["best fixed"]
     assert (line.tokens_per_s, line.to_plain) == (best.tokens_per_s, best.to_plain)
 
 
 def test_no_fixed_length_is_above_the_best_one(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     report = evaluate(sides[1], full_profile, [FixedLength(k) for k in range(DEPTH + 1)])
     for k in range(DEPTH + 1):
-        line = report.line(f"fixed:{k}")
+        line = report[f"fixed:{k}"]
         assert line.tokens_per_s == pytest.approx(report.fixed[k], rel=EXACT)
         assert line.to_best_fixed.value <= 1.0 and line.verdict != DEPLOY
-    assert max(report.line(f"fixed:{k}").to_best_fixed.value for k in range(DEPTH + 1)) == 1.0
+    assert max(report[f"fixed:{k}"].to_best_fixed.value for k in range(DEPTH + 1)) == 1.0
 
 
 def test_the_bootstrap_is_seeded(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
-    lines = [evaluate(sides[1], full_profile, seed=seed).line("Hugging Face default") for seed in (0, 0, 1)]
+    lines = [evaluate(sides[1], full_profile, seed=seed)["Hugging Face default"] for seed in (0, 0, 1)]
     assert lines[0] == lines[1]
     assert lines[0].to_plain != lines[2].to_plain
     assert lines[0].to_plain.value == lines[2].to_plain.value
@@ -176,7 +176,7 @@ def test_an_interval_is_as_wide_as_prompts_vary(sides: tuple[Trace, Trace], full
     value = seconds[1].sum() / seconds[0].sum()
     residual = (seconds[1] - value * seconds[0]) / seconds[0].mean()
     width = 2 * 1.96 * residual.std() / len(tokens) ** 0.5
-    found = evaluate(sides[1], full_profile).line("Hugging Face default").to_plain
+    found = evaluate(sides[1], full_profile)["Hugging Face default"].to_plain
     assert found.value == pytest.approx(value)
     assert found.high - found.low == pytest.approx(width, rel=0.34)
 
@@ -296,16 +296,16 @@ def test_the_rate_is_solved_again_for_another_profile_only(
     arrays = trace_arrays(sides[1])
     costs = other(full_profile)
     saved = replay(arrays, learned, costs).rate
-    here = evaluate(sides[1], full_profile, [learned], train_traces=sides[0]).line("logistic")
+    here = evaluate(sides[1], full_profile, [learned], train_traces=sides[0])["logistic"]
     assert here.note == ""
-    blind = evaluate(sides[1], costs, [learned]).line("logistic")
+    blind = evaluate(sides[1], costs, [learned])["logistic"]
     assert "as saved" in blind.note
     assert blind.tokens_per_s == pytest.approx(saved, rel=EXACT)
-    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0]).line("logistic")
+    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0])["logistic"]
     assert "solved for this profile" in solved.note
     assert solved.tokens_per_s != pytest.approx(saved, rel=1e-6)
     threshold = learned.with_rule(Threshold("survival", 0.4))
-    line = evaluate(sides[1], costs, [threshold], train_traces=sides[0]).line("logistic")
+    line = evaluate(sides[1], costs, [threshold], train_traces=sides[0])["logistic"]
     assert line.note == ""
     assert line.tokens_per_s == pytest.approx(replay(arrays, threshold, costs).rate, rel=EXACT)
 
@@ -318,7 +318,7 @@ def test_the_rate_is_solved_for_a_profile_that_ends_before_the_policy(
     }
     costs = dataclasses.replace(full_profile, **cut)
     assert costs.max_depth == 3 < learned.max_depth
-    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0]).line("logistic")
+    solved = evaluate(sides[1], costs, [learned], train_traces=sides[0])["logistic"]
     assert "solved for this profile" in solved.note
     here = learned.limited(3)
     assert solved.tokens_per_s == pytest.approx(
@@ -332,16 +332,16 @@ def test_a_policy_that_decides_by_costs_takes_those_of_the_profile(
     # Drafting is so expensive here that none pays, which the costs that are assumed without a profile do not tell.
     steep = dataclasses.replace(full_profile, step_s=10 * full_profile.low.verify_s[0])
     steep = steep.with_decisions({"smartspec": 1e-6, "confidence": 1e-6})
-    bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)]).line("smartspec:0.7")
-    told = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)]).line("smartspec:0.7")
+    bare = evaluate(sides[1], steep, [SmartSpec(max_depth=DEPTH)])["smartspec:0.7"]
+    told = evaluate(sides[1], steep, [SmartSpec(profile=steep, max_depth=DEPTH)])["smartspec:0.7"]
     assert dataclasses.replace(bare, note="") == told and bare.note == "decides by the costs of this profile"
     own = SmartSpec(draft=0.11, max_depth=DEPTH)
-    assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own]).line("smartspec:0.7").tokens_per_s
+    assert bare.tokens_per_s > 1.5 * evaluate(sides[1], steep, [own])["smartspec:0.7"].tokens_per_s
 
 
 def test_policies_are_limited_to_the_trace(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     report = evaluate(sides[1], full_profile, [FixedLength(9), Confidence(0.1)])
-    assert report.line("fixed:9").tokens_per_s == pytest.approx(report.fixed[DEPTH], rel=EXACT)
+    assert report["fixed:9"].tokens_per_s == pytest.approx(report.fixed[DEPTH], rel=EXACT)
 
 
 def test_texts_without_an_uncut_anchor_give_a_report_without_nan(
@@ -384,10 +384,10 @@ def test_live_lines_are_ratios_to_the_first_policy(sides: tuple[Trace, Trace], f
 
 def test_the_primary_policy_has_an_interval_of_one_policy(sides: tuple[Trace, Trace], full_profile: Profile) -> None:
     rules = [Confidence(threshold, DEPTH) for threshold in (0.3, 0.5, 0.7)]
-    alone = evaluate(sides[0], full_profile, rules[:1]).line("confidence:0.3")
-    among = evaluate(sides[0], full_profile, rules).line("confidence:0.3")
+    alone = evaluate(sides[0], full_profile, rules[:1])["confidence:0.3"]
+    among = evaluate(sides[0], full_profile, rules)["confidence:0.3"]
     report = evaluate(sides[0], full_profile, rules, primary="confidence:0.3")
-    named = report.line("confidence:0.3")
+    named = report["confidence:0.3"]
     widths = [line.to_best_fixed.high - line.to_best_fixed.low for line in (named, alone, among)]
     assert widths[0] < widths[1] <= widths[2], "one policy, two with Hugging Face's default rule, four"
     assert report.answer is not None and report.answer.candidate == "confidence:0.3"

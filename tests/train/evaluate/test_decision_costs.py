@@ -13,11 +13,10 @@ from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.measurements import DECISIONS, Measurements
 from specstop.policies.profile import Profile
 from specstop.policies.storage import load_policy_folder, save_policy
+from specstop.train.evaluate import decision_costs as prices
+from specstop.train.evaluate.decision_costs import TIMED, TRAINED, unpriced_finding, with_prices
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.run import train
-from specstop.train.report import decision_costs as prices
-from specstop.train.report.decision_costs import TIMED, TRAINED, lacking_line, with_prices
-from specstop.train.report.evaluate import evaluate
-from specstop.train.report.writing.files import FILES
 from timed import timed_profile
 
 
@@ -31,10 +30,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def bare(full_profile: Profile) -> Profile:
     """A noisy profile without any decision."""
     return timed_profile(dataclasses.replace(full_profile, decision_s={}), pace=0.1, jitter=0.1)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def never(*_: object, **__: object) -> Measurements:
@@ -53,7 +48,7 @@ def test_what_is_timed_is_kept_and_used_again(
     assert timed == {(name, (3,)) for name in ("confidence", "trimming")}
     monkeypatch.setattr(prices, "measure_decision", never)
     again, same = with_prices(bare, policies, header)
-    assert again == first and [one.record for one in same] == [one.record for one in lacking]
+    assert again == first and [one.price for one in same] == [one.price for one in lacking]
     known, none = with_prices(first, policies, header)
     assert known is first and none == ()
     for other in (
@@ -73,7 +68,7 @@ def test_a_damaged_or_foreign_file_is_timed_again_and_a_cache_that_cannot_be_wri
     with_prices(bare, policies, header)
     (kept,) = cache.iterdir()
     whole = json.loads(kept.read_text())
-    for damage in ({**whole, "schema": 9}, {"decisions": 3}, [], {**whole, "decisions": [{"key": 1}]}):
+    for damage in ({**whole, "measurements": 3}, {"decisions": 3}, [], {**whole, "measurements": [{"key": 1}]}):
         kept.write_text(json.dumps(damage))
         again, _ = with_prices(bare, policies, header)
         assert again.decision("confidence") > 0
@@ -89,14 +84,14 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
     policy = load_policy_folder(save_policy(train(sides[0], bare).policy, tmp_path / "policy"))
     monkeypatch.setattr(prices, "measure_decision", never)
     priced, (one,) = with_prices(bare, [policy], sides[1].header)
-    assert (one.source, one.record) == (TRAINED, {}) and not cache.exists()
+    assert one.source == TRAINED and not cache.exists()
     assert priced.decision("logistic") == Profile.from_dict(policy.metadata.profile, "").decision("logistic")
     assert any(key[:2] == (DECISIONS, "logistic") for key in priced.measurements.series), (
         "timings, not their mean alone"
     )
     inside = dataclasses.replace(bare, facts={"engine": "vllm 0.32.0"})
-    assert "trained, outside vllm 0.32.0: " in lacking_line([one], inside, sides[1].header)[0]
-    (line,) = lacking_line([one], bare, sides[1].header)
+    assert "trained, outside vllm 0.32.0: " in unpriced_finding([one], inside, sides[1].header)[0]
+    (line,) = unpriced_finding([one], bare, sides[1].header)
     assert "outside" not in line
     assert (
         f"--add-policy {tmp_path / 'policy'} --profile profile.json" in line and "as timed when it was trained" in line
@@ -105,23 +100,10 @@ def test_a_policy_trained_for_the_profile_brings_its_timings(
         with_prices(dataclasses.replace(bare, step_s=2 * bare.step_s), [policy], sides[1].header)
 
 
-def test_evaluating_twice_gives_the_same_bytes(
-    few_draws: None,
-    cache: Path,
-    bare: Profile,
-    sides: tuple[Trace, Trace],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_evaluating_twice_gives_the_same_report(
+    few_draws: None, cache: Path, bare: Profile, sides: tuple[Trace, Trace]
 ) -> None:
     known, _ = with_prices(bare, [Confidence(0.4, DEPTH), TEST_POLICIES["trimming"]], sides[1].header)
-    for name, profile in (("known", known), ("unknown", bare)):
-        reports = []
-        for at in range(2):
-            more = {"detailed": False, "sweep": name == "known"}
-            evaluate(sides[1], profile, [TEST_POLICIES["trimming"]], out=tmp_path / f"{name}{at}", **more)
-            reports.append(files(tmp_path / f"{name}{at}"))
-        assert reports[0] == reports[1] and set(FILES) < set(reports[0])
-        assert ("decisions.json" in reports[0]) == (name == "unknown")
-    monkeypatch.setenv("SPECSTOP_CACHE", str(tmp_path / "another"))
-    evaluate(sides[1], bare, [TEST_POLICIES["trimming"]], out=tmp_path / "unknown0", overwrite=True, **more)
-    assert files(tmp_path / "unknown0") == reports[0], "the report's own copy serves"
+    for profile in (known, bare):
+        one, two = (evaluate(sides[1], profile, [TEST_POLICIES["trimming"]], sweep=profile is known) for _ in range(2))
+        assert one.to_dict() == two.to_dict()

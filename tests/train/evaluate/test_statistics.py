@@ -9,8 +9,9 @@ import pytest
 from scipy import stats
 from specstop.decode.benchmark import Ratio, expanded_tail, speed_ratio
 from specstop.decode.records import Generation
-from specstop.train.report.records import TOO_FEW, verdict
-from specstop.train.statistics import FEWEST, LogRatios, Resamples, clusters_needed
+from specstop.train.evaluate.records import TOO_FEW
+from specstop.train.evaluate.statistics import FEWEST, LogRatios, Resamples, clusters_needed
+from specstop.train.evaluate.verdict import verdict
 
 NORMAL_TAIL = 0.025
 
