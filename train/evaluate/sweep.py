@@ -78,10 +78,10 @@ def sweep(
     for at, ratio in enumerate(ratios):
         progress("sweep", at, len(ratios))
         change = partial(with_cost_ratio, ratio=ratio, context=context)
-        costs = change(profile)
+        changed = change(profile)
         for column, policy, static in zip(columns, limited, is_static, strict=True):
             if not static:
-                replays[column] = play(arrays, _solve(policy, costs, tuning), costs)
+                replays[column] = play(arrays, _solve(policy, changed, tuning), changed)
         if not all(is_static):
             priced = Priced(boot, costs, [one.rounds for one in replays], arrays.prompt_tokens)
         seconds, price = priced.by_text(change), -np.log(priced.factors(change=change))
