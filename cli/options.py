@@ -261,8 +261,9 @@ class Models:
         check_drafter(self.drafter)
         self.check_names()
         if self.target is not None and needs_draft(self.drafter) != (self.draft is not None):
-            needs = "requires a draft model" if self.draft is None else "uses no draft model; leave --draft out"
-            raise InputError(f"--draft: the drafter {self.drafter} {needs}")
+            if self.draft is None:
+                raise InputError(f"--draft: expected a draft model, which the drafter {self.drafter} requires")
+            raise InputError(f"--draft: the drafter {self.drafter} uses no draft model; leave --draft out")
         if progress is not None:
             from ..policies import kernels
 

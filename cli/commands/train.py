@@ -109,7 +109,10 @@ def train(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a stop head on traces and save it as a policy folder."""
+    """Fit a stop head on traces and save it as a policy folder.
+
+    Example: specstop train --traces traces --profile profile.json --out policy
+    """
     from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
@@ -181,7 +184,10 @@ def show_trained(trained: Trained, out: Path, verbose: bool = False) -> None:
             names = list(rows[0])
             shown = [name for name in names if any(row.get(name) is not None for row in rows)]
             table(
-                title, [name.replace("_", " ") for name in shown], [[_cell(row.get(n)) for n in shown] for row in rows]
+                title,
+                [name.replace("_", " ") for name in shown],
+                [[_cell(row.get(n)) for n in shown] for row in rows],
+                wide=True,
             )
     ratio = metrics.get("held_out_ratio_to_best_fixed", 1.0)
     if ratio < 1.0:

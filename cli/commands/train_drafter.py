@@ -51,7 +51,10 @@ def train_drafter(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Fit a drafter on the target's own texts and hidden states, and save it as a folder."""
+    """Fit a drafter on the target's own texts and hidden states, and save it as a folder.
+
+    Example: specstop train-drafter --target T --prompts train.jsonl --kind medusa --out drafter
+    """
     options = training.fit_options()
     from ...train.drafters.run import check_asked, train_drafter as run
 
