@@ -129,7 +129,9 @@ def speeds(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: flo
     print(f"      the same for {TREE}: {statistics.median(ratios_tree):.2f}")
 
 
-def agreement(pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, tree: str | None, bars: Bars) -> None:
+def agreement(
+    pair: Pair, work: Sequence[PromptTask], tokens: int, temperature: float, tree: str | None, bars: Bars
+) -> None:
     """Compare the rows of live rounds at full depth with the dense ones at the same anchors."""
     topology = chain(DEPTH) if tree is None else parse_tree(tree)
     live = LiveCollector(

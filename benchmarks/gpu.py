@@ -267,7 +267,8 @@ def collection(pair: Pair, prompts: Sequence[list[int]], size: Size, bars: Bars)
     """Time dense traces: tokens of text a second, every position an anchor."""
     unroller = Unroller(pair, 8, 0.7, memory_bytes=(4 << 30) if size.device == "cuda" else (1 << 26))
     batch = [
-        PromptTask(n, str(n), "", prompt, n) for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))
+        PromptTask(n, str(n), "", prompt, n)
+        for n, prompt in enumerate([*prompts] * (4 if size.device == "cuda" else 1))
     ]
     dense_rows(pair, unroller, batch[:1], 16)
     begin = time.perf_counter()

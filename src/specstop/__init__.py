@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from .policies.storage import save_policy as save_policy
     from .train.demo.pair import shipped_pair as shipped_pair
     from .train.drafters.run import train_drafter as train_drafter
+    from .train.evaluate.evaluate import evaluate as evaluate
+    from .train.evaluate.records import Report as Report
     from .train.export.deploy import deploy as deploy
     from .train.fit.run import train as train
     from .train.replay.run import replay as replay
-    from .train.report.evaluate import evaluate as evaluate
-    from .train.report.records import Report as Report
 
 _import, _names = attach(
     __name__,

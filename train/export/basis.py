@@ -19,6 +19,9 @@ from ...policies.errors import InputError, TraceError
 from ...policies.fixed import FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
+from ..evaluate.decision_costs import with_prices
+from ..evaluate.pricing import Priced, ProfileBootstrap
+from ..evaluate.statistics import Resamples
 from ..fit.tuning.settled import settle_for
 from ..heads.rows import split_prompts
 from ..replay.arrivals import at_once, deal
@@ -28,11 +31,7 @@ from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, draft_bound, replay_fixed, replay_lengths
 from ..replay.log import Rounds, play
 from ..replay.traces.arrays import TraceArrays, trace_arrays
-from ..replay.traces.checking import require_disjoint, require_disjoint_policies, tell_other_rounds
-from ..report.checks import check_fit
-from ..report.decision_costs import with_prices
-from ..report.pricing import Draws, Priced
-from ..statistics import Resamples
+from ..replay.traces.checking import check_fit, require_disjoint, require_disjoint_policies, tell_other_rounds
 
 HELD_OUT, MIN_PROMPTS = 0.25, 8
 """Share of the prompts that figures are reported on, and the number of prompts below which all are used for both."""
@@ -100,13 +99,17 @@ class Basis:
             if isinstance(policy, LearnedPolicy):  # others are exported by their name
                 policy, self.settled = settle_for(policy, self.fit, profile)
             self.policy = policy.limited(self.depth)
-        self.profile, self._draws, self._boot = profile, Draws(profile, seed), Resamples(self.held.clusters, seed)
+        self.profile, self._costs, self._boot = (
+            profile,
+            ProfileBootstrap(profile, seed),
+            Resamples(self.held.clusters, seed),
+        )
         self.fit_fixed, self.held_fixed = (replay_fixed(part, self.depth) for part in (self.fit, self.held))
         self.best = int(self.fit_fixed.seconds(profile).sum(1).argmin())
 
     def ratio(self, mine: Rounds, than: Rounds) -> Ratio:
         """Return the speed of a held-out replay over that of another one, with its interval."""
-        spent = Priced(self._boot, self._draws, [mine, than], self.held.prompt_tokens).seconds()
+        spent = Priced(self._boot, self._costs, [mine, than], self.held.prompt_tokens).seconds()
         return self._boot.interval(spent[:, 1] / spent[:, 0])
 
     def single_request(self, mine: Rounds) -> dict[str, Any]:
@@ -116,14 +119,14 @@ class Basis:
         spent = [one.of_texts(self.profile, held.prompt_tokens) for one in replays]
         # The bound has its own seconds; its rounds only describe how they vary with the timings of the profile.
         known = torch.stack([*spent[:-1], plan.seconds], 1)
-        this, plain, best, bound = Priced(self._boot, self._draws, replays, held.prompt_tokens, known).seconds().T
+        this, plain, best, bound = Priced(self._boot, self._costs, replays, held.prompt_tokens, known).seconds().T
         figures: dict[str, Any] = {
             "prompts": self.prompts,
             "to_plain": self._boot.interval(plain / this),
             "best_fixed": self.best,
             "to_best_fixed": self._boot.interval(best / this),
             "oracle_bound_to_this": self._boot.interval(this / bound),
-            "intervals": self._draws.text,
+            "intervals": self._costs.describe(),
         }
         if self.policy is not None:
             figures["policy"] = self.policy.name

@@ -15,7 +15,7 @@ from ...policies.files import prepare_output_dir, staged_folder, write_atomic, w
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile, as_profile
 from ...policies.registry import PolicySpec, as_policy
-from ..report.checks import load_traces
+from ..replay.traces.checking import load_traces
 from .basis import Basis, plain_values
 
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
@@ -71,7 +71,8 @@ def deploy(
         from .onnx_model import export_onnx
 
         return export_onnx(chosen, out, overwrite=overwrite)
-    trace, costs, held = _opened(traces), as_profile(profile), _opened(held_out)
+    trace, held = (None if one is None else load_traces(one) for one in (traces, held_out))
+    costs = as_profile(profile)
     inputs = [one.folder for one in (trace, held) if one is not None]
     sources = [None if costs is None else costs.source, None if chosen is None else chosen.source]
     folder = prepare_output_dir(out, overwrite=overwrite, inputs=[*inputs, *sources])
@@ -133,10 +134,6 @@ def _check_arguments(to: str, policy: Any, traces: Any, profile: Any, held_out: 
             f"{' and '.join(missing)}: expected as well; what {to} is to do is chosen by replaying traces under a profile "
             "(specstop collect, specstop profile)"
         )
-
-
-def _opened(traces: Trace | str | Path | None) -> Trace | None:
-    return load_traces(traces) if isinstance(traces, (str, Path)) else traces
 
 
 def _notes(basis: Basis, engine: str) -> list[str]:

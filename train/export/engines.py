@@ -24,8 +24,7 @@ import yaml
 from scipy.sparse import csr_matrix, hstack
 from sklearn.linear_model import LogisticRegression
 
-from ...collect.schema import draft_of, drafter_of
-from ...collect.schema import Header
+from ...collect.schema import Header, draft_of, drafter_of
 from ...decode.drafters.lookup import LONGEST
 from ...decode.drafters.spec import change_paths, needs_draft, reads_states
 from ...decode.engines.settings import KEY as VLLM_KEY, missing_in_engines

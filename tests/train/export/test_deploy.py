@@ -29,6 +29,7 @@ from specstop.policies.profile import Profile
 from specstop.policies.registry import load_policy
 from specstop.policies.storage import load_policy_folder, save_policy
 from specstop.train import train
+from specstop.train.evaluate.batches import by_batch
 from specstop.train.export.basis import Basis, _replay_thresholds, largest_share
 from specstop.train.export.deploy import deploy
 from specstop.train.export.engines import (
@@ -44,7 +45,6 @@ from specstop.train.export.engines import (
 from specstop.train.fit.tuning.settled import settle_for
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
-from specstop.train.report.batches import by_batch
 
 PARTS = ("## Use", "## Expected speed", "## What is lost", "## Assumptions", "## Origin")
 EXACT = 1e-9
