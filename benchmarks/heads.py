@@ -47,7 +47,7 @@ from specstop.train.fit.held_out import REPORT_SHARE, split_report
 from specstop.train.fit.plan import FEATURES
 from specstop.train.fit.run import train
 from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
-from specstop.train.heads.calibration.scores import survival_scores
+from specstop.train.heads.calibration import survival_scores
 from specstop.train.heads.head_specs import head_spec, usual_features
 from specstop.train.heads.rows import visits
 from specstop.train.replay.bounds.oracle import oracle_seconds

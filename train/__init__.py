@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from .export.deploy import deploy as deploy
     from .fit.run import train as train
     from .fit.trained import Trained as Trained
-    from .heads.fitting import FitOptions as FitOptions
-    from .heads.kinds.classifiers import StopClassifier as StopClassifier
-    from .heads.kinds.mlp import StopHeadModule as StopHeadModule, TraceDataModule as TraceDataModule
+    from .heads import head_class as head_class, make_head as make_head
+    from .heads.base import HeadEstimator as HeadEstimator
     from .off_policy.estimate import estimate_offline as estimate_offline
     from .replay.bounds.oracle import oracle_seconds as oracle_seconds
     from .replay.run import Replayed as Replayed
@@ -38,9 +37,8 @@ __getattr__, __all__ = attach(
         "export.deploy": "deploy",
         "fit.run": "train",
         "fit.trained": "Trained",
-        "heads.kinds.classifiers": "StopClassifier",
-        "heads.fitting": "FitOptions",
-        "heads.kinds.mlp": "StopHeadModule TraceDataModule",
+        "heads": "head_class make_head",
+        "heads.base": "HeadEstimator",
         "off_policy.estimate": "estimate_offline",
         "replay.traces.arrays": "TraceArrays trace_arrays",
         "replay.bounds.oracle": "oracle_seconds",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,7 @@ from ..console.output import next_step, output, print_json, progress_bars, table
 from ..console.streams import say
 from ..options.config import config_saved
 from ..options.shared import Json, Out, Overwrite, ProfileFile, Quiet, Seed
-from ..options.training import Training
+from ..options.training import Training, key_values
 
 if TYPE_CHECKING:
     from ...policies.display import Progress
@@ -60,7 +59,9 @@ def train(
         typer.Option("--for", help="vllm: a policy that reads only what that engine hands to a drafter."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the policy; default: the head's.")] = None,
-    param: Annotated[list[str], typer.Option(help="Hyper-parameter of the head as key=value; repeatable.")] = [],  # noqa: B006
+    param: Annotated[
+        list[str], typer.Option(help="Hyper-parameter of the head as key=value, such as epochs=20; repeatable.")
+    ] = [],  # noqa: B006
     folds: Annotated[
         int | None,
         typer.Option(
@@ -99,10 +100,6 @@ def train(
     ] = [],  # noqa: B006
     tune_folds: Annotated[int, typer.Option(help="Parts of the prompts that --tune leaves out in turn.")] = 3,
     training: Training,
-    device: Annotated[str, typer.Option(help="Where XGBoost trains: cpu or cuda.")] = "cpu",
-    out_of_core: Annotated[
-        bool | None, typer.Option(help="XGBoost reads its rows in pieces from disk; default: where they are many.")
-    ] = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     verbose: Annotated[
@@ -116,13 +113,13 @@ def train(
     from ...policies.profile import Profile
 
     costs = Profile.load(profile)  # report an invalid profile before torch is imported
-    fit = training.fit_options(device=device, out_of_core=out_of_core, params=_params(param))
+    params, trainer = key_values("param", param), key_values("trainer", training.trainer)
     if tune is None and policy:
         raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
     from ...train.report.checks import load_traces
 
     common: dict[str, Any] = {
-        "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
+        "out": out, "features": feature or None, "name": name, "seed": seed, "overwrite": overwrite,
         "report_share": report_share,
     }  # fmt: skip
     with progress_bars(quiet or json) as progress, config_saved(out):
@@ -134,7 +131,10 @@ def train(
                     "--tune: leave out --threshold, --hidden, --mixed, --for, --nodes, --passes, --folds (--tune-folds) and "
                     "--no-cross-fit; it finds thresholds by itself"
                 )
-            trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), common, progress)
+            searched: dict[str, Any] = {
+                "params": params, "trainer": trainer, "work": training.checkpoints, "resume": training.resume,
+            }  # fmt: skip
+            trained = _tuned(opened, costs, (tune, head, rule, policy, tune_folds), searched, common, progress)
         else:
             from ...train.fit.run import train as run
 
@@ -142,7 +142,7 @@ def train(
             trained = run(
                 opened, costs, head=head or "logistic", rule=rule or None, threshold=threshold, hidden=hidden or None,
                 passes=passes, cross_fit=cross_fit, mixed=load_traces(mixed) if mixed else None,
-                host=host, nodes=_whole_numbers(nodes), progress=progress, **common,
+                host=host, nodes=_whole_numbers(nodes), params=params, trainer=trainer, progress=progress, **common,
             )  # fmt: skip
     if json:
         print_json(trained.metrics)
@@ -153,15 +153,16 @@ def train(
 
 
 def _tuned(
-    traces: Sequence[Any], costs: Any, asked: tuple[int, str, str, list[str], int], common: dict[str, Any],
-    progress: Progress,
+    traces: Sequence[Any], costs: Any, asked: tuple[int, str, str, list[str], int], searched: dict[str, Any],
+    common: dict[str, Any], progress: Progress,
 ) -> Trained:  # fmt: skip
     from ...train.fit.tuning.search import RULE_CHOICES, SearchOptions, train_best
     from ...train.fit.tuning.trials import spec_of
 
     trials, heads, rules, specs, folds = asked
     options = SearchOptions(
-        trials, tuple((heads or HEADS).split(",")), tuple(rules.split(",")) if rules else RULE_CHOICES, tuple(specs), folds
+        trials, tuple((heads or HEADS).split(",")), tuple(rules.split(",")) if rules else RULE_CHOICES, tuple(specs), folds,
+        **searched,
     )  # fmt: skip
     trained, found = train_best(traces, costs, options, progress=progress, **common)
     if not found.best.rule:
@@ -204,19 +205,3 @@ def _whole_numbers(text: str) -> list[int]:
 
 def _cell(value: Any) -> str:
     return "all" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _params(texts: Sequence[str]) -> dict[str, Any]:
-    """Return hyper-parameters from key=value: whole numbers, numbers, or words."""
-    params: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise InputError(f"--param: expected key=value, not {text!r}")
-        for kind in (int, float, str):
-            try:
-                params[key] = kind(value)
-                break
-            except ValueError:
-                continue
-    return params

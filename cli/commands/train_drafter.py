@@ -26,7 +26,7 @@ from ..options.shared import (
     Seed,
     Target,
 )
-from ..options.training import Training
+from ..options.training import Training, key_values
 
 if TYPE_CHECKING:
     from ...decode.drafters.folder import TrainedDrafter
@@ -47,6 +47,9 @@ def train_drafter(
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature of half of the target's texts; the other half is greedy.")
     ] = 0.7,
+    epochs: Annotated[int | None, typer.Option(help="Maximum epochs; training stops early.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts in a training step.")] = 2,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate at its peak.")] = 1e-3,
     training: Training,
     limit: Limit = None,
     seed: Seed = 0,
@@ -58,11 +61,11 @@ def train_drafter(
     quiet: Quiet = False,
 ) -> None:
     """Fit a drafter on the target's own texts and hidden states, and save it as a folder."""
-    options = training.fit_options()
+    trainer = key_values("trainer", training.trainer)
     from ...collect.prompts.read import apply_chat_template
     from ...train.drafters.run import check_asked, train_drafter as run
 
-    check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
+    check_asked(out, kind, depth, max_new_tokens, temperature, seed, training.checkpoints, overwrite)
     with progress_bars(quiet or json) as progress, config_saved(out):
         # As for lookup, no draft model stands beside the target; that of the shipped pair is left alone.
         found = Models(target, drafter="lookup").find(progress)._replace(draft=None)
@@ -70,7 +73,9 @@ def train_drafter(
         pair = Models(device=device, device_map=device_map, dtype=dtype, engine="plain").open(found)
         trained = run(
             pair, apply_chat_template(chosen, pair.tokenizer) if chat else chosen, out, kind,
-            depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, fit_options=options,
+            depth=depth, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, epochs=epochs,
+            batch_size=batch_size, learning_rate=learning_rate, trainer=trainer, work=training.checkpoints,
+            resume=training.resume,
             long=long, overwrite=overwrite, progress=progress,
         )  # fmt: skip
     if json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, get_type_hints
 
 from .shared import Config, Set
@@ -42,11 +42,17 @@ def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator
         if is_dataclass(kind):
             types = get_type_hints(kind, include_extras=True)
             for one in fields(kind):
-                yield _option(one.name, types[one.name], own.empty if one.default is MISSING else one.default)
+                yield _option(one.name, types[one.name], _default(one))
         else:
             yield _option(own.name, kind, own.default)
     for name, (kind, default) in ALWAYS.items():
         yield _option(name, kind, default)
+
+
+def _default(one: Field[Any]) -> Any:
+    if one.default_factory is not MISSING:
+        return one.default_factory()
+    return inspect.Parameter.empty if one.default is MISSING else one.default
 
 
 def _option(name: str, kind: Any, default: Any) -> inspect.Parameter:

@@ -1,55 +1,53 @@
-"""The options of training networks through Lightning, heads and drafters alike."""
+"""The options of fits by lightning, of heads and drafters, and key=value parameters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ...policies.errors import InputError
 from .shared import Resume
 
-if TYPE_CHECKING:
-    from ...train.heads.fitting import FitOptions
-
 
 @dataclass(frozen=True)
 class Training:
-    """Options by the names of the fields of `FitOptions`."""
+    """Options of `train` and `train-drafter`."""
 
-    epochs: Annotated[int | None, typer.Option(help="Maximum epochs of a network; training stops early.")] = None
-    batch_size: Annotated[
-        int | None, typer.Option(help="Rows in a training step of a neural head, or texts in one of a drafter.")
-    ] = None
-    learning_rate: Annotated[float | None, typer.Option(help="Learning rate of a network, at its peak.")] = None
-    accelerator: Annotated[str, typer.Option(help="Where Lightning trains networks: cpu, gpu, mps or auto.")] = "cpu"
-    devices: Annotated[
-        str, typer.Option(help="The device that Lightning trains on: 1, or which one with a comma, such as 3,")
-    ] = "1"
-    precision: Annotated[
-        str, typer.Option(help="Precision that Lightning trains in: 32-true, bf16-mixed or 16-mixed.")
-    ] = "32-true"
+    trainer: Annotated[
+        list[str],
+        typer.Option(help="Argument of lightning's Trainer as key=value, such as accelerator=gpu; repeatable."),
+    ] = field(default_factory=list)
     checkpoints: Annotated[
-        Path | None,
-        typer.Option(
-            help="Work folder: checkpoints and logs of a network, trials of a search, the texts a drafter learns from."
-        ),
+        Path | None, typer.Option(help="Work folder: trials of a search, or texts and checkpoints of a drafter.")
     ] = None
     resume: Resume = False
-    logger: Annotated[
-        str | None, typer.Option(help="csv, tensorboard, wandb, mlflow or none; default: csv, in --checkpoints.")
-    ] = None
 
-    def fit_options(self, **more: Any) -> FitOptions:
-        """Return them with further ones.
-
-        Raises:
-            InputError: --resume without the folder of a run to go on from.
-        """
+    def __post_init__(self) -> None:
         if self.resume and self.checkpoints is None:
             raise InputError("--resume: give the work folder of the interrupted run with --checkpoints")
-        from ...train.heads.fitting import FitOptions
 
-        return FitOptions(**vars(self), **more)
+
+def key_values(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Return key=value texts as a dictionary of booleans, integers, floats or strings."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise InputError(f"--{option}: expected key=value, not {text!r}")
+        values[key] = _value(value)
+    return values
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import torch
 from ...collect.facts import facts
 from ...collect.prompts.read import Prompt, fit
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
-from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, MedusaHeads, Shape, output_scale, scale_output
+from ...decode.drafters.networks import KINDS, MAX_DEPTH, LayerNetwork, Shape, output_scale, scale_output
 from ...decode.models.pair import Pair
 from ...decode.models.placement import copy_to_host
 from ...decode.models.view import hidden_width
@@ -22,8 +23,7 @@ from ...policies.arguments import check_limits
 from ...policies.display import Progress, silent
 from ...policies.errors import InputError, SpecstopWarning, close_match
 from ...policies.files import prepare_output_dir
-from ..heads.fitting import FitOptions
-from ..heads.trainer import Report, best_epoch, check_trainer, claim_fit, work_folder
+from ..heads.trainer import LAST, fit_module, make_trainer
 from .acceptance import acceptance
 from .initial import initialize
 from .losses import SPARE
@@ -51,7 +51,12 @@ def train_drafter(
     max_new_tokens: int = 128,
     temperature: float = 0.7,
     seed: int = 0,
-    fit_options: FitOptions | None = None,
+    epochs: int | None = None,
+    batch_size: int = BATCH,
+    learning_rate: float = RATE,
+    trainer: Mapping[str, Any] | None = None,
+    work: Path | None = None,
+    resume: bool = False,
     long: str = "skip",
     overwrite: bool = False,
     progress: Progress = silent,
@@ -70,7 +75,12 @@ def train_drafter(
         max_new_tokens: of each text.
         temperature: of half of the texts; 0 = all are greedy.
         seed: of texts, weights and order.
-        fit_options: of the Trainer; with `checkpoints` texts and checkpoints are kept there, and `resume` goes on from them.
+        epochs: maximum; None = `EPOCHS`.
+        batch_size: texts in a step.
+        learning_rate: its peak.
+        trainer: arguments of `lightning.Trainer`.
+        work: folder that keeps texts and checkpoints; None = a temporary one.
+        resume: continue from the texts and checkpoints in `work`.
         long: what becomes of prompts that are too long; see `collect.prompts.tokens.fit`.
         overwrite: replace an older result there.
         progress: see `Progress`.
@@ -79,8 +89,8 @@ def train_drafter(
         InputError: an option is out of range, there are too few prompts, the engine hides the weights, or see
             `prepare_output_dir`.
     """
-    options = fit_options or FitOptions()
-    check_asked(out, kind, depth, max_new_tokens, temperature, seed, options, overwrite)
+    check_asked(out, kind, depth, max_new_tokens, temperature, seed, work, overwrite)
+    check_limits(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
     if pair.engines[0] != "plain":
         raise InputError("a drafter is trained beside the target's own weights: load the pair with --engine plain")
     _shape(pair, kind, depth)  # told before texts are recorded
@@ -90,12 +100,12 @@ def train_drafter(
     if len(chosen) < 2:
         raise InputError("--prompts: fewer than two are short enough for the target; give others, or --long left")
     begun = time.perf_counter()
-    with work_folder(options) as folder:
-        claim_fit(folder, {
-            "kind": kind, "depth": depth, "learning rate": options.learning_rate or RATE,
-            "batch size": options.batch_size or BATCH,
-        })  # fmt: skip
-        check_trainer(options, folder)
+    if work is not None and (work / LAST).exists() and not resume:
+        raise InputError(f"--checkpoints: {work} has those of another run; pass --resume, or choose another folder")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = work or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        make_trainer(folder, 1, trainer or {}, [])  # refuses wrong arguments before texts are recorded
         texts = record_texts(
             pair, list(zip(chosen, ids, strict=True)), folder / KEPT_STATES,
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
@@ -103,7 +113,17 @@ def train_drafter(
         recorded = time.perf_counter()
         deepest = _shape(pair, kind, depth).depth
         fitted, held_out = _long_enough(texts, deepest)
-        network = _fitted(pair, kind, depth, fitted, held_out, folder, seed, options, progress)
+        # The caller may be in inference mode, in which tensors take no gradients.
+        with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
+            torch.manual_seed(seed)
+            network = new_network(pair, kind, depth)
+            data = TextsDataModule(fitted, held_out, batch_size, seed)
+            fit_module(
+                DrafterModule(network, *_ends(pair), learning_rate), data,
+                task=f"train {kind}", epochs=epochs or EPOCHS[kind], trainer=trainer, progress=progress, folder=folder,
+                resume=resume,
+            )  # fmt: skip
+        network = network.cpu().requires_grad_(False).eval()
         accepted = acceptance(network, held_out, *_ends(pair))
     if accepted is None:
         warnings.warn(
@@ -132,7 +152,7 @@ def check_asked(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    options: FitOptions,
+    work: Path | None,
     overwrite: bool,
 ) -> None:
     """Refuse what `train_drafter` can refuse before models are loaded; see there."""
@@ -140,7 +160,7 @@ def check_asked(
     check_limits({"max_new_tokens": depth + 3}, max_new_tokens=max_new_tokens)
     if kind not in KINDS:
         raise InputError(f"--kind: expected one of {', '.join(KINDS)}, not {kind!r}{close_match(kind, KINDS)}")
-    prepare_output_dir(out, overwrite=overwrite, inputs=[options.checkpoints])
+    prepare_output_dir(out, overwrite=overwrite, inputs=[work])
 
 
 def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
@@ -163,24 +183,6 @@ def _long_enough(texts: Texts, depth: int) -> tuple[Texts, Texts]:
         told = f"{every - sum(found)} of {every} texts are shorter than {least} tokens and are left out"
         warnings.warn(told, SpecstopWarning, stacklevel=3)
     return Texts(texts.files, least).divided(held_out)
-
-
-def _fitted(
-    pair: Pair, kind: str, depth: int, texts: Texts, held_out: Texts, folder: Path, seed: int, options: FitOptions,
-    progress: Progress,
-) -> MedusaHeads | LayerNetwork:  # fmt: skip
-    """Return the network with the least held-out loss. The caller's torch random state is left as it was."""
-    epochs = options.epochs or EPOCHS[kind]
-    # Whoever calls may be in inference mode, whose tensors take no gradients.
-    with torch.random.fork_rng(), torch.inference_mode(False), torch.enable_grad():
-        torch.manual_seed(seed)
-        network = new_network(pair, kind, depth)
-        module = DrafterModule(network, *_ends(pair), options.learning_rate or RATE)
-        data = TextsDataModule(texts, held_out, options.batch_size or BATCH, seed)
-        state = best_epoch(module, data, options, folder, epochs, Report(f"train {kind}", progress, epochs))
-    module.load_state_dict(state)
-    fitted: MedusaHeads | LayerNetwork = network.cpu().requires_grad_(False).eval()
-    return fitted
 
 
 def _ends(pair: Pair) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from ...policies.heads.base import NO_HIDDEN, Head, Hidden
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
 from ...policies.rules import BatchRule, Derived
+from ..heads import make_head
 from ..heads.crossfit import calibrate, fit_folds, held_out_outputs, prompt_folds
 from ..heads.rows import Visits, conditional_acceptance
 from ..replay.traces.arrays import TraceArrays
@@ -78,7 +79,7 @@ def achievable_in_batches(
     names = tuple(name for name in recorded_scalars(arrays) if name not in HISTORY_FEATURES)
     every = Visits.once(torch.arange(len(arrays.accepted)))
     visited = every.part(~arrays.cut)
-    fitted = fit_folds(bare, prompt_folds(arrays, FOLDS, seed), names, visited, "xgboost", seed=seed)
+    fitted = fit_folds(bare, prompt_folds(arrays, FOLDS, seed), names, visited, make_head("xgboost"), seed=seed)
     calibrated = calibrate(held_out_outputs(fitted, bare, names, visited))
     # [N, K + 1, 2]: every fold has a head, so that no anchor is left out and rows stay in order.
     logits = torch.from_numpy(held_out_outputs(fitted, bare, names, every).logits)

@@ -11,9 +11,7 @@ import torch
 from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ..heads.calibration.logits import auc, log_loss
-from ..heads.calibration.scores import Scored, survival_scores
-from ..heads.calibration.survival import survival
+from ..heads.calibration import Scored, auc, log_loss, survival, survival_scores
 from ..heads.crossfit import FoldHeads, Folds, Outputs, held_out_outputs, labelled_rows
 from ..heads.rows import Visits, split_prompts, visits
 from ..replay.run import replay
@@ -108,7 +106,7 @@ def head_scores(
 def _survival(policy: LearnedPolicy, outputs: Outputs) -> np.ndarray[Any, Any]:
     accept = policy.accept(outputs.logits[:, 1:, 0])
     accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.heads.decide`
-    return survival(accept, None if policy.survival is None else policy.survival.tables[0])
+    return survival(accept, policy.survival)
 
 
 def counts(prompts: Mapping[str, Sequence[str]]) -> dict[str, int]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
 from ...policies.arguments import check_limits
-from ...policies.errors import InputError, close_match
+from ...policies.errors import InputError
 from ...policies.features import feature
-from ..heads.crossfit import (
-    FOLDS,
-)
-from ..heads.fitting import HEAD_KINDS, FitOptions
-from ..heads.head_specs import HeadSpec, head_spec
+from ..heads import make_head
+from ..heads.base import HeadEstimator
+from ..heads.crossfit import FOLDS
 from ..replay.traces.concatenate import temperatures
 from .fit_rule import check_rule
 
@@ -29,7 +27,7 @@ WITHOUT_NOISE = {"noisy_margin": "drawn_prob", "noisy_lead": "", "noisy_score": 
 class Plan:
     """What `train` was asked for, checked; see there."""
 
-    head: str = "logistic"
+    head: HeadEstimator = field(default_factory=lambda: make_head("logistic"))
     rule: str = "derived"
     threshold: float | None = None
     features: tuple[str, ...] = FEATURES
@@ -38,26 +36,17 @@ class Plan:
     folds: int = FOLDS
     cross_fit: bool = True
     passes: int | None = None
-    fit: FitOptions = field(default_factory=FitOptions)
     hidden: tuple[str, ...] = ()
     report_share: float = 0.0
 
     @property
-    def head_spec(self) -> HeadSpec:
-        """What the head asks of training."""
-        return head_spec(self.head)
-
-    @property
     def grid(self) -> tuple[float, ...]:
         """The thresholds that were published with the rule, where the head is used under its own."""
-        return self.head_spec.thresholds if self.rule == self.head_spec.rule else ()
+        return self.head.thresholds if self.rule == self.head.rule else ()
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse an unknown head, rule or feature, or numbers out of range, before anything is read."""
-    if plan.head not in HEAD_KINDS:
-        known = ", ".join(HEAD_KINDS)
-        raise InputError(f"--head: unknown head {plan.head!r}{close_match(plan.head, HEAD_KINDS)}; expected {known}")
+    """Refuse an unknown rule or feature, or numbers out of range, before anything is read."""
     if plan.rule != "gain":  # of trees
         check_rule(plan.rule, plan.threshold)
     for wanted in plan.features:
@@ -65,17 +54,10 @@ def check_plan(plan: Plan) -> None:
     check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)
 
 
-def check_used(rule: str | None, cross_fit: bool, options: FitOptions) -> None:
+def check_used(rule: str | None, cross_fit: bool) -> None:
     """Refuse what a rule has no use for, and would leave out without a word."""
     if rule in ("continuation", "gain") and not cross_fit:
         raise InputError(f"--no-cross-fit: the rule {rule} deals the prompts by itself; leave it out")
-    usual, odd = FitOptions(), ""
-    if rule == "continuation":
-        names = (field.name for field in fields(options))
-        odd = next((name for name in names if getattr(options, name) != getattr(usual, name)), "")
-    if odd:
-        option = "param" if odd == "params" else odd.replace("_", "-")
-        raise InputError(f"--{option}: the rule continuation fits its values in a manner of its own; leave it out")
 
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.storage import save_policy
+from ..heads import NO_PARAMS, make_head
+from ..heads.base import HeadEstimator, engine_features
 from ..heads.crossfit import (
     FOLDS,
     Calibrated,
@@ -30,11 +32,7 @@ from ..heads.crossfit import (
     own_visits,
     prompt_folds,
 )
-from ..heads.fitting import FitOptions
-from ..heads.head_specs import head_spec, read_hidden, usual_features
-from ..heads.hosts import check_host, features_for
-from ..heads.mixing import mixed_arrays
-from ..heads.rows import Visits, conditional_acceptance, label_columns, visits
+from ..heads.rows import Visits, conditional_acceptance, label_columns, mixed_arrays, visits
 from ..replay.run import Replayed, replay
 from ..replay.traces.arrays import TraceArrays
 from ..replay.traces.checking import check_whole, tell_other_rounds
@@ -61,7 +59,7 @@ def train(
     traces: Trace | Sequence[Trace],
     profile: Profile,
     *,
-    head: str = "logistic",
+    head: str | HeadEstimator = "logistic",
     out: str | Path | None = None,
     rule: str | None = None,
     threshold: float | None = None,
@@ -73,7 +71,8 @@ def train(
     report_share: float = REPORT_SHARE,
     cross_fit: bool = True,
     passes: int | None = None,
-    fit: FitOptions | None = None,
+    params: Mapping[str, Any] = NO_PARAMS,
+    trainer: Mapping[str, Any] = NO_PARAMS,
     mixed: Trace | None = None,
     host: str | None = None,
     nodes: Sequence[int] = (),
@@ -91,11 +90,11 @@ def train(
         traces: from `collect`: one trace, or several of one pair, such as of several temperatures; the head then reads
             `temperature` unless `features` says otherwise.
         profile: what rounds cost; the derived rule is solved for it.
-        head: a kind of head, see `fitting.FITTERS`.
+        head: an estimator, or the name of one (`heads.HEADS`).
         out: the policy folder to write; None keeps the policy in memory.
         rule: "gain" for trees (`trees.run.train_tree`), "batch" for batches (`policies.batch_rules`); else "derived"
             (look-ahead, no threshold), "survival", "step" or "any"; by default the one that the head was published with
-            (`head_specs.HEAD_SPECS`), or the derived one.
+            (`HeadEstimator.rule`), or the derived one.
         threshold: of the latter three; None = the one that replays fastest, of the published ones where there are some.
         features: scalar features; by default those that every trace of chains holds, or those that the head was
             published with.
@@ -107,10 +106,10 @@ def train(
         cross_fit: fit a head for each fold, so that calibration rests on all prompts; else on the first fold alone.
         passes: times that heads are fitted; from the second on, on the rounds that the policy before visits. None = what
             is usual for the head, or until the visits settle (rule "continuation").
-        fit: how heads are fitted.
+        params, trainer: of a head that is given by its name (`heads.make_head`).
         mixed: a trace of `collect --mix` that the head is fitted on in the place of `traces`, as SpecDec++'s is; on `traces`
             it is calibrated and settled.
-        host: the engine that the policy is to run in (`heads.hosts`): it then reads only what that engine hands over.
+        host: the engine that the policy is to run in (`heads.base.ENGINES`): it then reads only what that engine hands over.
         nodes: with rule "gain", sizes of the sub-trees that are tried, of which the fastest is kept; none = as recorded.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
@@ -128,33 +127,37 @@ def train(
     tell_other_rounds(profile, opened[0].header)
     if nodes and (rule != "gain" or min(nodes) < 1):
         raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
-    check_used(rule, cross_fit, fit or FitOptions())
+    check_used(rule, cross_fit)
+    named, name = name, name or (head if isinstance(head, str) else head.form)
+    wanted = make_head(head, params, trainer) if isinstance(head, str) else head
     if rule == "continuation" and mixed is not None:
         raise InputError("--mixed: the rule continuation is fitted on the rounds of --traces; leave it out")
     usual = not features
     if host is not None:
-        check_host(host, opened, rule, [*(hidden or ()), *head_spec(head).hidden])
-        features = features_for(host, opened, head, features, default_features(opened))
+        if rule == "gain":
+            raise InputError(f"--for {host}: expected a rule for chains, not gain: no trees are drafted there")
+        features = engine_features(host, opened, type(wanted), features, default_features(opened), hidden or ())
     if rule == "gain":
         if len(opened) != 1 or threshold is not None or hidden or mixed is not None:
             raise InputError("--rule gain: expected one trace of trees, and no threshold, hidden states or mixed trace")
-        tree_plan = _tree_plan(head, features, name, seed, folds, passes, fit, report_share)
-        folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
+        tree_plan = _tree_plan(wanted, features, named, seed, folds, passes, report_share)
+        folder = None if out is None else claimed(out, opened, profile, overwrite=overwrite)
         from .trees.run import train_tree
 
         return train_tree(tree_plan, opened[0], profile, nodes, folder, progress)
-    wanted = head_spec(head)
     names = (
-        tuple(features) if features else without_noise(usual_features(head, default_features(opened)), opened[0].header)
+        tuple(features)
+        if features
+        else without_noise(wanted.default_features(default_features(opened)), opened[0].header)
     )
     if not features and rule == "continuation":
         names = tuple(dict.fromkeys((*names, *PATH_FEATURES)))
     plan = Plan(
-        head, rule or wanted.rule or "derived", threshold, names, name or head, seed, folds, cross_fit, passes,
-        fit or FitOptions(), () if host is not None else read_hidden(head, opened, hidden), report_share,
+        wanted, rule or wanted.rule or "derived", threshold, names, name, seed, folds, cross_fit, passes,
+        () if host is not None else wanted.hidden_states(opened, hidden), report_share,
     )  # fmt: skip
     check_plan(plan)
-    folder = None if out is None else claimed(out, [*opened, mixed], profile, fit, overwrite=overwrite)
+    folder = None if out is None else claimed(out, [*opened, mixed], profile, overwrite=overwrite)
     extra = label_columns([trace.header for trace in opened], wanted.soft)
     arrays = joined_arrays(opened, names, plan.hidden, extra)
     if usual and arrays.only_positions:  # whose rounds have none before them
@@ -167,13 +170,12 @@ def train(
 
 
 def _tree_plan(
-    head: str,
+    head: HeadEstimator,
     features: Sequence[str] | None,
     name: str | None,
     seed: int,
     folds: int,
     passes: int | None,
-    fit: FitOptions | None,
     report_share: float,
 ) -> Plan:
     """Return what is to be fitted on trees, checked; arguments as of `train`."""
@@ -181,8 +183,7 @@ def _tree_plan(
 
     names = tuple(features or tree_features(head))
     plan = Plan(
-        head, "gain", None, names, name or "tree", seed, folds, passes=passes, fit=fit or FitOptions(),
-        report_share=report_share,
+        head, "gain", None, names, name or "tree", seed, folds, passes=passes, report_share=report_share,
     )  # fmt: skip
     check_plan(plan)
     return plan
@@ -229,7 +230,7 @@ def train_arrays(
         return _train_continuation(plan, arrays, report, profile, sampled_at, sources, folder, progress)
     folds = prompt_folds(arrays, plan.folds, plan.seed)
     fitted, visited, profile = _fitted(plan, arrays, folds, profile, progress, mixed)
-    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head_spec.calibrated)
+    calibrated = calibrate(held_out_outputs(fitted, arrays, plan.features, visited), not plan.head.calibrated)
     acceptance = conditional_acceptance(arrays, visited)
     drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
     # Every prompt is played by a head that was fitted without it. The head of the first fold is saved.
@@ -266,9 +267,9 @@ def _train_continuation(
     how: dict[str, Any] = {"name": plan.name, "seed": plan.seed, "margins": margins, "progress": progress}
     rounds = plan.passes or MOST_ROUNDS
     if plan.name.partition(":")[0] not in profile.decision_s:  # its decisions are measured on a first policy
-        first = fit_continuation(arrays, profile, plan.features, plan.head, rounds=1, **how).made
+        first = fit_continuation(arrays, profile, plan.features, plan.head.form, rounds=1, **how).made
         profile = add_decisions(profile, [first], arrays.header.vocabulary, arrays.header.hidden)
-    settled = fit_continuation(arrays, profile, plan.features, plan.head, rounds=rounds, **how)
+    settled = fit_continuation(arrays, profile, plan.features, plan.head.form, rounds=rounds, **how)
     policy, prompts = settled.made, training_prompts(arrays, prompt_folds(arrays, VALUE_FOLDS, plan.seed), report)
     metrics = {
         **counts(prompts),
@@ -302,15 +303,15 @@ def _fitted(
     """
     grid = [] if arrays.only_positions else fixed_grid(arrays, profile)
     visited = reference = _reference(arrays, grid)
-    for turn in range(plan.passes or plan.head_spec.passes):
+    for _ in range(plan.passes or plan.head.passes):
         fitted = fit_folds(
-            arrays, folds, plan.features, visited, plan.head, seed=plan.seed, options=plan.fit.below(f"pass-{turn}"),
+            arrays, folds, plan.features, visited, plan.head, seed=plan.seed,
             every=plan.cross_fit, progress=progress, mixed=mixed,
         )  # fmt: skip
         if arrays.only_positions:
             break
         outputs = held_out_outputs(fitted, arrays, plan.features, visited)
-        calibrated = calibrate(outputs, not plan.head_spec.calibrated)
+        calibrated = calibrate(outputs, not plan.head.calibrated)
         drafts = [_policy(plan, head, calibrated, arrays.depth) for head in fitted.heads]
         profile = add_decisions(profile, drafts[:1], arrays.header.vocabulary, arrays.header.hidden)
         mean = conditional_acceptance(arrays, visited)
@@ -333,5 +334,5 @@ def _policy(plan: Plan, head: Head, calibrated: Calibrated, depth: int) -> Learn
     """Return the policy of a head, under a rule that is to be replaced."""
     return LearnedPolicy(
         plan.name, plan.features, head, calibrated.accept, calibrated.next, RULES[plan.rule](0.5), depth,
-        survival=calibrated.tables,
+        survival=calibrated.survival,
     )  # fmt: skip

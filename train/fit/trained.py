@@ -13,7 +13,6 @@ from ...collect.store.folder import Trace
 from ...policies.files import prepare_output_dir
 from ...policies.learned import LearnedPolicy, TrainingMetadata
 from ...policies.profile import Profile
-from ..heads.fitting import FitOptions
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,8 @@ def facts_of(
 
 
 def claimed(
-    out: str | Path, traces: Iterable[Trace | None], profile: Profile, fit: FitOptions | None, *, overwrite: bool
+    out: str | Path, traces: Iterable[Trace | None], profile: Profile, work: Path | None = None, *, overwrite: bool
 ) -> Path:
     """Return the policy folder to write, asked for before any work is done; see `prepare_output_dir`."""
     read = [trace.folder for trace in traces if trace is not None]
-    work = fit.checkpoints if fit is not None else None
     return prepare_output_dir(out, overwrite=overwrite, inputs=[*read, profile.source, work])

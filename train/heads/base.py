@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -26,10 +27,11 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from ...collect.store.folder import Trace
+from ...decode.engines.settings import known_in_engines
 from ...policies.arguments import check_params
 from ...policies.contract import Array
 from ...policies.display import Progress, silent
-from ...policies.errors import InputError, PolicyError
+from ...policies.errors import InputError, PolicyError, TraceError, close_match
 from ...policies.features import FEATURES, HIDDEN_STATES, TOKEN_FEATURES, Kind, check_hidden, feature
 from ...policies.heads import build_head
 from ...policies.heads.base import Basis, Head
@@ -46,10 +48,11 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 _KNOWN_FIRST = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
 
 
+@dataclass(eq=False, repr=False)
 class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A stop head that is fitted on rows (anchor, depth) and exported to the form that policies run.
 
-    A subclass sets `form` and implements `_fit`; its constructor stores the hyper-parameters, as scikit-learn requires.
+    A subclass is a dataclass whose fields are its hyper-parameters. It sets `form` and implements `_fit`.
 
     Args:
         features: names of the F scalar features, in the order of the columns. None: those of a data frame if all of its
@@ -67,11 +70,16 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         calibrated: whether its outputs are calibrated; else they are used as they are, as published.
         rule: that it was published with; None = the derived rule.
         thresholds: of that rule: the published one first, then others that its authors searched.
+        space: hyper-parameters to search: a list of values, or (low, high) on a logarithmic scale.
         passes: how often it is fitted, from the second time on the rounds that its own policy visits.
         tensors_: of the fitted head, by name.
         files_: for later training, by file name; the policy folder keeps them.
         classes_, feature_names_: labels of a matrix, and names of the features.
     """
+
+    features: Sequence[str] | None = None
+    _: KW_ONLY
+    random_state: int | None = 0
 
     form: ClassVar[str]
     scalar_features: ClassVar[tuple[str, ...] | None] = None
@@ -84,14 +92,8 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     calibrated: ClassVar[bool] = True
     rule: ClassVar[str | None] = None
     thresholds: ClassVar[tuple[float, ...]] = ()
+    space: ClassVar[Mapping[str, Any]] = {}
     passes: ClassVar[int] = 1
-
-    tensors_: dict[str, Array]
-    files_: dict[str, bytes]
-
-    def __init__(self, features: Sequence[str] | None = None, *, random_state: int | None = 0) -> None:
-        self.features = features
-        self.random_state = random_state
 
     @abstractmethod
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
@@ -99,22 +101,28 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def search_space(cls, trial: optuna.Trial) -> dict[str, Any]:
-        """Return hyper-parameters suggested by a trial. Their names in the study begin with the head's."""
-        return {}
+        """Return the hyper-parameters in `space` that a trial suggests."""
+
+        def suggest(name: str, values: Any) -> Any:
+            # Named by head: optuna holds a name to one range, and heads have different ones.
+            name = f"{cls.form} {name}"
+            if isinstance(values, list):
+                return trial.suggest_categorical(name, values)
+            return trial.suggest_float(name, *values, log=True)
+
+        return {name: suggest(name, values) for name, values in cls.space.items()}
 
     @classmethod
     def param_names(cls) -> list[str]:
         """Return the names of the constructor's parameters."""
-        return [name for name in inspect.signature(cls).parameters]
+        return list(inspect.signature(cls).parameters)
 
     @property
     def seed(self) -> int:
         """The seed of the fit as an integer."""
         return int(self.random_state or 0)
 
-    def fit(
-        self, X: Any, y: Any = None, *, stop_rows: FitRows | None = None, progress: Progress = silent
-    ) -> Self:  # fmt: skip
+    def fit(self, X: Any, y: Any = None, *, stop_rows: FitRows | None = None, progress: Progress = silent) -> Self:
         """Fit the head.
 
         Args:
@@ -139,11 +147,13 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             order = torch.from_numpy(np.random.default_rng(self.seed).permutation(len(rows)))
             count = max(1, round(STOP_SHARE * len(rows)))
             stop_rows, rows = rows.subset(order[:count]), rows.subset(order[count:]) if len(rows) > count else rows
-        self.files_ = {}
+        self.files_: dict[str, bytes] = {}
         tensors = self._fit(rows, stop_rows, progress)
         arrays = {name: np.ascontiguousarray(np.asarray(values)) for name, values in tensors.items()}
         names = self.feature_names_
-        self.tensors_ = with_ranges(arrays, *ranges(names, rows.features, rows.depth)) if names else arrays
+        self.tensors_: dict[str, Array] = (
+            with_ranges(arrays, *ranges(names, rows.features, rows.depth)) if names else arrays
+        )
         return self
 
     def _labelled(self, X: Array, y: Array) -> FitRows:
@@ -280,3 +290,45 @@ def with_ranges(tensors: Mapping[str, Array], low: Array, high: Array) -> dict[s
     ends = ((low, -_FLOAT_MAX), (high, _FLOAT_MAX))  # tensors are finite
     sides = [np.nan_to_num(side, nan=end).clip(-_FLOAT_MAX, _FLOAT_MAX).astype(np.float32) for side, end in ends]
     return {**tensors, "low": sides[0], "high": sides[1]}
+
+
+# Engines (`train --for vllm`)
+
+ENGINES = ("vllm",)
+
+_INSTEAD = ("margin", "entropy")  # replace noisy margins, which an engine does not have
+
+
+def engine_features(
+    engine: str,
+    traces: Sequence[Trace],
+    head: type[HeadEstimator],
+    requested: Sequence[str] | None,
+    usual: Sequence[str],
+    hidden: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Return the features that a head reads in a serving engine: the requested ones, or the usual ones that the engine has.
+
+    Raises:
+        InputError: an unknown engine, or the head reads what the engine does not have.
+        TraceError: the labels of the traces differ from acceptance in the engine.
+    """
+    if engine not in ENGINES:
+        raise InputError(f"--for: expected {', '.join(ENGINES)}, not {engine!r}{close_match(engine, ENGINES)}")
+    if states := (*hidden, *head.hidden):
+        raise InputError(f"--for {engine}: {', '.join(states)} cannot be read there; choose a head of scalar features")
+    for trace in traces:
+        if trace.header.temperature > 0 and trace.header.label != "point":
+            raise TraceError(
+                f"--for {engine}: {trace.folder} has labels {trace.header.label!r}; {engine} accepts the draft's likeliest "
+                "token with the target's probability of it: collect with `--verification point`, or at temperature 0"
+            )
+    greedy = all(trace.header.temperature == 0.0 for trace in traces)
+    names = tuple(requested) if requested else head.default_features(usual)
+    unknown = [name for name in names if not known_in_engines(feature(name).name, greedy)]
+    if unknown and (requested or head.scalar_features is not None):
+        raise InputError(
+            f"--for {engine}: {', '.join(unknown)} cannot be read there; known are the draft's rows, tokens and history"
+        )
+    known = [name for name in names if name not in unknown]
+    return tuple(dict.fromkeys([*known, *_INSTEAD])) if unknown else names

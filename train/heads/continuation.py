@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import xgboost as xgb
 from torch import Tensor, nn
 
-from ....policies.contract import Array
-from ....policies.heads.base import Head
-from ....policies.heads.layers import LinearHead, MLPHead
-from ....policies.heads.tables import TreesHead
-from ..basis import basis_columns, fit_basis, flagged_columns
-from ..exported import exported
-from ..networks import Perceptron, layer_tensors
-from ..rows import FitRows
+from ...policies.contract import Array
+from ...policies.heads.base import Head
+from ...policies.heads.layers import LinearHead, MLPHead
+from ...policies.heads.tables import TreesHead
+from .base import basis_columns, fit_basis, ranges, with_ranges
 from .boosted import flatten
+from .networks import Perceptron, flagged_columns, layer_tensors
+from .rows import FitRows
 
 TREES = {"max_depth": 4, "eta": 0.1, "min_child_weight": 40.0, "subsample": 0.8, "lambda": 5.0}
 MOST_TREES = 150
@@ -68,7 +68,7 @@ def boost(
 def fit_boosted_value(rows: ValueRows, held: ValueRows, names: Sequence[str], seed: int) -> TreesHead:
     """Fit boosted regression trees."""
     parts = [(r.features, r.gain, r.weight) for r in (rows, held)]
-    arrays = flatten(boost(*parts[0], seed, MOST_TREES, parts[1]))
+    arrays = flatten(boost(*parts[0], seed, MOST_TREES, parts[1]), int(TREES["max_depth"]))
     tensors = {name: np.stack([np.zeros_like(a), a]) for name, a in arrays.items()}
     tensors["threshold"][0] = np.finfo(np.float32).max  # the first output is void: nothing is split
     return TreesHead(names, exported(tensors, names, _as_fit_rows(rows)))
@@ -102,7 +102,7 @@ def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
     """Fit a network by least squares and keep the epoch with the least held-out error; torch's random state is kept."""
     basis = fit_basis(_as_fit_rows(rows), names)
     sides = [
-        (flagged_columns(basis, r.features, r.depth), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float())
+        (flagged_columns(basis, _as_fit_rows(r)), r.gain.clamp(-CLIP, CLIP).float(), r.weight.float())
         for r in (rows, held)
     ]
     with torch.random.fork_rng(), torch.enable_grad():
@@ -144,6 +144,11 @@ def _descend(
         if now < least or not best:
             best, least = {name: t.detach().clone() for name, t in network.state_dict().items()}, now
     return best
+
+
+def exported(tensors: Any, names: Sequence[str], rows: FitRows) -> dict[str, Array]:
+    arrays = {name: np.ascontiguousarray(np.asarray(values)) for name, values in tensors.items()}
+    return with_ranges(arrays, *ranges(names, rows.features, rows.depth))
 
 
 def _as_fit_rows(rows: ValueRows) -> FitRows:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
-from ..heads.calibration.scores import BINS, calibration_error, perfect_error
+from ..heads.calibration import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds
 from ..replay.run import Replayed
 from ..replay.traces.arrays import TraceArrays, seen_features

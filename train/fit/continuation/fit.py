@@ -16,8 +16,8 @@ from ....policies.heads.base import Head
 from ....policies.learned import Calibrator, ContinuationPolicy, head_names, remembered
 from ....policies.profile import Profile
 from ....policies.rules import Continuation
+from ...heads.continuation import VALUE_FITTERS
 from ...heads.crossfit import prompt_folds
-from ...heads.kinds.continuation import VALUE_FITTERS
 from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.run import replay
 from ...replay.traces.arrays import TraceArrays, seen_features

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ....policies.features import CHAIN_FEATURES, HISTORY_FEATURES, TOKEN_FEATURES
 from ....policies.profile import Profile
+from ...heads.continuation import ValueRows, boost
 from ...heads.crossfit import Folds, prompt_folds
-from ...heads.kinds.continuation import ValueRows, boost
 from ...replay.bounds.cost_to_go import CostToGo
 from ...replay.traces.arrays import TraceArrays, seen_features
 

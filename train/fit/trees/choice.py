@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,8 +75,7 @@ def choose_tree(
             progress("choose a tree", done, len(trees))
         part, held = (of if of is None or nodes is whole else on_subtree(of, nodes) for of in (arrays, report))
         assert part is not None
-        own = dataclasses.replace(plan, fit=plan.fit.below(f"tree-{done}")) if len(trees) > 1 else plan
-        found = TreeChoice(nodes, part, *fit_tree(own, part, folds, profile, held, progress))
+        found = TreeChoice(nodes, part, *fit_tree(plan, part, folds, profile, held, progress))
         if best is None or found.policy.metadata.rho > best.policy.metadata.rho:
             best = found
     if len(trees) > 1:

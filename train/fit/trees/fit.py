@@ -14,9 +14,8 @@ from ....policies.features import TOKEN_FEATURES
 from ....policies.learned import TrainingMetadata, TreeGain
 from ....policies.profile import Profile
 from ....policies.tree_rules import TreeRule
-from ...heads.crossfit import Folds, fit_of, own_visits
-from ...heads.fitting import FitTask, fitter
-from ...heads.head_specs import usual_features
+from ...heads.base import HeadEstimator
+from ...heads.crossfit import Folds, fit_head, own_visits
 from ...heads.rows import Visits, visits
 from ...replay.bounds.static_tree import best_static_tree, drafted_alone
 from ...replay.run import replay
@@ -38,9 +37,9 @@ TOLD = ("branch_rank", "noisy_score")
 PASSES = 3
 
 
-def tree_features(head: str) -> tuple[str, ...]:
+def tree_features(head: HeadEstimator) -> tuple[str, ...]:
     """Return what a head of trees reads unless told otherwise."""
-    names = usual_features(head, TREE_FEATURES)
+    names = head.default_features(TREE_FEATURES)
     return tuple(name for name in names if name not in TOLD) if set(names) & set(TOKEN_FEATURES) else names
 
 
@@ -83,8 +82,7 @@ def fit_tree(
     for turn in range(passes):
         progress("fit trees", turn, passes)
         visited = own_visits(arrays, folds, playing, profile)
-        part = dataclasses.replace(plan, fit=plan.fit.below(f"pass-{turn}"))
-        policies, files, fitted = _fitted(part, arrays, folds, visited)
+        policies, files, fitted = _fitted(plan, arrays, folds, visited)
         policy = policies[0]
         # Priced where the best static tree is played, whose rounds are about as wide as the policy's own.
         profile = add_decisions(profile, [policy], arrays.header.vocabulary, tree=static.drawn)
@@ -130,12 +128,10 @@ def _fitted(
         rows, held = (
             tree_rows(arrays, plan.features, some) for some in (outside, inside if len(inside.row) else outside)
         )
-        of, options = fit_of(arrays, folds, number), plan.fit.below(f"fold-{number}")
-        task = FitTask(rows.rows, held.rows, plan.features, plan.seed, options=options, of=of)
-        head, files = fitter(plan.head)(task)
-        parts.append((head, inside))
+        head = fit_head(plan.head, rows.rows, held.rows, plan.features, plan.seed)
+        parts.append((head.export(), inside))
         if number == 0:
-            first = rows, files
+            first = rows, head.files_
     rows, files = first
     accept, next_ = fit_paths(parts, arrays, plan.features)
     tree = arrays.tree

@@ -36,9 +36,9 @@ def train_tree(
         InputError: the head does not read scalars only.
         TraceError: the traces cannot be replayed, lack a feature or have too few prompts.
     """
-    if plan.head_spec.hidden:
+    if plan.head.hidden:
         raise InputError(
-            f"--head: {plan.head} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost"
+            f"--head: {plan.head.form} reads hidden states; with --rule gain give logistic, tokens, mlp or xgboost"
         )
     needed = dict.fromkeys((*plan.features, "noisy_score", "noisy_margin"))
     arrays = trace_arrays(traces, [n for n in needed if n in (*plan.features, *traces.header.features)])

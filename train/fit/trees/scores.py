@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ....policies.learned import TreeGain
-from ...heads.calibration.scores import calibration_error
+from ...heads.calibration import calibration_error
 from ...heads.rows import Visits
 from ...replay.traces.arrays import TraceArrays, seen_features
 from .calibrate import path_chances

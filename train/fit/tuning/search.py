@@ -29,8 +29,8 @@ from ....policies.display import Progress, shown, silent
 from ....policies.errors import InputError, SpecstopError
 from ....policies.profile import Profile
 from ....policies.registry import load_policy
-from ...heads.fitting import FitOptions
-from ...heads.head_specs import head_spec, read_hidden, usual_features
+from ...heads import NO_PARAMS, head_class, make_head
+from ...heads.base import HeadEstimator
 from ...heads.rows import label_columns
 from ...replay.run import Replayed, replay
 from ...replay.traces.arrays import TraceArrays
@@ -76,6 +76,9 @@ class SearchOptions:
         heads, rules: to choose from.
         specs: of policies, plugins included, with ranges: `name?x=0.1..0.9` or `name?x=1|2|4`.
         folds: of the cross-validation, grouped by prompt.
+        params, trainer: of heads that have such parameters (`heads.make_head`).
+        work: folder that keeps the trials and their pictures; None keeps nothing.
+        resume: go on from the trials there.
     """
 
     trials: int
@@ -83,6 +86,16 @@ class SearchOptions:
     rules: tuple[str, ...] = RULE_CHOICES
     specs: tuple[str, ...] = field(default=())
     folds: int = CV_FOLDS
+    params: Mapping[str, Any] = NO_PARAMS
+    trainer: Mapping[str, Any] = NO_PARAMS
+    work: Path | None = None
+    resume: bool = False
+
+    def estimator(self, head: str, params: Mapping[str, Any] = NO_PARAMS) -> HeadEstimator:
+        """Return a head with the parameters of all heads, as far as it has them, and its own."""
+        known = head_class(head).param_names()
+        shared = {key: value for key, value in self.params.items() if key in known}
+        return make_head(head, {**shared, **params}, self.trainer if "trainer" in known else NO_PARAMS)
 
 
 def train_best(
@@ -94,7 +107,6 @@ def train_best(
     features: Sequence[str] | None = None,
     name: str | None = None,
     seed: int = 0,
-    fit: FitOptions | None = None,
     report_share: float = REPORT_SHARE,
     overwrite: bool = False,
     progress: Progress = shown,
@@ -111,21 +123,20 @@ def train_best(
         features: that all heads read, but those that were published with their own; the tokens head reads tokens besides.
         name: of the policy; by default that of the best head.
         seed: of draws, splits and fits.
-        fit: how heads are fitted.
         report_share: see `train`.
         overwrite: replace what is in `out`.
         progress: see `Progress`.
     """
     opened = [traces] if isinstance(traces, Trace) else list(traces)
-    for head in options.heads:
+    asked = [options.estimator(head) for head in options.heads]
+    for head in asked:
         check_plan(Plan(head, features=tuple(features or FEATURES)))
-    folder = None if out is None else claimed(out, opened, profile, fit, overwrite=overwrite)
+    folder = None if out is None else claimed(out, opened, profile, options.work, overwrite=overwrite)
     names = tuple(features) if features else default_features(opened)
     check_limits(report_share=report_share)
-    plan = Plan("", name=name or "", features=names, seed=seed, fit=fit or FitOptions())
-    asked = [head_spec(head) for head in options.heads]
-    kept = {v for head in options.heads for v in read_hidden(head, opened, None)}
-    usual = [n for head in options.heads for n in usual_features(head, names)]
+    plan = Plan(name=name or "", features=names, seed=seed)
+    kept = {v for head in asked for v in head.hidden_states(opened)}
+    usual = [n for head in asked for n in head.default_features(names)]
     read = dict.fromkeys([*names, *without_noise(usual, opened[0].header)])
     plan = dataclasses.replace(plan, hidden=tuple(sorted(kept)))
     extra = label_columns([trace.header for trace in opened], any(one.soft for one in asked))
@@ -168,14 +179,12 @@ def search(
     }
     parts = group_folds(arrays, options.folds)
     grids = [fixed_grid(arrays.subset(out), profile) for _, out in parts]
-    validation = CrossValidation(plan, arrays, profile, sampled_at, parts, grids)
+    validation = CrossValidation(plan, arrays, profile, sampled_at, parts, grids, options)
     done: list[Trial] = []
     total = sum(space.count for space in spaces.values())
     progress("tune", 0, total)
     for name, space in spaces.items():
-        study = Study(
-            f"{name} {validation.digest(space.choices)}", space, plan.seed, plan.fit.checkpoints, plan.fit.resume
-        )
+        study = Study(f"{name} {validation.digest(space.choices)}", space, plan.seed, options.work, options.resume)
         study.run(validation.measure, space.count, functools.partial(_told, progress, len(done), total))
         done += study.trials()
         study.draw()
@@ -185,22 +194,20 @@ def search(
     if not ran:
         reason = next((trial.error for trial in done if trial.error), "no head among them")
         raise InputError(f"--tune: no trial could be run: {reason}")
-    return Search(tuple(done), planned(plan, ran[0], arrays.header), options.folds)
+    return Search(tuple(done), planned(plan, ran[0], arrays.header, options), options.folds)
 
 
 def _told(progress: Progress, before: int, total: int, ended: int) -> None:
     progress("tune", before + ended, total)
 
 
-def planned(plan: Plan, trial: Trial, header: Header) -> Plan:
+def planned(plan: Plan, trial: Trial, header: Header, options: SearchOptions) -> Plan:
     """Return the plan with the head, rule and hyper-parameters of a trial."""
-    name = plan.name if plan.name != plan.head else trial.name
-    fit = dataclasses.replace(plan.fit, params={**plan.fit.params, **trial.params})
-    asked = head_spec(trial.name)
-    features = without_noise(usual_features(trial.name, plan.features), header)
-    hidden = plan.hidden if asked.any_hidden else asked.hidden
+    head = options.estimator(trial.name, trial.params)
+    features = without_noise(head.default_features(plan.features), header)
+    hidden = plan.hidden if head.any_hidden else head.hidden
     return dataclasses.replace(
-        plan, head=trial.name, rule=trial.rule, threshold=None, name=name, fit=fit, features=features, hidden=hidden
+        plan, head=head, rule=trial.rule, threshold=None, name=plan.name or trial.name, features=features, hidden=hidden
     )
 
 
@@ -221,6 +228,7 @@ class CrossValidation:
         plan: what all trials of heads share.
         arrays, profile, sampled_at: training traces, what rounds cost, temperatures of the traces.
         parts: (fit, left out) sequences of each fold.
+        options: of the search.
         grids: the fixed lengths replayed on what each fold leaves out.
     """
 
@@ -230,14 +238,13 @@ class CrossValidation:
     sampled_at: Sequence[float]
     parts: Sequence[tuple[list[int], list[int]]]
     grids: Sequence[Sequence[Replayed]]
+    options: SearchOptions
 
     def digest(self, choices: Mapping[str, Sequence[Any]]) -> str:
         """Return what tells this search from one among other choices, on other traces, or fitted otherwise."""
-        fit = self.plan.fit
         read = (
             self.arrays.header.to_json(), self.arrays.clusters, int(self.arrays.text_tokens.sum()),
-            self.profile.to_dict(), self.plan.features, self.plan.seed, fit.params, len(self.parts), choices,
-            fit.epochs, fit.batch_size, fit.learning_rate,
+            self.profile.to_dict(), self.plan.features, self.plan.seed, dict(self.options.params), len(self.parts), choices,
         )  # fmt: skip
         return hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -268,10 +275,8 @@ class CrossValidation:
         if not job.rule:
             policy: StopPolicy = load_policy(spec_of(job)).limited(min(arrays.depth, profile.max_depth))
             return policy, add_decisions(profile, [policy], header.vocabulary, header.hidden)
-        # A trial needs a ranking, not the last percent: one head on one pass, and no files, which trials would share.
-        quick = dataclasses.replace(planned(self.plan, job, header), cross_fit=False, passes=1)
-        options = dataclasses.replace(quick.fit, checkpoints=None, logger=None, resume=False)
-        quick = dataclasses.replace(quick, fit=options)
+        # A trial needs a ranking, not the last percent: one head on one pass.
+        quick = dataclasses.replace(planned(self.plan, job, header, self.options), cross_fit=False, passes=1)
         check_plan(quick)
         trained = train_arrays(quick, arrays.subset(list(fit)), profile, self.sampled_at)
         return trained.policy, add_decisions(profile, [trained.policy], header.vocabulary, header.hidden)

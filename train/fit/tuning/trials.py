@@ -11,38 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ....policies.errors import InputError
-from ...heads.fitting import HEAD_KINDS
-from ...heads.kinds.tokens import BUCKETS
+from ...heads import HEADS, head_class
 
 if TYPE_CHECKING:
     import optuna
-
-SPACES: dict[str, dict[str, Any]] = {
-    "logistic": {"C": (1e-3, 1e2)},
-    "tokens": {"C": (1e-2, 1.0), "buckets": [0, BUCKETS]},
-    "mlp": {
-        "width": [16, 32, 64, 128],
-        "layers": [1, 2, 3],
-        "learning_rate": (5e-4, 1e-2),
-        "weight_decay": (1e-5, 1e-1),
-    },
-    "xgboost": {
-        "max_depth": [2, 3, 4, 5, 6],
-        "trees": [50, 100, 150, 300],
-        "eta": (0.03, 0.3),
-        "min_child_weight": [5, 20, 50, 200],
-        "lambda": (0.1, 30.0),
-    },
-    "resnet": {
-        "width": [32, 64, 128],
-        "blocks": [1, 2, 3],
-        "dropout": [0.0, 0.1, 0.3],
-        "learning_rate": (5e-4, 1e-2),
-        "weight_decay": (1e-5, 1e-1),
-    },
-    "specdec": {"blocks": [1, 2, 3, 4], "learning_rate": (2e-4, 1e-2)},
-}
-"""Hyper-parameters that are searched, by kind of head: one of a list, or a number between two, on a logarithmic scale."""
 
 RECORD = "trial"
 
@@ -105,9 +77,10 @@ class HeadSpace:
     count: int
 
     def __post_init__(self) -> None:
-        unknown = [head for head in self.heads if head not in HEAD_KINDS]
+        known = HEADS.names()
+        unknown = [head for head in self.heads if head not in known]
         if unknown:
-            raise InputError(f"--head: expected some of {', '.join(HEAD_KINDS)}, not {unknown[0]!r}")
+            raise InputError(f"--head: expected some of {', '.join(known)}, not {unknown[0]!r}")
 
     @property
     def choices(self) -> Mapping[str, Sequence[str]]:
@@ -121,18 +94,11 @@ class HeadSpace:
     def draw(self, trial: optuna.Trial) -> Trial:
         """Return the next trial."""
         rule, head = trial.suggest_categorical("rule", self.rules), trial.suggest_categorical("head", self.heads)
-        space = SPACES.get(head, {})
+        build = head_class(head)
         # False leaves the head its own hyper-parameters: to the sampler that is a choice like any other.
-        if not space or not trial.suggest_categorical("drawn", (False, True)):
+        if not build.space or not trial.suggest_categorical("drawn", (False, True)):
             return Trial(head, rule, {})
-        # Named by head: optuna holds a name to one range, and the best value is another in each.
-        return Trial(head, rule, {key: _suggest(trial, f"{head} {key}", values) for key, values in space.items()})
-
-
-def _suggest(trial: optuna.Trial, name: str, values: Any) -> Any:
-    if isinstance(values, list):
-        return trial.suggest_categorical(name, values)
-    return float(f"{trial.suggest_float(name, *values, log=True):.4g}")  # fitted with what the table shows
+        return Trial(head, rule, build.search_space(trial))
 
 
 @dataclass(frozen=True)
