@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...collect.schema import Header
 from ...collect.store.folder import Trace
@@ -54,10 +55,12 @@ def check_plan(plan: Plan) -> None:
     check_limits(folds=plan.folds, passes=plan.passes, seed=plan.seed)
 
 
-def check_used(rule: str | None, cross_fit: bool) -> None:
+def check_used(rule: str | None, cross_fit: bool, params: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
     """Refuse what a rule has no use for, and would leave out without a word."""
     if rule in ("continuation", "gain") and not cross_fit:
         raise InputError(f"--no-cross-fit: the rule {rule} deals the prompts by itself; leave it out")
+    if rule == "continuation" and (params or trainer):
+        raise InputError("--param: the rule continuation fits its values in a manner of its own; leave it out")
 
 
 def default_features(traces: Sequence[Trace]) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def train(
     tell_other_rounds(profile, opened[0].header)
     if nodes and (rule != "gain" or min(nodes) < 1):
         raise InputError("--nodes: expected numbers of 1 or more, of the trees to try with --rule gain")
-    check_used(rule, cross_fit)
+    check_used(rule, cross_fit, params, trainer)
     named, name = name, name or (head if isinstance(head, str) else head.form)
     wanted = make_head(head, params, trainer) if isinstance(head, str) else head
     if rule == "continuation" and mixed is not None:

@@ -200,7 +200,8 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """Return [M], the more probable class of each row."""
-        classes: Array = self.classes_[(self.decision_function(X) > 0).astype(int)]
+        accepted = self.decision_function(X) > 0
+        classes: Array = self.classes_[accepted.astype(int)]
         return classes
 
     def __sklearn_tags__(self) -> Any:
@@ -231,7 +232,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             names = check_hidden(requested)
             if not cls.any_hidden and names != cls.hidden:
                 reads = ", ".join(cls.hidden) or "no hidden state"
-                raise InputError(f"--hidden: this head reads {reads}, not {', '.join(names)}")
+                raise InputError(f"--hidden: the head {cls.form} reads {reads}, not {', '.join(names)}")
             return names
         if not cls.any_hidden:
             return cls.hidden
