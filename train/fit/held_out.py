@@ -12,7 +12,7 @@ from ...policies.heads.base import Head
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ..heads.calibration import Scored, auc, log_loss, survival, survival_scores
-from ..heads.crossfit import FoldHeads, Folds, Outputs, held_out_outputs, labelled_rows
+from ..heads.crossfit import FoldHeads, Folds, calibrated_accept, held_out_outputs, labelled_rows
 from ..heads.rows import Visits, split_prompts, visits
 from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays
@@ -99,14 +99,9 @@ def head_scores(
                 f"{rows.name}_log_loss": log_loss(calibrator(rows.logits), rows.labels),
                 f"{rows.name}_log_loss_constant": log_loss(constant, rows.labels),
             }
-    scored = Scored(_survival(policy, outputs), outputs.length, outputs.temperature, outputs.drawn)
+    predicted = survival(calibrated_accept(policy.accept, outputs), policy.survival)
+    scored = Scored(predicted, outputs.length, outputs.temperature, outputs.drawn)
     return {**metrics, "reliability": survival_scores(scored, seed=seed)}
-
-
-def _survival(policy: LearnedPolicy, outputs: Outputs) -> np.ndarray[Any, Any]:
-    accept = policy.accept(outputs.logits[:, 1:, 0])
-    accept[:, : outputs.lag] = 1.0  # nothing is scored there: `kernels.heads.decide`
-    return survival(accept, policy.survival)
 
 
 def counts(prompts: Mapping[str, Sequence[str]]) -> dict[str, int]:

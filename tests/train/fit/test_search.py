@@ -60,7 +60,7 @@ def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, 
     complete = [t for t in found.trials if t.folds == 2]
     assert found.best.rate == max(t.rate for t in complete)
     assert all(t.error == "" and t.rate > 0 for t in found.trials)
-    assert found.plan.head == "logistic"
+    assert found.plan.head.form == "logistic"
     for trial in found.trials:
         if not trial.rule and trial.folds == 2:
             policy = Confidence(float(trial.params["threshold"])).limited(arrays.depth)
@@ -134,7 +134,7 @@ def test_the_best_head_is_trained_and_saved_with_the_table(
     options = SearchOptions(2, ("xgboost", "logistic"), ("survival",), folds=2)
     trained, found = train_best(sides[0], full_profile, options, out=tmp_path / "p", name="mine", seed=1)
     policy = load_policy_folder(tmp_path / "p")
-    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", found.plan.head, "survival")
+    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", found.plan.head.form, "survival")
     assert trained.metrics["trials"] == found.rows() == policy.metadata.metrics["trials"]
     assert "## Trials" in (tmp_path / "p" / "README.md").read_text()
 

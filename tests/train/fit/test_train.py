@@ -97,7 +97,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(
     sides: tuple[Trace, Trace], full_profile: Profile, tmp_path: Path, head: str
 ) -> None:
     for number, seed in enumerate((3, 3, 4)):
-        train(sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, params=few_epochs(head))
+        train(
+            sides[1], full_profile, head=head, out=tmp_path / str(number), seed=seed, folds=2, params=few_epochs(head)
+        )
     first, second, third = (files(tmp_path / str(n)) for n in range(3))
     assert first == second
     assert first["weights.safetensors"] != third["weights.safetensors"]

@@ -109,7 +109,12 @@ def test_every_head_names_a_form_that_policies_run_and_can_be_searched(name: str
     ("name", "params", "trainer", "message"),
     [
         ("forest", {}, {}, "head: unknown head 'forest'.*; expected logistic, "),
-        ("mlp", {"depth": 3}, {}, "unknown hyper-parameter 'depth' .* of the head mlp; expected epochs, .*width, layers"),
+        (
+            "mlp",
+            {"depth": 3},
+            {},
+            "unknown hyper-parameter 'depth' .* of the head mlp; expected epochs, .*width, layers",
+        ),
         ("mlp", {"learning_rat": 3}, {}, "did you mean 'learning_rate'"),
         ("mlp", {"learning_rate": 0.0}, {}, "learning_rate: expected"),
         ("mlp", {"batch_size": 0}, {}, "batch_size: expected"),

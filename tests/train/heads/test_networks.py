@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import lightning
 import numpy as np
@@ -50,8 +51,8 @@ def hidden_rows(count: int, seed: int) -> tuple[FitRows, Tensor, Tensor]:
     accepted = drawn[:, 0] | first
     hidden = {"draft_hidden": draft.half(), "target_hidden": target.half()}
     rows = FitRows(
-        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), hidden, soft
-    )
+        base.features, base.depth, accepted, drawn[:, 1] & accepted, accepted & (base.depth < 3), hidden
+    )  # fmt: skip
     return rows, soft, torch.sigmoid(full)
 
 
@@ -60,7 +61,8 @@ def published_rows(count: int, seed: int) -> tuple[FitRows, Tensor]:
     rows, soft, _ = hidden_rows(count, seed)
     chance = torch.Generator().manual_seed(seed)
     accepted = (torch.rand(count, generator=chance) < soft) | ~rows.drawn
-    return dataclasses.replace(rows, features=torch.zeros(count, 0), accepted=accepted), soft
+    return dataclasses.replace(rows, features=torch.zeros(count, 0), accepted=accepted,
+                               chances=torch.stack([soft, rows.followed.float()], 1)), soft  # fmt: skip
 
 
 def scored(head: Head, rows: FitRows, depth: int) -> Tensor:
@@ -238,7 +240,7 @@ def test_rows_without_the_drafts_state_are_refused(build: type[HeadEstimator]) -
 @pytest.mark.filterwarnings("ignore")
 def test_module_and_loaders_work_with_a_trainer_of_your_own() -> None:
     rows = published_rows(300, 10)[0]
-    inputs = (rows.hidden["draft_hidden"], rows.soft[:, None], torch.ones(len(rows), 1))  # type: ignore[index]
+    inputs = (rows.hidden["draft_hidden"], rows.chances[:, :1], torch.ones(len(rows), 1))
     module = NetworkModule(Perceptron((DRAFT, 4, 1), torch.relu), one_cycle=False)
     trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(module, batch_loader(inputs, 64, 0), batch_loader(inputs, 64))
@@ -250,7 +252,7 @@ def test_a_loader_yields_every_row_once_in_whole_batches(shuffled: bool) -> None
     rows = torch.arange(10)
     loader = batch_loader((rows, 2 * rows), 4, 3 if shuffled else None)
     first, second = ([batch[0].tolist() for batch in loader] for _ in range(2))
-    assert list(map(len, first)) == [4, 4, 2] and sorted(sum(first, [])) == rows.tolist()
+    assert list(map(len, first)) == [4, 4, 2] and sorted(itertools.chain(*first)) == rows.tolist()
     assert (first == second == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]) is not shuffled
     assert all(torch.equal(2 * x, y) for x, y in loader)
 
@@ -264,16 +266,17 @@ def test_soft_labels_are_the_clipped_ratio_at_each_depth() -> None:
     q, p = (torch.rand(8, 3, generator=generator) for _ in range(2))
     q[0, 0] = 0.0
     visited = Visits(torch.arange(4), torch.zeros(4, 4))
-    assert fit_rows(arrays, ("top1",), visited).soft is None
+    assert fit_rows(arrays, ("top1",), visited, soft=True).chances is None
     arrays = dataclasses.replace(arrays, extra={"draft_prob": q, "target_prob": p})
-    rows = fit_rows(arrays, ("top1",), visited)
+    assert fit_rows(arrays, ("top1",), visited).chances is None
+    rows = fit_rows(arrays, ("top1",), visited, soft=True)
     expected = [
         0.0 if depth == 0 or q[row, depth - 1] == 0 else min(1.0, float(p[row, depth - 1] / q[row, depth - 1]))
         for row in range(4)
         for depth in range(4)
         if int(arrays.accepted[row]) >= depth - 1
     ]
-    assert rows.soft is not None and rows.soft.tolist() == pytest.approx(expected)
+    assert rows.chances is not None and rows.chances[:, 0].tolist() == pytest.approx(expected)
     assert 1.0 in expected and any(0 < x < 1 for x in expected)
 
 

@@ -163,7 +163,7 @@ def mixed(hidden: tuple[Trace, Trace, Trace]) -> TraceArrays:
 def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_after_it(mixed: TraceArrays) -> None:
     """By hand: the next place's state, where the draft read its own token there; the label of this place."""
     held = {mixed.clusters[0], mixed.clusters[3]}
-    rows = mixed_rows(mixed, held, (), 1)
+    rows = mixed_rows(mixed, held, (), 1, soft=True)
     expected = []
     q, p = (mixed.extra[name] for name in SOFT_COLUMNS)
     for s, name in enumerate(mixed.clusters):
@@ -176,7 +176,9 @@ def test_the_lagging_heads_rows_pair_each_own_token_with_the_state_after_it(mixe
     assert len(rows) == len(expected) > 100
     assert torch.equal(rows.hidden["draft_hidden"], torch.stack([state for state, _, _ in expected]))
     assert rows.accepted.tolist() == [label for _, label, _ in expected]
-    assert rows.soft is not None and rows.soft.tolist() == pytest.approx([ratio for _, _, ratio in expected])
+    assert rows.chances is not None and rows.chances[:, 0].tolist() == pytest.approx(
+        [ratio for _, _, ratio in expected]
+    )
     assert bool(rows.drawn.all()) and not rows.followed_known.any()
     assert len(mixed_rows(mixed, set(), (), 1)) > len(rows)
 

@@ -86,8 +86,8 @@ class SearchOptions:
     rules: tuple[str, ...] = RULE_CHOICES
     specs: tuple[str, ...] = field(default=())
     folds: int = CV_FOLDS
-    params: Mapping[str, Any] = NO_PARAMS
-    trainer: Mapping[str, Any] = NO_PARAMS
+    params: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
     work: Path | None = None
     resume: bool = False
 
