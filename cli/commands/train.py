@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...policies.arguments import check_params
 from ...policies.errors import InputError
 from ..common import flat
 from ..console.output import next_step, output, print_json, progress_bars, table
@@ -113,8 +114,9 @@ def train(
     """Fit a stop head on traces and save it as a policy folder."""
     from ...policies.profile import Profile
 
-    costs = Profile.load(profile)  # report an invalid profile before torch is imported
     params, trainer = key_values("param", param), key_values("trainer", training.trainer)
+    check_params(params)
+    costs = Profile.load(profile)  # report an invalid profile before torch is imported
     if tune is None and policy:
         raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
     from ...train.report.checks import load_traces
