@@ -21,7 +21,7 @@ from ...policies.heads.layers import LinearHead, MLPHead
 from ...policies.heads.tables import TreesHead
 from .base import basis_columns, fit_basis, ranges, with_ranges
 from .boosted import flatten
-from .networks import Perceptron, flagged_columns, layer_tensors
+from .networks import flagged_columns, layer_tensors, perceptron
 from .rows import FitRows
 
 TREES = {"max_depth": 4, "eta": 0.1, "min_child_weight": 40.0, "subsample": 0.8, "lambda": 5.0}
@@ -107,7 +107,7 @@ def fit_neural_value(rows: ValueRows, held: ValueRows, names: Sequence[str], see
     ]
     with torch.random.fork_rng(), torch.enable_grad():
         torch.manual_seed(seed)
-        network = Perceptron([basis.width + 1, *HIDDEN, 2], nn.functional.silu)
+        network = perceptron([basis.width + 1, *HIDDEN, 2], nn.SiLU)
         best = _descend(network, sides, torch.Generator().manual_seed(seed))
     fitted = {"mean": basis.mean, "scale": basis.scale, **layer_tensors(best)}
     last = len(HIDDEN)

@@ -240,9 +240,7 @@ def test_what_no_text_is_long_enough_to_show_is_not_reported(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("specstop.train.drafters.run.acceptance", lambda *given: None)
     with pytest.warns(SpecstopWarning, match="no greedy text of those held out has 3 new tokens, so acceptance is not"):
-        made = train_drafter(
-            alone, [p for p, _ in few], tmp_path / "d", "medusa", depth=2, max_new_tokens=8, epochs=1
-        )
+        made = train_drafter(alone, [p for p, _ in few], tmp_path / "d", "medusa", depth=2, max_new_tokens=8, epochs=1)
     assert set(made.metrics) == {"seconds to record", "seconds to fit"}
     assert load_drafter(tmp_path / "d").metrics == made.metrics
     show_drafter(made, tmp_path / "d")
