@@ -17,7 +17,7 @@ from ..options.training import Training, key_values
 
 if TYPE_CHECKING:
     from ...policies.display import Progress
-    from ...train.fit.trained import Trained
+    from ...train.fit.run import Trained
 
 HEADS = "logistic,tokens,mlp,xgboost"
 DIAGNOSTICS = ("accept_", "next_", "survival_", "fit_", "select_", "held_out_rounds")
