@@ -21,7 +21,7 @@ from specstop.decode.verify.sampling import SamplingParams
 from specstop.policies.arguments import LIMITS, PARAMS, check_params
 from specstop.policies.errors import InputError
 from specstop.policies.fixed import FixedLength
-from specstop.train.heads.fitting import FitOptions
+from specstop.train.heads import make_head
 
 HUGE = 10**20
 COLD = "--temperature: expected 0 or more"
@@ -93,8 +93,8 @@ def test_functions_refuse_the_same_temperatures(temperature: float, pair: Pair, 
         (lambda: SamplingParams(top_k=10**5000), "top_k: expected"),
         (lambda: Choice(split_seed=-1), "split_seed: expected"),
         (lambda: Choice(test_share=1.0), "test_share: expected"),
-        (lambda: FitOptions(learning_rate=0.0), "learning_rate: expected"),
-        (lambda: FitOptions(batch_size=0), "batch_size: expected"),
+        (lambda: make_head("mlp", {"learning_rate": 0.0}), "learning_rate: expected"),
+        (lambda: make_head("mlp", {"batch_size": 0}), "batch_size: expected"),
     ],
 )
 def test_functions_refuse_numbers_out_of_range(make: Any, message: str) -> None:

@@ -55,8 +55,8 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     A subclass is a dataclass whose fields are its hyper-parameters. It sets `form` and implements `_fit`.
 
     Args:
-        features: names of the F scalar features, in the order of the columns. None: those of a data frame if all of its
-            columns are features. An estimator without names cannot be exported.
+        features: names of the F scalar features, in the order of the columns; an estimator of columns without names cannot
+            be exported.
         random_state: seed of the fit.
 
     Attributes:
@@ -164,9 +164,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"Only binary classification is supported. The data has {len(self.classes_)} classes.")
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present.")
-        columns = tuple(getattr(self, "feature_names_in_", ()))
-        are_features = bool(columns) and all(name in FEATURES for name in columns)
-        names = self.features or (columns if are_features else (_UNNAMED,) * X.shape[1])
+        names = self.features or (_UNNAMED,) * X.shape[1]
         if len(names) != X.shape[1] or any(name not in FEATURES for name in names):
             raise InputError(f"features: expected the names of {X.shape[1]} features, got {', '.join(map(str, names))}")
         self.feature_names_ = tuple(names)
@@ -180,7 +178,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             PolicyError: the columns that it was fitted on have no names of features.
         """
         check_is_fitted(self)
-        if _UNNAMED in self.feature_names_ and not self.features and not hasattr(self, "feature_names_in_"):
+        if _UNNAMED in self.feature_names_ and not self.features:
             raise PolicyError("export: fit the estimator with the names of its columns (`features=`)")
         return self._head()
 
@@ -200,7 +198,8 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """Return [M], the more probable class of each row."""
-        classes: Array = self.classes_[(self.decision_function(X) > 0).astype(int)]
+        accepted = self.decision_function(X) > 0
+        classes: Array = self.classes_[accepted.astype(int)]
         return classes
 
     def __sklearn_tags__(self) -> Any:
@@ -231,7 +230,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             names = check_hidden(requested)
             if not cls.any_hidden and names != cls.hidden:
                 reads = ", ".join(cls.hidden) or "no hidden state"
-                raise InputError(f"--hidden: this head reads {reads}, not {', '.join(names)}")
+                raise InputError(f"--hidden: the head {cls.form} reads {reads}, not {', '.join(names)}")
             return names
         if not cls.any_hidden:
             return cls.hidden
@@ -320,8 +319,9 @@ def engine_features(
     for trace in traces:
         if trace.header.temperature > 0 and trace.header.label != "point":
             raise TraceError(
-                f"--for {engine}: {trace.folder} has labels {trace.header.label!r}; {engine} accepts the draft's likeliest "
-                "token with the target's probability of it: collect with `--verification point`, or at temperature 0"
+                f"--for {engine}: {trace.folder} has labels {trace.header.label!r} at temperature "
+                f"{trace.header.temperature:g}; {engine} accepts the draft's likeliest "
+                "token with the target's probability of it: collect with --verification point, or at temperature 0"
             )
     greedy = all(trace.header.temperature == 0.0 for trace in traces)
     names = tuple(requested) if requested else head.default_features(usual)

@@ -100,8 +100,8 @@ class XGBoostEstimator(HeadEstimator):
         except xgb.core.XGBoostError as error:
             if self.device == "cpu":
                 raise
-            reason = str(error).strip().splitlines()[-1][:200]
-            raise InputError(f"--param device={self.device}: XGBoost cannot use it here: {reason}") from None
+            reason = " ".join(str(error).partition("Stack trace")[0].partition(": ")[2].split())[:200]
+            raise InputError(f"--param device {self.device}: XGBoost cannot use it here: {reason}") from None
         return booster[: booster.best_iteration + 1]
 
 

@@ -21,8 +21,8 @@ from ...policies.contract import Array
 from ...policies.learned import Calibrator, SurvivalMaps
 from .linear import is_constant
 
-ISOTONIC_GAIN = 0.005
-"""Relative gain in loss that an isotonic map must bring: it costs more to evaluate than a temperature."""
+GAINS = {"temperature": 1e-4, "isotonic": 0.005}
+"""Relative gain in loss that each map must bring. An isotonic one costs more to evaluate than a temperature."""
 
 LEAST = 20
 """Number of rows below which no map is fitted."""
@@ -59,12 +59,11 @@ def fit_calibrator(logits: Array, labels: Array, groups: Array | None = None) ->
     part = np.arange(len(labels)) if groups is None else np.unique(groups, return_inverse=True)[1]
     half = (part if part.max() else np.arange(len(labels))) % 2 == 0
     losses = {"identity": log_loss(Calibrator()(logits), labels)}
-    for kind in ("temperature", "isotonic"):
-        losses[kind] = sum(
+    for kind, gain in GAINS.items():
+        losses[kind] = (1.0 + gain) * sum(
             log_loss(fit_kind(kind, logits[fit], labels[fit])(logits[~fit]), labels[~fit]) * float((~fit).mean())
             for fit in (half, ~half)
         )
-    losses["isotonic"] *= 1.0 + ISOTONIC_GAIN
     return fit_kind(min(losses, key=losses.__getitem__), logits, labels)
 
 

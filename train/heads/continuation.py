@@ -147,6 +147,7 @@ def _descend(
 
 
 def exported(tensors: Any, names: Sequence[str], rows: FitRows) -> dict[str, Array]:
+    """Return the arrays of a head with the ranges of its features."""
     arrays = {name: np.ascontiguousarray(np.asarray(values)) for name, values in tensors.items()}
     return with_ranges(arrays, *ranges(names, rows.features, rows.depth))
 

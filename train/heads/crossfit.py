@@ -23,12 +23,10 @@ from ..replay.run import replay
 from ..replay.traces.arrays import TraceArrays, seen_features
 from ..replay.traces.hidden_states import seen_states
 from .base import HeadEstimator
-from .calibration import fit_calibrator, fit_kind, fit_survival
+from .calibration import fit_calibrator, fit_survival
 from .rows import FitRows, Visits, fit_rows, join_rows, known_chances, mixed_rows, ranked_prompts, visits
 
 FOLDS = 4
-PARTS = 8
-"""Parts of the prompts that calibration is cross-fitted over; they need no separate heads."""
 
 _SCORE_ROUNDS = 1 << 14  # rounds whose hidden states are in memory at a time, in float32
 
@@ -111,7 +109,7 @@ def fit_folds(
     owner = folds.of_rows(arrays, visited)
     # The rows of a fold are read once and serve the heads of all other folds.
     parts = [
-        fit_rows(arrays, names, visited.part(owner == fold), tuple(arrays.hidden), head.lag)
+        fit_rows(arrays, names, visited.part(owner == fold), tuple(arrays.hidden), head.lag, head.soft)
         for fold in range(folds.count)
     ]
     fitted: list[HeadEstimator] = []
@@ -122,7 +120,7 @@ def fit_folds(
         rows, held = join_rows([part for at, part in enumerate(parts) if at != fold]), parts[fold]
         if mixed is not None:
             # A prompt may be in both traces. What is held out here must not be fitted on there.
-            rows = mixed_rows(mixed, {arrays.clusters[s] for s in folds.sequences(fold)}, names, head.lag)
+            rows = mixed_rows(mixed, {arrays.clusters[s] for s in folds.sequences(fold)}, names, head.lag, head.soft)
         fitted.append(fit_head(head, rows, held, names, seed, progress if total == 1 else silent))
     progress(task, total, total)
     heads = tuple(one.export() for one in fitted)
@@ -151,7 +149,7 @@ class Outputs:
     Attributes:
         logits: [R, K + 1, 2] float64, accept and next at depths 0..K, also after a rejection.
         length: [R] accepted length.
-        group: [R], the part of the prompts, for cross-fitting of calibration.
+        group: [R], the number of the prompt, for choosing calibrators on prompts left out.
         temperature: [R].
         drawn: [R, K] whether x_1..x_K were drawn: a drafter may know no token.
         lag: `Head.lag`; the first `lag` depths of `accept` are not scored.
@@ -182,14 +180,12 @@ def held_out_outputs(fitted: FoldHeads, arrays: TraceArrays, names: Sequence[str
             nodes = torch.tensor([depth - 1]) if depth else None
             states = {name: seen_states(arrays.hidden_state(name), row[part], nodes)[:, 0] for name in head.sizes}
             logits[place[part], depth] = head.scores(np.ascontiguousarray(seen[part, depth]), depth, states)
-    # Parts differ from folds: if only one head was fitted, all outputs are of one fold.
-    numbers = {name: at for at, name in enumerate(sorted(set(arrays.clusters)))}
-    parts = Folds(torch.tensor([numbers[name] % PARTS for name in arrays.clusters]), PARTS)
+    prompt = np.unique(arrays.clusters, return_inverse=True)[1]
     chances = known_chances(arrays, visited)
     return Outputs(
         logits,
         arrays.accepted[visited.row].numpy(),
-        parts.of_rows(arrays, visited).numpy(),
+        prompt[arrays.owner[visited.row]],
         arrays.column("temperature")[visited.row].numpy(),
         (arrays.tokens[visited.row] != NO_TOKEN).numpy(),
         fitted.heads[0].lag,
@@ -269,6 +265,13 @@ def labelled_rows(outputs: Outputs) -> tuple[Labelled, Labelled]:
     )
 
 
+def calibrated_accept(calibrator: Calibrator, outputs: Outputs) -> Array:
+    """Return [R, K], the probabilities of `accept` at depths 1..K; 1 where a head with lag scores nothing, as live."""
+    accept = calibrator(outputs.logits[:, 1:, 0])
+    accept[:, : outputs.lag] = 1.0
+    return accept
+
+
 def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
     """Fit both calibrators and the survival tables.
 
@@ -276,23 +279,15 @@ def calibrate(outputs: Outputs, unchanged: bool = False) -> Calibrated:
         outputs: of heads on rounds of prompts that they were not fitted on.
         unchanged: keep probabilities and products as the head returns them.
     """
-    depths = outputs.logits.shape[1]
     if unchanged:
         kinds = {"accept_calibration": "identity", "next_calibration": "identity"}
         return Calibrated(Calibrator(), Calibrator(), None, kinds)
     rows = labelled_rows(outputs)
     group = np.broadcast_to(outputs.group[:, None], outputs.logits.shape[:2])
     accept, next_ = (fit_calibrator(one.logits, one.targets, group[one.use]) for one in rows)
-    # `accept` of every depth under calibrators of that kind fitted on the other groups: on rows that `accept` is conditional
-    # on, applied at all depths, as live.
-    factors = np.ones((len(outputs.length), depths))
-    for one in np.unique(outputs.group):
-        inside = outputs.group == one
-        others = group[rows[0].use] != one
-        others = others if others.any() else ~others  # a single group is both
-        fitted = fit_kind(accept.kind, rows[0].logits[others], rows[0].targets[others])
-        factors[inside, outputs.lag + 1 :] = fitted(outputs.logits[inside, outputs.lag + 1 :, 0])
-    maps, survival_kinds = fit_survival(factors[:, 1:], outputs.length, outputs.group, outputs.drawn)
+    maps, survival_kinds = fit_survival(
+        calibrated_accept(accept, outputs), outputs.length, outputs.group, outputs.drawn
+    )
     return Calibrated(
         accept,
         next_,

@@ -87,17 +87,11 @@ class DynaSDSoftEstimator(DynaSDEstimator):
     large = 2048
 
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
-        inputs = [(draft_states(part)[part.drawn], soft_label(part)[part.drawn]) for part in (rows, stop_rows)]
+        if rows.chances is None:
+            raise TraceError("--head: its labels are min(1, p/q), and the rows have no p and q of the drawn tokens")
+        inputs = [(draft_states(part)[part.drawn], part.label("accepted")[part.drawn]) for part in (rows, stop_rows)]
         widths = self.widths if inputs[0][0].shape[1] < self.large else self.widths_large
         return self._layers(widths, rows, stop_rows, inputs, progress)
-
-
-def soft_label(rows: FitRows) -> Tensor:
-    """Return [M], the chance of acceptance of the drawn tokens; raise `TraceError` if the rows do not have it."""
-    label = rows.soft if rows.chances is None else rows.chances[:, 0]
-    if label is None:
-        raise TraceError("--head: its labels are min(1, p/q), and the rows have no p and q of the drawn tokens")
-    return label
 
 
 class DynaSDHardEstimator(DynaSDEstimator):
@@ -183,9 +177,8 @@ class SpecDecEstimator(NetworkEstimator):
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
         batches = []
         for part in (rows, stop_rows):
-            labels = part.soft if part.soft is not None and part.chances is None else part.label("accepted").float()
-            use = part.drawn
-            batches.append((draft_states(part)[use], labels[use, None], torch.ones(int(use.sum()), 1)))
+            labels = part.label("accepted").float()[part.drawn, None]
+            batches.append((draft_states(part)[part.drawn], labels, torch.ones_like(labels)))
         size = batches[0][0].shape[1]
         weights = self._train(lambda: AcceptanceNetwork(size, self.blocks, self.shared_blocks), batches, progress)
         # In log-odds the bias of the weight is a constant, ln w.
@@ -205,7 +198,7 @@ def _survivals(stops: Sequence[float]) -> tuple[float, ...]:
 
 
 class SpecDecPublishedEstimator(SpecDecEstimator):
-    """SpecDec++'s head as its code fits it: blocks that share their weights, outputs with the bias of the rejection weight."""
+    """SpecDec++'s head as its code fits it: its blocks share their weights, its outputs have the rejection weight's bias."""
 
     calibrated = False
     thresholds = _survivals((0.1, 0.3, 0.5, 0.7, 0.9))  # the grid of h that the paper searches

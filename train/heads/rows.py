@@ -46,9 +46,8 @@ class FitRows:
         followed: [M] bool, whether x_{j+1} was accepted: the label of `next` where `followed_known`.
         followed_known: [M] bool, whether x_1..x_j were accepted and j < K.
         hidden: [M, H] float16 hidden states by name.
-        soft: [M] min(1, p/q) of x_j, its chance of acceptance under rejection; None if the trace was read without.
-        chances: [M, 2] chances that x_j and x_{j+1} are accepted given x_1..x_j, which have the mean of the labels and less
-            variance; None if the trace was read without `CHANCE_COLUMNS`.
+        chances: [M, 2] chances that x_j and x_{j+1} are accepted given x_1..x_j: labels with the same mean and less variance;
+            None = bits are the labels. See `label_chances`.
     """
 
     features: Tensor
@@ -57,7 +56,6 @@ class FitRows:
     followed: Tensor
     followed_known: Tensor
     hidden: dict[str, Tensor] = field(default_factory=dict)
-    soft: Tensor | None = None
     chances: Tensor | None = None
 
     def __len__(self) -> int:
@@ -154,7 +152,12 @@ def visits(arrays: TraceArrays, replays: Sequence[Replayed]) -> Visits:
 
 
 def fit_rows(
-    arrays: TraceArrays, features: Sequence[str], visited: Visits, hidden: Sequence[str] = (), lag: int = 0
+    arrays: TraceArrays,
+    features: Sequence[str],
+    visited: Visits,
+    hidden: Sequence[str] = (),
+    lag: int = 0,
+    soft: bool = False,
 ) -> FitRows:
     """Return the training rows of the visited rounds: every depth up to the first rejection.
 
@@ -165,6 +168,7 @@ def fit_rows(
         hidden: hidden states to add, float16 as they are recorded.
         lag: of the head (`Head.lag`): the row of x_j has the draft's hidden state of depth j + lag; rows without one are
             left out.
+        soft: label `accept` with min(1, p/q), if the trace was read with `SOFT_COLUMNS`.
 
     Raises:
         TraceError: a feature or a hidden state is not recorded.
@@ -177,7 +181,7 @@ def fit_rows(
     # Policies are not called for a token that the drafter does not know.
     use[:, 1:] &= arrays.tokens[visited.row] != NO_TOKEN
     known = (length >= depth) & (depth < arrays.depth)
-    soft, chances = soft_labels(arrays, visited), known_chances(arrays, visited)
+    chances = label_chances(arrays, visited, soft)
     return FitRows(
         seen[use],
         depth[use],
@@ -185,8 +189,7 @@ def fit_rows(
         (length > depth)[use],
         known[use],
         {name: _states(arrays.hidden_state(name), visited.row, use, lag) for name in hidden},
-        soft=None if soft is None else soft[use],
-        chances=None if chances is None else chances[use],
+        None if chances is None else chances[use],
     )
 
 
@@ -201,13 +204,20 @@ def _states(recorded: StoredHidden, row: Tensor, use: Tensor, lag: int = 0) -> T
     return states
 
 
-def soft_labels(arrays: TraceArrays, visited: Visits) -> Tensor | None:
-    """Return [R, K + 1] min(1, p/q) of x_j, 0 at depth 0; None unless the trace was read with `SOFT_COLUMNS`."""
-    if not set(SOFT_COLUMNS) <= set(arrays.extra):
-        return None
+def label_chances(arrays: TraceArrays, visited: Visits, soft: bool) -> Tensor | None:
+    """Return [R, K + 1, 2] chances as labels of x_j and x_{j+1}, or None: exact ones if the trace has them.
+
+    Else, with `soft`, min(1, p/q) of x_j, its chance of acceptance under rejection (0 at depth 0), and whether x_{j+1} was
+    accepted.
+    """
+    exact = known_chances(arrays, visited)
+    if exact is not None or not soft or not set(SOFT_COLUMNS) <= set(arrays.extra):
+        return exact
     q, p = (arrays.extra[name][visited.row].float() for name in SOFT_COLUMNS)
     # q is 0 at nodes that were not drawn. `where` computes both sides, so the division must not fail there.
-    return pad(torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0), (1, 0))
+    ratio = pad(torch.where(q > 0, p / q.clamp_min(1e-30), 0.0).clamp(0.0, 1.0), (1, 0))
+    followed = arrays.accepted[visited.row][:, None] > torch.arange(arrays.depth + 1)
+    return torch.stack([ratio, followed.float()], -1)
 
 
 def known_chances(arrays: TraceArrays, visited: Visits) -> Tensor | None:
@@ -242,7 +252,9 @@ def mixed_arrays(trace: Trace, like: Trace, features: Sequence[str], hidden: Seq
     return trace_arrays(trace, read, (*SOFT_COLUMNS, OWN), hidden)
 
 
-def mixed_rows(arrays: TraceArrays, without: Collection[str], features: Sequence[str], lag: int = 0) -> FitRows:
+def mixed_rows(
+    arrays: TraceArrays, without: Collection[str], features: Sequence[str], lag: int = 0, soft: bool = False
+) -> FitRows:
     """Return the rows of a mixed trace, one for each position (SpecDec++, arXiv 2405.19715, token mixing).
 
     In a mixed text Z each token is the draft's sample Y_i with the chance `mix`, else the target's. A head without lag scores
@@ -253,19 +265,20 @@ def mixed_rows(arrays: TraceArrays, without: Collection[str], features: Sequence
         arrays: read with the hidden states of the head.
         without: clusters of prompts that are held out.
         features: scalar features.
-        lag: of the head.
+        lag, soft: of the head, see `fit_rows`.
     """
     use = torch.tensor([name not in without for name in arrays.clusters])
     owner = arrays.owner
     row = (use[owner] & ~arrays.cut).nonzero()[:, 0]
     if lag == 0:
-        return fit_rows(arrays, features, Visits.once(row), tuple(arrays.hidden))
+        return fit_rows(arrays, features, Visits.once(row), tuple(arrays.hidden), soft=soft)
     if lag > 1 or features:
         raise TraceError(f"--mixed: expected a head of hidden states with lag 0 or 1, got lag {lag}")
     # The state after Y_i is in the row of the next position, which must be of the same text.
     row = row[row + 1 < len(owner)]
     row = row[(owner[row + 1] == owner[row]) & arrays.extra[OWN][row + 1].bool()]
-    soft, first, none = soft_labels(arrays, Visits.once(row)), torch.zeros_like(row), torch.zeros_like(row).bool()
+    first, none = torch.zeros_like(row), torch.zeros_like(row).bool()
+    chances = label_chances(arrays, Visits.once(row), soft)
     stored = {name: arrays.hidden_state(name) for name in arrays.hidden}
     return FitRows(
         torch.zeros(len(row), 0),
@@ -274,7 +287,7 @@ def mixed_rows(arrays: TraceArrays, without: Collection[str], features: Sequence
         none,
         none,
         {name: states.at(row + 1, first if states.of_nodes else None) for name, states in stored.items()},
-        None if soft is None else soft[:, 1],
+        None if chances is None else chances[:, 1],
     )
 
 

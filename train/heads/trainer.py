@@ -112,8 +112,8 @@ def fit_module(
                 raise
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"--resume: {last} is not a checkpoint of this network ({reason}); remove it") from None
-        if made.received_sigterm:  # lightning has caught it; its handler is gone by now
-            signal.raise_signal(signal.SIGTERM)
+        if made.received_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)  # lightning has kept it from the process
         if interrupted:
             raise KeyboardInterrupt
         state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
@@ -122,7 +122,7 @@ def fit_module(
         bool(values.isfinite().all()) for values in state.values()
     ):
         raise InputError(
-            "--learning-rate: training diverged, no epoch has a finite held-out loss; choose a smaller one"
+            "--param learning_rate: training diverged, no epoch has a finite held-out loss; choose a smaller one"
         )
     module.load_state_dict(state)
 

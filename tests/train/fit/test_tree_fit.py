@@ -46,7 +46,6 @@ from specstop.train.fit.tree_rules import (
     tree_rows,
     tree_seconds,
 )
-from specstop.train.heads.fitting import FitOptions
 from specstop.train.heads.rows import Visits
 from specstop.train.replay.bounds.static_tree import StaticTree, best_static_tree, likeliest_nodes
 from specstop.train.replay.run import Replayed, replay, replay_many
@@ -376,23 +375,6 @@ def test_its_rule_is_settled_on_prompts_that_the_head_did_not_see(
     assert played[id(made.head)] == set(made.metadata.prompts["select"])
     one, two, three = played.values()
     assert not (one & two or one & three or two & three)
-
-
-def test_networks_keep_a_folder_for_each_fold_pass_and_tree_and_go_on_from_it(
-    forest: dict[float, Trace], profile: Profile, tmp_path: Path
-) -> None:
-    costs = profile.with_decisions({"tree": 1e-5})
-    options: dict[str, Any] = {"head": "mlp", "rule": "gain", "passes": 2, "folds": 2, "nodes": [1, 4]}
-    made = [
-        train(forest[0.7], costs, fit=FitOptions(epochs=2, checkpoints=tmp_path / "work", resume=resume), **options)
-        for resume in (False, True)
-    ]
-    kept = {str(path.parent.relative_to(tmp_path / "work")) for path in (tmp_path / "work").rglob("last.ckpt")}
-    assert {f"tree-{t}/pass-{p}/fold-{f}" for t in (0, 1) for p in (0, 1) for f in (0, 1)} <= kept
-    first, again = (one.policy.head.tensors() for one in made)
-    assert all(np.array_equal(first[name], again[name]) for name in first)
-    with pytest.raises(InputError, match="those of another run"):
-        train(forest[0.7], costs, fit=FitOptions(epochs=2, checkpoints=tmp_path / "work"), **options)
 
 
 def test_traces_that_cannot_be_replayed_are_refused(
