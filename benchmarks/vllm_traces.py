@@ -220,7 +220,7 @@ def predict(bench: Bench) -> None:
 def priced(bench: Bench) -> Path:
     """Return the engine's profile with what decisions cost there."""
     told = ("--prompts", bench.folder / "prompts-train.jsonl", "--profile", bench.profile())
-    return bench.run("priced.json", "profile", "--add-policy", "confidence:0.4", "--add-policy", bench.policy(), *told)
+    return bench.run("priced.json", "profile", "--policy", "confidence:0.4", "--policy", bench.policy(), *told)
 
 
 def rate(engine: Engine, prompts: list[str], size: int) -> float:
@@ -277,7 +277,7 @@ def served(bench: Bench) -> Path:
     finally:
         server.terminate()
         server.wait()
-    return bench.run("served", "collect", "--from-vllm", bench.room / "parts")
+    return bench.run("served", "import", bench.room / "parts")
 
 
 def achievable(bench: Bench) -> None:

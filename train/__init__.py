@@ -12,7 +12,7 @@ from ..policies import attach
 if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
-    from .drafters.run import train_drafter as train_drafter
+    from .drafters.fit import train_drafter as train_drafter
     from .export.deploy import deploy as deploy
     from .fit.run import Trained as Trained, train as train
     from .heads import head_class as head_class, make_head as make_head
@@ -32,7 +32,7 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "drafters.choice": "SureChoice choose_sure",
-        "drafters.run": "train_drafter",
+        "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
         "fit.run": "Trained train",
         "heads": "head_class make_head",
