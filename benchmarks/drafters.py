@@ -31,13 +31,13 @@ from drafting.released import as_released, positions_drawn, second_proposals
 from drafting.reported import TRAINED, heads, live_bars, node_bar, replayed
 from drafting.together import together
 from pairs import effort, pair_folder
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.decode import Pair, load_drafter, load_pair
 from specstop.decode.drafters.networks import output_layer
 from specstop.policies.display import Progress
 from specstop.train import train_drafter
-from specstop.train.drafters.run import KEPT_STATES
+from specstop.train.drafters.fit import KEPT_STATES
 from specstop.train.drafters.texts import record_texts
 
 DEPTH, TREE = 4, "medusa-63"

@@ -28,7 +28,7 @@ from bars import Bars, arguments
 from baselines import measured
 from hindsight import policy_survival, settle_thresholds
 from pairs import effort, prompts_of
-from specstop.cli.console.output import progress_bars
+from specstop.cli.output import progress_bars
 from specstop.collect.prompts.read import Prompt, encode, read_prompts
 from specstop.collect.run import collect
 from specstop.collect.store.folder import Trace, open_trace
@@ -42,11 +42,11 @@ from specstop.policies.features import DRAFT_HIDDEN, TARGET_HIDDEN, TOKEN_FEATUR
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
 from specstop.train.demo.pair import shipped_pair
-from specstop.train.fit.continuation.values import achievable_estimate
-from specstop.train.fit.held_out import REPORT_SHARE, split_report
-from specstop.train.fit.plan import FEATURES
+from specstop.train.fit.achievable import achievable_estimate
+from specstop.train.fit.plan import FEATURES, REPORT_SHARE, split_report
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
-from specstop.train.fit.tuning.rates import PRICED, fixed_grid, solve_rate
+from specstop.train.fit.settle import PRICED, solve_rate
 from specstop.train.heads import head_class
 from specstop.train.heads.calibration import survival_scores
 from specstop.train.heads.rows import visits

@@ -220,7 +220,7 @@ def predict(bench: Bench) -> None:
 def priced(bench: Bench) -> Path:
     """Return the engine's profile with what decisions cost there."""
     told = ("--prompts", bench.folder / "prompts-train.jsonl", "--profile", bench.profile())
-    return bench.run("priced.json", "profile", "--add-policy", "confidence:0.4", "--add-policy", bench.policy(), *told)
+    return bench.run("priced.json", "profile", "--policy", "confidence:0.4", "--policy", bench.policy(), *told)
 
 
 def rate(engine: Engine, prompts: list[str], size: int) -> float:
@@ -277,7 +277,7 @@ def served(bench: Bench) -> Path:
     finally:
         server.terminate()
         server.wait()
-    return bench.run("served", "collect", "--from-vllm", bench.room / "parts")
+    return bench.run("served", "import", bench.room / "parts")
 
 
 def achievable(bench: Bench) -> None:
@@ -288,9 +288,9 @@ def achievable(bench: Bench) -> None:
     from specstop.collect import open_trace
     from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
-    from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
-    from specstop.train.fit.rates import Part
-    from specstop.train.fit.tuning.batches import batch_rate
+    from specstop.train.fit.achievable import NAME, achievable_in_batches
+    from specstop.train.fit.batch_rules import batch_rate
+    from specstop.train.fit.rules import Part
     from specstop.train.replay.traces.arrays import trace_arrays
     from specstop.train.report.evaluate import evaluate
 

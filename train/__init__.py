@@ -12,10 +12,9 @@ from ..policies import attach
 if TYPE_CHECKING:
     from ..decode.benchmark import Ratio as Ratio
     from .drafters.choice import SureChoice as SureChoice, choose_sure as choose_sure
-    from .drafters.run import train_drafter as train_drafter
+    from .drafters.fit import train_drafter as train_drafter
     from .export.deploy import deploy as deploy
-    from .fit.run import train as train
-    from .fit.trained import Trained as Trained
+    from .fit.run import Trained as Trained, train as train
     from .heads import head_class as head_class, make_head as make_head
     from .heads.base import HeadEstimator as HeadEstimator
     from .off_policy.estimate import estimate_offline as estimate_offline
@@ -33,10 +32,9 @@ __getattr__, __all__ = attach(
     __name__,
     {
         "drafters.choice": "SureChoice choose_sure",
-        "drafters.run": "train_drafter",
+        "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
-        "fit.run": "train",
-        "fit.trained": "Trained",
+        "fit.run": "Trained train",
         "heads": "head_class make_head",
         "heads.base": "HeadEstimator",
         "off_policy.estimate": "estimate_offline",

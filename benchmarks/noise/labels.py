@@ -109,9 +109,7 @@ def auc_of(head: str, seed: int) -> float:
         arrays = dataclasses.replace(arrays, extra={})
     if "epochs" in model.param_names():
         model.set_params(epochs=20)
-    plan = Plan(
-        model, "survival", 0.5, names, head, seed, hidden=hidden, report_share=REPORT_SHARE, passes=1
-    )
+    plan = Plan(model, "survival", 0.5, names, head, seed, hidden=hidden, report_share=REPORT_SHARE, passes=1)
     metrics = train_arrays(plan, arrays, profile, [0.0]).metrics
     return float(metrics["accept_auc"])
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError, PolicyError, close_match
-from ..console.output import output, print_json, progress_bars, table
-from ..options.config import config_saved
-from ..options.shared import Json, Out, Overwrite, Quiet, Seed
+from ..options import Json, Out, Overwrite, Quiet, Seed, config_saved
+from ..output import output, print_json, progress_bars, table
 
 if TYPE_CHECKING:
     from ...policies.display import Progress

@@ -42,9 +42,9 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.storage import load_policy_folder
+from ..fit.rules import best_of, fixed_grid
 from ..fit.run import train
-from ..fit.tuning.rates import best_of, fixed_grid
-from ..fit.tuning.settled import settle
+from ..fit.settle import settle
 from ..replay.traces.arrays import TraceArrays, trace_arrays
 from ..report.evaluate import evaluate
 from ..report.records import Report

@@ -19,7 +19,7 @@ from ...policies.contract import StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
-from ..fit.tuning.settled import settle_for
+from ..fit.settle import settle_for
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.regret import planned_rounds
 from ..replay.known_lengths import ReplayedRuns, replay_fixed

@@ -100,7 +100,7 @@ def lacking_line(lacking: Sequence[Lacking], profile: Profile, header: Header) -
     engine = str(profile.facts.get("engine", ""))
     where = f", outside {engine}" if engine.startswith("vllm ") else ""
     prices = [f"{one.policy.cost_name} ({one.source}{where}: {1e6 * one.price:.0f} us each)" for one in lacking]
-    options = [word for one in lacking for word in ("--add-policy", one.policy.source or one.policy.shown_name)]
+    options = [word for one in lacking for word in ("--policy", one.policy.source or one.policy.shown_name)]
     known = ["--profile", profile.source or "profile.json", *pair_options(header), "--prompts", "PROMPTS"]
     command = shlex.join(map(str, ["specstop", "profile", *options, *known]))
     return (f"The profile does not price the decisions of {', '.join(prices)}; `{command}` adds them to it",)

@@ -22,8 +22,8 @@ from ...policies.fixed import Confidence, FixedLength
 from ...policies.learned import LearnedPolicy
 from ...policies.profile import Profile
 from ...policies.registry import PolicySpec, as_policies
-from ..fit.tuning.rates import is_priced, tune_confidence
-from ..fit.tuning.settled import settle_for
+from ..fit.rules import tune_confidence
+from ..fit.settle import is_priced, settle_for
 from ..replay.arrivals import at_once
 from ..replay.bounds.oracle import oracle_plan
 from ..replay.bounds.static_tree import best_static_tree, drafted_alone
@@ -48,7 +48,7 @@ from .whatif.sweep import RATIOS, sweep as run_sweep
 from .writing.files import write_report
 
 if TYPE_CHECKING:
-    from ..fit.continuation.values import Achievable
+    from ..fit.achievable import Achievable
 
 HUGGING_FACE = 0.4
 FAST_SWEEP_S = 15.0
@@ -228,7 +228,7 @@ def _policies(
 
 def _estimate(arrays: TraceArrays, profile: Profile, seed: int, progress: Progress) -> Achievable:
     """Return the achievable estimate of one text."""
-    from ..fit.continuation.values import achievable_estimate  # brings xgboost, which nothing else here needs
+    from ..fit.achievable import achievable_estimate  # brings xgboost, which nothing else here needs
 
     progress("achievable estimate", 0, 1)
     found = achievable_estimate(arrays, profile, seed=seed)
@@ -240,7 +240,7 @@ def _batch_estimate(
     arrays: TraceArrays, profile: Profile, seed: int, progress: Progress
 ) -> tuple[TraceArrays, StopPolicy] | None:
     """Return the achievable estimate of batches, and the trace that it reads."""
-    from ..fit.achievable_batch import achievable_in_batches  # brings xgboost, which nothing else here needs
+    from ..fit.achievable import achievable_in_batches  # brings xgboost, which nothing else here needs
 
     progress("achievable estimate of batches", 0, 1)
     found = achievable_in_batches(arrays, profile, seed)

@@ -21,7 +21,7 @@ from .pricing import Draws, Priced, Vary
 from .records import ROUNDING, Line, verdict
 
 if TYPE_CHECKING:
-    from ..fit.continuation.values import Achievable
+    from ..fit.achievable import Achievable
 
 POLICIES = ("rule", "learned")
 """Kinds of lines that get a verdict."""

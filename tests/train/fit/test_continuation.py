@@ -19,8 +19,8 @@ from specstop.policies.learned import Calibrator, ContinuationPolicy, build_rule
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Continuation
 from specstop.policies.storage import load_policy_folder
+from specstop.train.fit.achievable import FOLDS, achievable_estimate, backward
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
-from specstop.train.fit.continuation.values import FOLDS, achievable_estimate, backward
 from specstop.train.fit.policy_iteration import Iteration, distance
 from specstop.train.fit.run import train
 from specstop.train.heads.continuation import VALUE_FITTERS, ValueRows

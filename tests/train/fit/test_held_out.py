@@ -11,11 +11,10 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
-from specstop.train.fit.held_out import REPORT_SHARE, split_report
-from specstop.train.fit.plan import Plan
+from specstop.train.fit.plan import REPORT_SHARE, Plan, split_report
 from specstop.train.fit.run import train, train_arrays
+from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.fit.tuning.search import SearchOptions, train_best
-from specstop.train.fit.tuning.settled import settle_for, unfitted_prompts
 from specstop.train.heads import make_head
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
@@ -67,7 +66,7 @@ def test_a_search_sees_no_report_prompt(
     found = []
     for changed in (False, True):
         read = joined_arrays if not changed else lambda *args: other_report(joined_arrays(*args))
-        monkeypatch.setattr("specstop.train.fit.tuning.search.joined_arrays", read)
+        monkeypatch.setattr("specstop.train.fit.run.joined_arrays", read)
         options = SearchOptions(2, ("logistic",), ("survival",))
         trained, result = train_best(sides[0], profile, options, features=NAMES)
         found.append((result.rows(), parts(trained.policy), trained.metrics["held_out_tokens_per_s"]))

@@ -15,7 +15,7 @@ from specstop.policies.errors import InputError, TraceError
 from specstop.policies.fixed import Confidence, FixedLength
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
-from specstop.train.fit.tuning.rates import fixed_grid
+from specstop.train.fit.rules import fixed_grid
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import trace_arrays, typical_context
 from specstop.train.report.records import DEPLOY, INCONCLUSIVE, REFUSE, TOO_FEW, verdict

@@ -17,7 +17,7 @@ from ....policies.errors import InputError, TraceError
 from ....policies.fixed import FixedLength
 from ....policies.profile import Profile
 from ...drafters.choice import SURES, SureChoice, TextRounds, both, choose_sure, everywhere, paired, play_texts
-from ...fit.tuning.settled import settle_for
+from ...fit.settle import settle_for
 from ...replay.traces.arrays import TraceArrays
 from ...replay.traces.checking import require_disjoint, require_disjoint_policies
 from ...statistics import LEVEL, REPLICATES, Resamples, Values

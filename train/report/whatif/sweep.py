@@ -19,8 +19,7 @@ from ....policies.host import with_costs
 from ....policies.learned import LearnedPolicy
 from ....policies.profile import Profile
 from ....policies.registry import PolicySpec, as_policies
-from ...fit.tuning.rates import is_priced, solve_rate
-from ...fit.tuning.settled import settle_for, unfitted_prompts
+from ...fit.settle import is_priced, settle_for, solve_rate, unfitted_prompts
 from ...replay.log import Played, play, scaled
 from ...replay.traces.arrays import TraceArrays, trace_arrays, typical_context
 from ...replay.traces.checking import require_disjoint_prompts

@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...policies.errors import InputError
-from ..common import batch_sizes, check_failures
-from ..console.output import output, print_json, progress_bars, table
-from ..options.config import config_saved
-from ..options.sampling import Filters
-from ..options.shared import Json, Out, Overwrite, Policies, ProfileFile, Quiet, Seed, Traces
+from ..options import (
+    Json,
+    Out,
+    Overwrite,
+    Policies,
+    ProfileFile,
+    Quiet,
+    Sampling,
+    Seed,
+    Traces,
+    batch_sizes,
+    config_saved,
+)
+from ..output import check_failures, output, print_json, progress_bars, table
 
 if TYPE_CHECKING:
     from ...train.report.records import Report
@@ -69,7 +78,7 @@ def evaluate(
             "--allow-overlap", help="Warn about prompts that policies were trained on instead of refusing them."
         ),
     ] = False,
-    filters: Filters,
+    sampling: Sampling,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -77,7 +86,7 @@ def evaluate(
 ) -> None:
     """Say offline, exactly, what each policy would gain on held-out prompts with this latency.
 
-    Filters are those that the traces were sampled with; traces sampled otherwise than --top-p and the like say are refused.
+    Traces that were not sampled with the parameters of --sampling are refused.
     """
     from ...policies.profile import Profile
 
@@ -96,7 +105,7 @@ def evaluate(
             out=out,
             sweep=sweep,
             achievable=achievable,
-            shaping=shaping if (shaping := filters.shaping()).to_dict() else None,
+            shaping=shaping if (shaping := sampling.params()).to_dict() else None,
             batch=sizes,
             arrivals=coming,
             cluster=cluster,
