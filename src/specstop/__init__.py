@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .policies.registry import load_policy as load_policy
     from .policies.storage import save_policy as save_policy
     from .train.demo.pair import shipped_pair as shipped_pair
-    from .train.drafters.run import train_drafter as train_drafter
+    from .train.drafters.fit import train_drafter as train_drafter
     from .train.evaluate.evaluate import evaluate as evaluate
     from .train.evaluate.records import Report as Report
     from .train.export.deploy import deploy as deploy

@@ -22,7 +22,7 @@ from ...policies.profile import Profile
 from ..evaluate.decision_costs import with_prices
 from ..evaluate.pricing import Priced, ProfileBootstrap
 from ..evaluate.statistics import Resamples
-from ..fit.tuning.settled import settle_for
+from ..fit.settle import settle_for
 from ..heads.rows import split_prompts
 from ..replay.arrivals import at_once, deal
 from ..replay.batch import replay_batch

@@ -51,20 +51,6 @@ def test_the_same_configuration_gives_the_same_policy(start: list[object], tmp_p
     assert "slower than the best fixed length" in first.out + first.err
 
 
-def test_a_network_with_a_work_folder_can_be_resumed(start: list[object], tmp_path: Path) -> None:
-    options = ["--head", "mlp", "--no-cross-fit", "--rule", "step", "--threshold", 0.5, "--epochs", 2, "--batch-size", 64,
-               "--checkpoints", tmp_path / "work", "--param", "width=8"]  # fmt: skip
-    first = cli(*start, "--out", tmp_path / "p", *options)
-    assert first.code == 0, first.err
-    work = set(files(tmp_path / "work"))
-    assert {"pass-0/fold-0/last.ckpt", "pass-0/fold-0/logs/version_0/metrics.csv"} <= work
-    refused = cli(*start, "--out", tmp_path / "q", *options)
-    assert refused.code == 2
-    assert "pass --resume" in refused.err
-    assert cli(*start, "--out", tmp_path / "q", *options, "--resume").code == 0
-    assert files(tmp_path / "p")["weights.safetensors"] == files(tmp_path / "q")["weights.safetensors"]
-
-
 def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> None:
     answer = cli(*start, "--out", tmp_path / "p", "--tune", 1, "--tune-folds", 2, "--head", "logistic", "--rule", "step",
                  "--policy", "confidence?threshold=0.2|0.6")  # fmt: skip
@@ -86,7 +72,7 @@ def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> N
         (["--tune", 2, "--no-cross-fit"], "--tune: leave out --threshold"),
         (["--tune", 0], "--tune: expected"),
         (["--param", "C"], "--param: expected key=value, not 'C'"),
-        (["--param", "widht=8"], "--param: unknown hyper-parameter 'widht' (did you mean 'width'?)"),
+        (["--head", "mlp", "--param", "widht=8"], "--param: unknown hyper-parameter 'widht' (did you mean 'width'?)"),
         (["--param", "C=0"], "--param C: expected"),
         (["--head", "mlp", "--param", "width=1e9"], "--param width: expected"),
         (["--head", "mlp", "--param", "layers=1000000"], "--param layers: expected"),
@@ -96,17 +82,16 @@ def test_a_search_ends_with_its_trials(start: list[object], tmp_path: Path) -> N
         (["--head", "xgboost", "--param", "max_depth=64"], "--param max_depth: expected"),
         (["--head", "xgboost", "--param", "eta=warm"], "--param eta: expected"),
         (
-            ["--head", "mlp", "--epochs", 1, "--learning-rate", 10, "--param", "layers=32"],
-            "--learning-rate: training diverged",
+            ["--head", "mlp", "--param", "epochs=1", "--param", "learning_rate=10", "--param", "layers=32"],
+            "--param learning_rate: training diverged",
         ),
-        (["--epochs", 0], "--epochs: expected"),
+        (["--head", "mlp", "--param", "epochs=0"], "--param epochs: expected"),
         (["--folds", 1], "--folds: expected"),
         (["--passes", 0], "--passes: expected"),
         (["--rule", "never"], "--rule: expected derived"),
-        (["--head", "mlp", "--logger", "cvs", "--checkpoints", "work"], "did you mean 'csv'?"),
-        (["--head", "mlp", "--logger", "csv"], "give a work folder with --checkpoints"),
-        (["--head", "mlp", "--accelerator", "gpuu"], "--accelerator, --devices, --precision"),
-        (["--head", "xgboost", "--device", "warp"], "--device warp: XGBoost cannot use it here"),
+        (["--head", "mlp", "--trainer", "accelerator=gpuu"], "--trainer: "),
+        (["--head", "logistic", "--trainer", "accelerator=gpu"], "--trainer: the head logistic is not a network"),
+        (["--head", "xgboost", "--param", "device=warp"], "--param device warp: XGBoost cannot use it here"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(

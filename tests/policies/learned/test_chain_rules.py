@@ -11,7 +11,7 @@ from random_heads import random_head
 from specstop.policies.errors import PolicyError
 from specstop.policies.learned import Calibrator, ContinuationPolicy, build_rule
 from specstop.policies.rules import Continuation, Derived, Threshold
-from specstop.train.fit.tuning.rates import derived_thresholds
+from specstop.train.fit.rules import derived_thresholds
 from told_head import kept_by
 
 

@@ -42,7 +42,7 @@ from specstop.train.export.engines import (
     vllm_obstacle,
     vllm_policy,
 )
-from specstop.train.fit.tuning.settled import settle_for
+from specstop.train.fit.settle import settle_for
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 

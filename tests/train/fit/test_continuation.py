@@ -19,13 +19,12 @@ from specstop.policies.learned import Calibrator, ContinuationPolicy, build_rule
 from specstop.policies.profile import Profile
 from specstop.policies.rules import Continuation
 from specstop.policies.storage import load_policy_folder
+from specstop.train.fit.achievable import FOLDS, achievable_estimate, backward
 from specstop.train.fit.continuation.fit import fit_continuation, rounds_of, values, with_memory
-from specstop.train.fit.continuation.values import FOLDS, achievable_estimate, backward
 from specstop.train.fit.policy_iteration import Iteration, distance
 from specstop.train.fit.run import train
+from specstop.train.heads.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.heads.crossfit import prompt_folds
-from specstop.train.heads.fitting import FitOptions
-from specstop.train.heads.kinds.continuation import VALUE_FITTERS, ValueRows
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays
@@ -193,9 +192,8 @@ def test_a_head_without_a_value_is_refused(sides: tuple[Trace, Trace], full_prof
         train(sides[0], full_profile, rule="continuation", head="tokens", features=("drawn_token",))
     with pytest.raises(InputError, match="mixed: the rule continuation is fitted on the rounds of `traces`"):
         train(sides[0], full_profile, rule="continuation", head="xgboost", mixed=sides[1])
-    for option, unused in (("epochs", {"epochs": 3}), ("params", {"params": {"trees": 300}})):
-        with pytest.raises(InputError, match=f"{option}: the rule continuation"):
-            train(sides[0], full_profile, rule="continuation", fit=FitOptions(**unused))
+    with pytest.raises(InputError, match="params: the rule continuation"):
+        train(sides[0], full_profile, rule="continuation", params={"C": 3.0})
     for rule in ("continuation", "gain"):
         with pytest.raises(InputError, match=f"cross_fit=False: the rule {rule}"):
             train(sides[0], full_profile, rule=rule, cross_fit=False)

@@ -18,7 +18,6 @@ from specstop.train.fit.plan import Plan
 from specstop.train.fit.tuning.search import SearchOptions, group_folds, search, train_best
 from specstop.train.fit.tuning.study import JOURNAL, STARTUP, Study
 from specstop.train.fit.tuning.trials import HeadSpace, SpecSpace, Trial, spec_of
-from specstop.train.heads.fitting import FitOptions
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 
@@ -55,13 +54,13 @@ def test_prompts_are_left_out_whole_and_once(arrays: TraceArrays) -> None:
 
 
 def test_the_best_trial_is_the_fastest_on_prompts_left_out(arrays: TraceArrays, full_profile: Profile) -> None:
-    found = search(Plan("", name=""), arrays, full_profile, (0.7,), SMALL)
+    found = search(Plan(name=""), arrays, full_profile, (0.7,), SMALL)
     assert len(found.trials) == 4
     assert {(t.name, t.rule) for t in found.trials if t.rule} == {("logistic", "survival"), ("logistic", "step")}
     complete = [t for t in found.trials if t.folds == 2]
     assert found.best.rate == max(t.rate for t in complete)
     assert all(t.error == "" and t.rate > 0 for t in found.trials)
-    assert found.plan.head == "logistic"
+    assert found.plan.head.form == "logistic"
     for trial in found.trials:
         if not trial.rule and trial.folds == 2:
             policy = Confidence(float(trial.params["threshold"])).limited(arrays.depth)
@@ -135,7 +134,7 @@ def test_the_best_head_is_trained_and_saved_with_the_table(
     options = SearchOptions(2, ("xgboost", "logistic"), ("survival",), folds=2)
     trained, found = train_best(sides[0], full_profile, options, out=tmp_path / "p", name="mine", seed=1)
     policy = load_policy_folder(tmp_path / "p")
-    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", found.plan.head, "survival")
+    assert (policy.name, policy.head.kind, policy.rule.kind) == ("mine", found.plan.head.form, "survival")
     assert trained.metrics["trials"] == found.rows() == policy.metadata.metrics["trials"]
     assert "## Trials" in (tmp_path / "p" / "README.md").read_text()
 
@@ -176,12 +175,12 @@ def test_what_cannot_be_searched_is_said(
     arrays: TraceArrays, full_profile: Profile, options: SearchOptions, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        search(Plan("", name=""), arrays, full_profile, (0.7,), options)
+        search(Plan(name=""), arrays, full_profile, (0.7,), options)
 
 
 def test_a_policy_that_does_not_exist_is_a_trial_with_its_reason(arrays: TraceArrays, full_profile: Profile) -> None:
     options = SearchOptions(1, ("logistic",), ("survival",), ("confidnce?threshold=0.2",), folds=2)
-    found = search(Plan("", name=""), arrays, full_profile, (0.7,), options)
+    found = search(Plan(name=""), arrays, full_profile, (0.7,), options)
     wrong = [trial for trial in found.trials if trial.error]
     assert [trial.name for trial in wrong] == ["confidnce?threshold=0.2"]
     assert "did you mean" in wrong[0].error
@@ -194,7 +193,7 @@ def test_a_search_among_other_choices_is_another_one(
     """More trials of a spec have other values between its ends, which optuna refuses under the same name."""
     made = []
     for number, heads in ((1, ("logistic",)), (2, ("logistic", "xgboost"))):
-        options = SearchOptions(number, heads, ("survival",), ("confidence?threshold=0.1..0.9",), folds=2)
-        fit = FitOptions(checkpoints=tmp_path, resume=number > 1)
-        made.append(search(Plan("", name="", fit=fit), arrays, full_profile, (0.7,), options))
+        specs = ("confidence?threshold=0.1..0.9",)
+        options = SearchOptions(number, heads, ("survival",), specs, folds=2, work=tmp_path, resume=number > 1)
+        made.append(search(Plan(name=""), arrays, full_profile, (0.7,), options))
     assert [len(found.trials) for found in made] == [2, 4] and not any(t.error for t in made[1].trials)
