@@ -30,7 +30,6 @@ __getattr__, __all__ = attach(
         "drafters.choice": "SureChoice choose_sure",
         "drafters.fit": "train_drafter",
         "export.deploy": "deploy",
-        "fit.run": "train",
         "evaluate.places": "Place PlaceTable evaluate_places",
         "evaluate.report_comparison": "compare_reports read_report",
         "fit.run": "Trained train",

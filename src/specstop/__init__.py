@@ -53,7 +53,8 @@ _import, _names = attach(
         "decode": "Pair Settings Speculator bench load_pair measure_profile parse_tree specstop_generate",
         "policies": "DraftStep DraftTree LearnedPolicy Profile RoundOutcome SpecstopError SpecstopWarning StopPolicy "
         "custom_feature load_policy load_profile save_policy",
-        "train": "Report deploy evaluate train_drafter",
+        "train": "Report deploy train_drafter",
+        "train.evaluate.evaluate": "evaluate",
         "train.demo.pair": "shipped_pair",
         "train.replay.run": "replay",
     },

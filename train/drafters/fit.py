@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ...collect.facts import facts
-from ...collect.prompts.read import Prompt, fit
+from ...collect.prompts import Prompt, fit
+from ...collect.run import environment_facts
 from ...decode.drafters.folder import TrainedDrafter, save_drafter
 from ...decode.drafters.networks import (
     KINDS,
@@ -151,7 +151,7 @@ def train_drafter(
         "seconds to fit": round(time.perf_counter() - recorded, 1),
     }
     provenance: Mapping[str, Any] = {
-        "prompts": len(fitting), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **facts(pair),
+        "prompts": len(fitting), "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **environment_facts(pair),
     }  # fmt: skip
     trained = TrainedDrafter(kind, network, pair.fingerprint["target"], provenance, metrics)
     save_drafter(trained, out)

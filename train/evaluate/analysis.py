@@ -25,7 +25,7 @@ from ...policies.contract import Array, DraftStep, StopPolicy
 from ...policies.display import Progress, silent
 from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
 from ...policies.profile import Profile
-from ..heads.calibration.scores import BINS, calibration_error, perfect_error
+from ..heads.calibration import BINS, calibration_error, perfect_error
 from ..replay.bounds.oracle import Ideal
 from ..replay.bounds.regret import Regret, judge, planned_rounds
 from ..replay.log import Played, Rounds, scaled

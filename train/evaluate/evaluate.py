@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...collect.card import replay_text
 from ...collect.store import Trace
-from ...collect.store.card import replay_text
 from ...decode.verify.modes import MODES, describe
 from ...policies import kernels
 from ...policies.contract import StopPolicy

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...policies.batch_rules import BatchStop, for_batches
 from ...policies.contract import StopPolicy
 from ...policies.host import with_costs

@@ -26,7 +26,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...decode.engines.settings import known_in_engines
 from ...policies.arguments import check_params
 from ...policies.contract import Array

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...collect.schema import NO_TOKEN, Header
-from ...collect.store.folder import Trace
+from ...collect.store import Trace
 from ...policies.errors import TraceError
 from ...policies.features import HISTORY_FEATURES
 from ..replay.run import Replayed
