@@ -193,8 +193,8 @@ def predict(bench: Bench) -> None:
     from specstop.collect import open_trace
     from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
+    from specstop.train.evaluate.evaluate import evaluate
     from specstop.train.export.serving import batch_profile
-    from specstop.train.report.evaluate import evaluate
 
     learned, profile = bench.policy(), Profile.load(priced(bench))
     specs = {"fixed:2": "fixed:2", "confidence:0.4": "confidence:0.4", "learned": learned}
@@ -297,11 +297,11 @@ def achievable(bench: Bench) -> None:
     from specstop.collect import open_trace
     from specstop.policies.profile import Profile
     from specstop.policies.registry import load_policy
+    from specstop.train.evaluate.evaluate import evaluate
     from specstop.train.fit.achievable_batch import NAME, achievable_in_batches
     from specstop.train.fit.rates import Part
     from specstop.train.fit.tuning.batches import batch_rate
     from specstop.train.replay.traces.arrays import trace_arrays
-    from specstop.train.report.evaluate import evaluate
 
     told = ("--prompts", bench.folder / "prompts-test.jsonl", "--limit", PROMPTS, "--depth", DEPTH)
     held = open_trace(bench.run("held-out", "collect", *told, "--max-new-tokens", TOKENS))

@@ -113,7 +113,7 @@ def _deploy(
 
         return deploy_hf(_named(policy, to), out, drafter=drafter, overwrite=overwrite)
     from ...policies.profile import Profile
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
 
     assert traces is not None and profile is not None
     costs, opened = Profile.load(profile), load_traces(traces)

@@ -119,7 +119,7 @@ def train(
     fit = training.fit_options(device=device, out_of_core=out_of_core, params=_params(param))
     if tune is None and policy:
         raise InputError("--policy: policies are compared with --tune N; to compare two as they are, use `evaluate`")
-    from ...train.report.checks import load_traces
+    from ...train.replay.traces.checking import load_traces
 
     common: dict[str, Any] = {
         "out": out, "features": feature or None, "name": name, "seed": seed, "fit": fit, "overwrite": overwrite,
