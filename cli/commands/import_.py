@@ -24,7 +24,7 @@ def import_(
     target: Annotated[
         str | None,
         typer.Option(
-            help="Target of Medusa's heads, which become the folder of a drafter; or of records. Default: a policy is imported."
+            help="Target of Medusa's heads, which become the folder of a drafter, or of records. Default: import a policy."
         ),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of records.")] = None,

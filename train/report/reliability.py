@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...policies.contract import Array, DraftStep, StopPolicy
-from ...policies.learned import ContinuationPolicy, LearnedPolicy, TreeGain
+from ...policies.learned import LearnedPolicy, TreeGain
 from ..heads.calibration import BINS, calibration_error, perfect_error
 from ..replay.log import Rounds
 from ..replay.run import Replayed
@@ -71,8 +71,8 @@ class Reliability:
 
 
 def has_survival(policy: StopPolicy) -> TypeGuard[LearnedPolicy]:
-    """Whether a policy keeps the survival of a depth in mind: those of values know no chances, those of trees weigh nodes."""
-    return isinstance(policy, LearnedPolicy) and not isinstance(policy, (ContinuationPolicy, TreeGain))
+    """Whether a policy computes the survival of a depth; policies of trees weigh nodes instead."""
+    return isinstance(policy, LearnedPolicy) and not isinstance(policy, TreeGain)
 
 
 def survival(policy: LearnedPolicy, arrays: TraceArrays, row: Tensor, history: Tensor) -> Tensor:
