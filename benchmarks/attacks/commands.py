@@ -66,7 +66,7 @@ def card(out: Path) -> None:
 PAIR = "--target @pair/target --draft @pair/draft --dtype float64"
 SMALL = f"--depth {DEPTH} --max-new-tokens {NEW}"
 TRAIN = "train --traces @fit --profile @profile.json"
-STEP = "--rule step --threshold 0.5 --no-cross-fit --passes 1"
+STEP = "--rule step --threshold 0.5"
 COMMANDS = (
     Command(f"collect {PAIR} --prompts @prompts.jsonl {SMALL}", open_trace, ("--quiet", "--resume")),
     Command(f"collect {PAIR} --prompts @data {SMALL} --extra shards=2", open_trace, ("--quiet", "--resume")),
