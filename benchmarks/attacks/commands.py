@@ -75,7 +75,7 @@ COMMANDS = (
     Command("import @records.jsonl", open_trace, ("--json",)),
     Command(f"{TRAIN} {STEP}", load_policy_folder),
     Command(f"train --traces @link --profile @profile.json {STEP}", load_policy_folder),
-    Command(f"{TRAIN} {STEP} --head mlp --epochs 1 --param width=4 --checkpoints %", load_policy_folder, ("--resume",)),
+    Command(f"{TRAIN} {STEP} --head mlp --param epochs=1 --param width=4", load_policy_folder),
     Command("evaluate --traces @held --profile @profile.json --policy @policy --no-sweep", report),
     Command("evaluate --traces @held --train-traces @fit --profile @profile.json --no-sweep", report),
     Command("evaluate --traces @linked --profile @profile.json --policy fixed:2 --no-sweep", report),
