@@ -155,7 +155,7 @@ PARAMS: Mapping[str, Limit] = {
 def check_params(params: Mapping[str, Any]) -> None:
     """Raise `InputError` if a hyper-parameter is out of range; those without limits are ignored."""
     for name, value in params.items():
-        if name in PARAMS and value is not None:
+        if name in PARAMS:
             PARAMS[name].check(f"--param {name}", value)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...policies.arguments import check_params
 from ...policies.errors import InputError
 from ..options import Json, Out, Overwrite, ProfileFile, Quiet, Seed, config_saved, key_values
 from ..output import flat, next_step, output, print_json, progress_bars, say, table
@@ -86,8 +87,9 @@ def train(
     """Fit a stop head on traces and save it as a policy folder."""
     from ...policies.profile import Profile
 
-    costs = Profile.load(profile)  # reports an invalid profile before torch is imported
     params, arguments = key_values("--param", param), key_values("--trainer", trainer)
+    check_params(params)
+    costs = Profile.load(profile)  # reports an invalid profile before torch is imported
     sizes = _integers(nodes)
     if tune is None and (policy or storage):
         raise InputError("--policy, --storage: are for --tune N; to compare two policies as they are, use `evaluate`")

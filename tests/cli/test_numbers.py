@@ -41,10 +41,13 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no end of repeats": (f"profile --out {{new}} --repeats {HUGE}", "--repeats: expected a whole number"),
     "a large seed": (f"collect --out {{new}} --seed {HUGE}", "--seed: expected a whole number"),
     "a seed below 0": ("evaluate --traces {new} --profile {new} --out {new} --seed -1", "--seed: expected"),
-    "no end of epochs": (f"train --traces {{new}} --profile {{new}} --out {{new}} --epochs {HUGE}", "--epochs: expected"),
+    "no end of epochs": (
+        f"train --traces {{new}} --profile {{new}} --out {{new}} --param epochs={HUGE}",
+        "--param epochs: expected",
+    ),
     "a rate of nothing": (
-        "train --traces {new} --profile {new} --out {new} --learning-rate 1e-320",
-        "--learning-rate: expected",
+        "train --traces {new} --profile {new} --out {new} --param learning_rate=1e-320",
+        "--param learning_rate: expected",
     ),
     "a penalty of nothing": (
         "decode w7 --sampling repetition_penalty=1e-320",

@@ -45,7 +45,6 @@ STOP_SHARE = 0.2
 
 _UNNAMED = "noisy_score"  # stands for columns without the name of a feature: any real number, read as it is
 _FLOAT_MAX = float(np.finfo(np.float32).max)
-_KNOWN_FIRST = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
 
 
 @dataclass(eq=False, repr=False)
@@ -62,7 +61,6 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Attributes:
         form: kind of head (`policies.heads.HEADS`) that `export` returns.
         scalar_features: the only scalar features that the head can read; None = any.
-        extra_features, omitted_features: that it reads, or does without, if no features are requested.
         hidden: hidden states that it must read.
         any_hidden: whether it can read further hidden states.
         soft: whether its labels are min(1, p/q), which need `rows.SOFT_COLUMNS` of the trace.
@@ -83,8 +81,6 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     form: ClassVar[str]
     scalar_features: ClassVar[tuple[str, ...] | None] = None
-    extra_features: ClassVar[tuple[str, ...]] = ()
-    omitted_features: ClassVar[tuple[str, ...]] = ()
     hidden: ClassVar[tuple[str, ...]] = ()
     any_hidden: ClassVar[bool] = False
     soft: ClassVar[bool] = False
@@ -210,13 +206,7 @@ class HeadEstimator(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     @classmethod
     def default_features(cls, usual: Sequence[str]) -> tuple[str, ...]:
         """Return the features that the head reads if none are requested, where `usual` are those of most heads."""
-        if cls.scalar_features is not None:
-            return cls.scalar_features
-        if not cls.extra_features and not cls.omitted_features:
-            return tuple(usual)
-        names = dict.fromkeys((*(name for name in usual if name not in cls.omitted_features), *cls.extra_features))
-        # In the order in which they become known, which spares the loop a reordering at each decision.
-        return tuple(sorted(names, key=lambda name: _KNOWN_FIRST.index(feature(name).kind)))
+        return tuple(usual) if cls.scalar_features is None else cls.scalar_features
 
     @classmethod
     def hidden_states(cls, traces: Sequence[Trace], requested: Sequence[str] | None = None) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from ...policies.errors import InputError
 from .base import HeadEstimator
 from .rows import FitRows
 
+TUNABLE = ("max_depth", "eta", "min_child_weight", "reg_lambda", "subsample", "colsample_bytree", "device")
 PATIENCE = 15
 """Trees without a lower held-out loss after which boosting stops."""
 
@@ -52,8 +53,7 @@ class XGBoostEstimator(HeadEstimator):
     }
 
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
-        boosters = {name: self._boost(rows, stop_rows, label) for name, label in
-                    (("accept", "accepted"), ("next", "followed"))}  # fmt: skip
+        boosters = {name: self._boost(rows, stop_rows, column) for column, name in enumerate(("accept", "next"))}
         self.files_ = {f"{name}.ubj": bytes(booster.save_raw("ubj")) for name, booster in boosters.items()}
         # Both ensembles are stacked: the one with fewer trees is padded with zero trees, which add nothing.
         arrays = [flatten(booster, self.max_depth) for booster in boosters.values()]
@@ -66,35 +66,27 @@ class XGBoostEstimator(HeadEstimator):
             for name in arrays[0]
         }
 
-    def _boost(self, rows: FitRows, stop_rows: FitRows, label: str) -> xgb.Booster:
+    def _boost(self, rows: FitRows, stop_rows: FitRows, column: int) -> xgb.Booster:
         """Return the ensemble of an output, stopped early on held-out log loss."""
-        share = float(rows.label(label)[rows.has(label)].float().mean())
+        names = self.feature_names_ if len(set(self.feature_names_)) == len(self.feature_names_) else None
+        fitting, stopping = (
+            (part.features[use].numpy(), part.labels[use, column].numpy())
+            for part in (rows, stop_rows)
+            for use in [part.known[:, column].bool()]
+        )
         settings = {
             "objective": "binary:logistic",
-            "max_depth": self.max_depth,
-            "eta": self.eta,
-            "min_child_weight": self.min_child_weight,
-            "subsample": self.subsample,
-            "colsample_bytree": self.colsample_bytree,
-            "lambda": self.reg_lambda,
+            **{name: getattr(self, name) for name in TUNABLE},
             "seed": self.seed,
             "tree_method": "hist",
             "eval_metric": "logloss",
             "nthread": torch.get_num_threads(),  # follows the user's setting of torch
-            "base_score": float(np.clip(share, 0.01, 0.99)),  # its log-odds are the head's `base`
-            "device": self.device,
+            "base_score": float(np.clip(fitting[1].mean(), 0.01, 0.99)),  # its log-odds are the head's `base`
         }
-        names = self.feature_names_ if len(set(self.feature_names_)) == len(self.feature_names_) else None
         try:
-            fitting, stopping = (
-                xgb.DMatrix(
-                    part.features[part.has(label)].numpy(), part.label(label)[part.has(label)].float().numpy(),
-                    feature_names=names,
-                )
-                for part in (rows, stop_rows)
-            )  # fmt: skip
+            matrices = [xgb.DMatrix(*data, feature_names=names) for data in (fitting, stopping)]
             booster = xgb.train(
-                settings, fitting, self.trees, evals=[(stopping, "held_out")], early_stopping_rounds=PATIENCE,
+                settings, matrices[0], self.trees, evals=[(matrices[1], "held_out")], early_stopping_rounds=PATIENCE,
                 verbose_eval=False,
             )  # fmt: skip
         except xgb.core.XGBoostError as error:

@@ -8,7 +8,6 @@ Both choose the simplest map that no freer one beats on prompts left out: identi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,10 +239,7 @@ def survival_scores(scored: Scored, deepest: int = DEEPEST, seed: int = 0) -> li
     Each has `temperature` (None = all), `depth`, `rounds`, mean `predicted` and `observed` survival, `ece` and
     `ece_perfect` (mean of `perfect_error`), `brier`, `auc` and `log_loss`.
     """
-    return list(_score_rows(scored, deepest, seed))
-
-
-def _score_rows(scored: Scored, deepest: int, seed: int) -> Iterator[dict[str, Any]]:
+    rows = []
     temperatures = np.unique(scored.temperature).tolist()
     for temperature in [*([None] if len(temperatures) > 1 else []), *temperatures]:
         same = np.full(len(scored.length), True) if temperature is None else scored.temperature == temperature
@@ -252,7 +248,7 @@ def _score_rows(scored: Scored, deepest: int, seed: int) -> Iterator[dict[str, A
             if not use.any():
                 continue
             predicted, labels = scored.survival[use, depth - 1], scored.length[use] >= depth
-            yield {
+            rows.append({
                 "temperature": None if temperature is None else round(temperature, 6),
                 "depth": depth,
                 "rounds": len(labels),
@@ -263,4 +259,5 @@ def _score_rows(scored: Scored, deepest: int, seed: int) -> Iterator[dict[str, A
                 "brier": float(np.square(predicted - labels).mean()),
                 "auc": auc(predicted, labels),
                 "log_loss": log_loss(predicted, labels),
-            }
+            })  # fmt: skip
+    return rows

@@ -53,8 +53,8 @@ class NetworkModule(lightning.LightningModule):
         self.learning_rate, self.weight_decay = learning_rate, weight_decay
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return logits [R, O]."""
-        logits: Tensor = self.network(*inputs)
+        """Return logits [R, O] of inputs [R, ...]; hidden states are float16, as they are recorded."""
+        logits: Tensor = self.network(*(x.float() for x in inputs))
         return logits
 
     def _loss(self, batch: Sequence[Tensor]) -> Tensor:
@@ -144,31 +144,16 @@ class NetworkEstimator(HeadEstimator):
         return {name: values.detach().float().cpu() for name, values in module.network.state_dict().items()}
 
 
-class Perceptron(nn.Module):
-    """Linear layers with an activation between them.
-
-    Args:
-        sizes: of the input, the hidden layers and the output.
-        activation: between layers.
-    """
-
-    def __init__(self, sizes: Sequence[int], activation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(i, o) for i, o in itertools.pairwise(sizes)])
-        self._activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits [R, out] of inputs [R, in]; float16, as hidden states are recorded, is converted."""
-        x = x.float()
-        for at, layer in enumerate(self.layers):
-            x = layer(self._activation(x) if at else x)
-        return x
+def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Return linear layers from the first to the last size, with an activation between them."""
+    layers = [module for pair in itertools.pairwise(sizes) for module in (nn.Linear(*pair), activation())]
+    return nn.Sequential(*layers[:-1])
 
 
 def layer_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights `layers.0.weight`, ... of a `Perceptron` under the names of heads: `weight.0`, `bias.0`, ..."""
-    keys = (key.split(".") for key in weights)
-    return {f"{part}.{at}": weights[f"layers.{at}.{part}"] for _, at, part in keys}
+    """Return the weights `0.weight`, `0.bias`, `2.weight`, ... of a `perceptron` as in heads: `weight.0`, `bias.0`, ..."""
+    keys = [(key, *key.split(".")) for key in weights]
+    return {f"{part}.{int(module) // 2}": weights[key] for key, module, part in keys}
 
 
 def stacked_blocks(weights: Mapping[str, Tensor], count: int, width: int) -> dict[str, Tensor]:
@@ -210,7 +195,7 @@ class MLPEstimator(NetworkEstimator):
         basis = fit_basis(rows, self.feature_names_)
         sizes = [basis.width + 1, *(self.width,) * self.layers, 2]
         batches = [(flagged_columns(basis, part), part.labels, part.known) for part in (rows, stop_rows)]
-        weights = self._train(lambda: Perceptron(sizes, nn.functional.silu), batches, progress)
+        weights = self._train(lambda: perceptron(sizes, nn.SiLU), batches, progress)
         return {"mean": basis.mean, "scale": basis.scale, **layer_tensors(weights)}
 
 

@@ -18,7 +18,7 @@ from ...policies.features import DRAFT_HIDDEN
 from ...policies.heads.layers import HARD_FEATURES
 from ..released import ANY_THRESHOLD, STOP_THRESHOLD, unbiased
 from .linear import constant_logit
-from .networks import NetworkEstimator, Perceptron, layer_tensors, stacked_blocks
+from .networks import NetworkEstimator, layer_tensors, perceptron, stacked_blocks
 from .rows import FitRows
 
 
@@ -67,7 +67,7 @@ class DynaSDEstimator(NetworkEstimator):
         sizes = [inputs[0][0].shape[1], *hidden, 1]
         batches = [(x, labels[:, None].float(), torch.ones(len(x), 1)) for x, labels in inputs]
         # The published module ends in a sigmoid, which is part of the loss here.
-        weights = self._train(lambda: Perceptron(sizes, nn.functional.relu), batches, progress)
+        weights = self._train(lambda: perceptron(sizes, nn.ReLU), batches, progress)
         return {**layer_tensors(weights), "first": first_logit(rows, stop_rows)}
 
 
@@ -136,7 +136,6 @@ class AcceptanceNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [R, 1], the log-odds of acceptance of hidden states [R, H]."""
-        x = x.float()
         for at in self.order:
             x = x + nn.functional.silu(self.blocks[at](x))
         logits = self.leave(x)

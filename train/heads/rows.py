@@ -77,10 +77,6 @@ class FitRows:
             return labels
         return self.chances[:, 0 if name == "accepted" else 1]
 
-    def has(self, name: str) -> Tensor:
-        """Return [M] bool, the rows that have this label."""
-        return self.drawn if name == "accepted" else self.followed_known
-
     @property
     def labels(self) -> Tensor:
         """[M, 2] float32, both labels."""

@@ -58,13 +58,19 @@ class TokensEstimator(HeadEstimator):
     buckets: int = BUCKETS
 
     form = "tokens"
-    extra_features = ("noisy_score", *TOKEN_FEATURES)
-    # Beside tokens and the margin these say little, less than the time that they take (`benchmarks/heads.py`).
-    omitted_features = ("mean_full", "last_accepted", "top1", "depth")
     # With many weights it matters on which rounds they are fitted; heads of few weights gain nothing by a second pass.
     passes = 2
 
     space: ClassVar[Mapping[str, Any]] = {"C": (1e-2, 1.0), "buckets": [0, BUCKETS]}
+
+    @classmethod
+    def default_features(cls, usual: Sequence[str]) -> tuple[str, ...]:
+        """Return tokens and scores, and the usual features that are worth their time beside them (`benchmarks/heads.py`)."""
+        omitted = ("mean_full", "last_accepted", "top1", "depth")
+        names = dict.fromkeys((*(name for name in usual if name not in omitted), "noisy_score", *TOKEN_FEATURES))
+        # In the order in which they become known, which spares the loop a reordering at each decision.
+        known_first = (Kind.ANCHOR, Kind.HISTORY, Kind.PRE, Kind.POST)
+        return tuple(sorted(names, key=lambda name: known_first.index(feature(name).kind)))
 
     def _fit(self, rows: FitRows, stop_rows: FitRows, progress: Progress) -> Mapping[str, Any]:
         design = Design(self.feature_names_, rows, self.buckets)

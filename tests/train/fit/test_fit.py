@@ -20,7 +20,7 @@ from specstop.train.heads import make_head
 from specstop.train.heads.base import basis_columns, fit_basis, ranges
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.crossfit import own_visits, prompt_folds
-from specstop.train.heads.networks import MLPEstimator, NetworkModule, Perceptron, flagged_columns
+from specstop.train.heads.networks import MLPEstimator, NetworkModule, flagged_columns, perceptron
 from specstop.train.heads.rows import FitRows, Visits, conditional_acceptance, fit_rows, split_prompts, visits
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import TraceArrays
@@ -308,8 +308,8 @@ def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) 
     rows = synthetic_rows(500, 7)
     head = fitted("mlp", rows, rows, epochs=1)
     tensors = head.tensors()
-    network = Perceptron([len(NAMES) + 1, 64, 64, 2], torch.nn.functional.silu)
-    network.load_state_dict({f"layers.{i}.{part}": torch.from_numpy(tensors[f"{part}.{i}"]) for i in range(3)
+    network = perceptron([len(NAMES) + 1, 64, 64, 2], torch.nn.SiLU)
+    network.load_state_dict({f"{2 * i}.{part}": torch.from_numpy(tensors[f"{part}.{i}"]) for i in range(3)
                              for part in ("weight", "bias")})  # fmt: skip
     columns = flagged_columns(Basis(NAMES, tensors["mean"], tensors["scale"]), rows)
     with torch.no_grad():
@@ -319,7 +319,7 @@ def test_the_mlp_head_scores_as_the_module_does(parts: tuple[FitRows, FitRows]) 
 
 
 def test_a_batch_without_labels_weighs_nothing() -> None:
-    module = NetworkModule(Perceptron([4, 8, 2], torch.nn.functional.silu))
+    module = NetworkModule(perceptron([4, 8, 2], torch.nn.SiLU))
     loss = module.training_step([torch.randn(5, 4), torch.ones(5, 2), torch.zeros(5, 2)], 0)
     assert loss.item() == 0.0
     known = torch.tensor([[1.0, 0.0]])

@@ -15,7 +15,7 @@ from specstop.policies.heads.layers import HARD_FEATURES
 from specstop.train.heads.base import HeadEstimator, basis_columns
 from specstop.train.heads.calibration import log_loss
 from specstop.train.heads.linear import LogisticEstimator
-from specstop.train.heads.networks import NetworkModule, Perceptron, ResNet, ResNetEstimator, batch_loader
+from specstop.train.heads.networks import NetworkModule, ResNet, ResNetEstimator, batch_loader, perceptron
 from specstop.train.heads.published import (
     AcceptanceNetwork,
     DynaSDHardEstimator,
@@ -241,7 +241,7 @@ def test_rows_without_the_drafts_state_are_refused(build: type[HeadEstimator]) -
 def test_module_and_loaders_work_with_a_trainer_of_your_own() -> None:
     rows = published_rows(300, 10)[0]
     inputs = (rows.hidden["draft_hidden"], rows.chances[:, :1], torch.ones(len(rows), 1))
-    module = NetworkModule(Perceptron((DRAFT, 4, 1), torch.relu), one_cycle=False)
+    module = NetworkModule(perceptron((DRAFT, 4, 1), torch.nn.ReLU), one_cycle=False)
     trainer = lightning.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False)
     trainer.fit(module, batch_loader(inputs, 64, 0), batch_loader(inputs, 64))
     assert float(trainer.callback_metrics["held_out_loss"]) > 0
