@@ -9,6 +9,7 @@ from specstop.decode.benchmark import Ratio
 from specstop.decode.profile import loop_decisions
 from specstop.policies import FixedLength, StopPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.statistics import Resamples
 from specstop.train.fit.plan import TREE_FEATURES, Plan
 from specstop.train.fit.rules import fixed_grid
 from specstop.train.fit.run import train
@@ -20,7 +21,6 @@ from specstop.train.replay.bounds.static_tree import best_static_tree
 from specstop.train.replay.run import Replayed, replay
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.subtrees import on_subtree
-from specstop.train.statistics import Resamples
 
 from .ground import Ground
 

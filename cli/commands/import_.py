@@ -23,9 +23,7 @@ def import_(
     out: Out,
     target: Annotated[
         str | None,
-        typer.Option(
-            help="Target of Medusa's heads, which become the folder of a drafter, or of records. Default: import a policy."
-        ),
+        typer.Option(help="Target of Medusa's heads, which become a drafter, or of records. Default: import a policy."),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model of records.")] = None,
     dtype: Dtype = "float32",

@@ -10,12 +10,12 @@ from specstop.collect.store.folder import Trace
 from specstop.policies.costs import BatchCosts, BatchTable, CostTable
 from specstop.policies.fixed import FixedLength
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.batches import by_batch
 from specstop.train.fit.achievable import NAME, achievable_estimate, achievable_in_batches, backward
 from specstop.train.heads.crossfit import prompt_folds
 from specstop.train.replay.bounds.cost_to_go import CostToGo
 from specstop.train.replay.run import replay
 from specstop.train.replay.traces.arrays import seen_features, trace_arrays
-from specstop.train.report.batches import by_batch
 from synthetic import telling_trace, told
 
 EXACT = 1e-12

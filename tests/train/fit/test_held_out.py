@@ -11,13 +11,13 @@ import torch
 from specstop.collect.store.folder import Trace
 from specstop.policies.learned import LearnedPolicy
 from specstop.policies.profile import Profile
+from specstop.train.evaluate.evaluate import evaluate
 from specstop.train.fit.plan import REPORT_SHARE, Plan, split_report
 from specstop.train.fit.run import train, train_arrays
 from specstop.train.fit.settle import settle_for, unfitted_prompts
 from specstop.train.heads import make_head
 from specstop.train.replay.traces.arrays import TraceArrays, trace_arrays
 from specstop.train.replay.traces.concatenate import joined_arrays
-from specstop.train.report.evaluate import evaluate
 
 NAMES = ("top1", "noisy_margin", "depth")
 
